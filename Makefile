@@ -1,0 +1,72 @@
+# Every target sets up what it needs: a virtual environment, the exact versions of
+# constraints.txt, then the work. `make` alone says what there is.
+
+VENV ?= .venv
+# The first Python that is new enough.
+PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.13,$(shell \
+	$(python) -c 'import sys; print("$(python)" if sys.version_info >= (3, 11) else "")' \
+	2>/dev/null)))
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
+# One process per core and one thread per process (a single small model rarely fills two);
+# up to four, because each of them imports torch.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format parity-deps clean
+
+help:
+	@echo 'make demo     train a small network with IVON and audit its data'
+	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
+	@echo 'make bench    measure side by side with other packages'
+	@echo 'make lint     check style and types;  make format rewrites the style'
+	@echo 'make clean    remove $(VENV) and the caches'
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/blr-analysis demo $(ARGS)
+
+test: parity-deps
+	$(PYTEST) $(ARGS)
+
+bench: parity-deps $(VENV)/.bench
+	$(RUN) -m benchmarks $(ARGS)
+
+lint: parity-deps
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright --pythonpath $(RUN)
+
+format: parity-deps
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+# The packages that the tests compare with.
+parity-deps: $(VENV)/.parity
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+
+# The environment, in steps; a stamp says that a step is done.
+$(RUN):
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: name one with \
+	make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@echo 'Setting up $(VENV): a few minutes at most, once'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) -c constraints.txt -e '.[test,dev,tutorials]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.parity: requirements/parity.txt $(VENV)/.test
+	$(INSTALL) --no-deps -r requirements/parity.txt
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.test
+	$(INSTALL) -c constraints.txt -e '.[bench]'
+	@touch $@

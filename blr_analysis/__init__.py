@@ -1,0 +1,57 @@
+"""Post-hoc analysis of models trained with the Bayesian learning rule.
+
+Which data made this model, and what would it be without them?
+
+    task = Task(model, data, likelihood="categorical")
+    posterior = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=delta)
+    scores = sensitivity(task, posterior)
+    memory_map(scores).plot()
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from blr_analysis import errors, likelihoods
+from blr_analysis.errors import BLRError
+from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from blr_analysis.memory_map import MemoryMap, memory_map
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.sensitivity import (
+    LeaveOneOut,
+    Scores,
+    WhatIf,
+    leave_one_out,
+    sensitivity,
+    what_if,
+    what_if_each,
+)
+from blr_analysis.task import Task
+
+try:
+    __version__ = version("blr-analysis")
+except PackageNotFoundError:  # imported from a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "IVON",
+    "BLRError",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "LeaveOneOut",
+    "Likelihood",
+    "MemoryMap",
+    "Poisson",
+    "Posterior",
+    "Scores",
+    "Task",
+    "WhatIf",
+    "errors",
+    "fit_laplace",
+    "leave_one_out",
+    "likelihoods",
+    "memory_map",
+    "sensitivity",
+    "what_if",
+    "what_if_each",
+]

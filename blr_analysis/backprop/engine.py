@@ -1,0 +1,143 @@
+"""Chunks of a dataset with everything per-example that the analyses ask for.
+
+The loop that every analysis shares: run a chunk at the posterior's mean, then ask for the
+gradients of as many output directions (columns) as needed, in factored form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.plan import Plan, plan_for
+from blr_analysis.backprop.record import Recording, record
+from blr_analysis.backprop.terms import Term
+from blr_analysis.errors import InputError
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+
+DEFAULT_MEMORY = 96 * 2**20  # bytes of working memory where the user names no bound
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some examples: their indices, outputs ``[B, C]``, targets, and gradients on demand."""
+
+    indices: Tensor
+    outputs: Tensor
+    targets: Tensor
+    _task: Task
+    _params: Mapping[str, Tensor]
+    _plan: Plan
+    _recording: Recording
+
+    def terms(self, cotangents: Tensor) -> list[Term]:
+        """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer."""
+        columns = list(cotangents.detach().unbind(1))
+        return self._plan.terms(
+            self._task, self._params, self._recording, self.indices, columns
+        )
+
+    def jacobian_terms(self) -> list[Term]:
+        """The C rows of J_i: one column per output."""
+        b, c = self.outputs.shape
+        eye = torch.eye(c, dtype=self.outputs.dtype, device=self.outputs.device)
+        return self.terms(eye.expand(b, c, c))
+
+
+def chunks(
+    task: Task,
+    params: Mapping[str, Tensor],
+    *,
+    columns: int | None = None,
+    indices: Tensor | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    label: str = "examples",
+    progress: bool | None = None,
+) -> Iterator[Chunk]:
+    """Run the dataset (or ``indices`` of it) in chunks at ``params``.
+
+    Args:
+        columns: gradients asked of each example at most; None: one per output. It sets the
+            chunk size together with ``memory_budget``.
+        chunk_size: examples per chunk; overrides the budget.
+        memory_budget: bytes of working memory above model and data (default 96 MiB).
+
+    Raises:
+        InputError: a chunk size or budget that is not a positive integer.
+        ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
+    """
+    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
+        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+            raise InputError(f"{name} must be a positive integer, got {value!r}")
+    plan = plan_for(task, params)
+    n = task.n_data if indices is None else len(indices)
+    size = chunk_size
+    for chosen in _split(task, indices, n, plan, params, size, columns, memory_budget, label, progress):
+        batch = task.fetch(chosen)
+        recording = record(
+            task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
+        )
+        yield Chunk(
+            chosen,
+            recording.outputs.detach(),
+            recording.targets,
+            task,
+            params,
+            plan,
+            recording,
+        )
+        del recording
+
+
+def _split(
+    task: Task,
+    indices: Tensor | None,
+    n: int,
+    plan: Plan,
+    params: Mapping[str, Tensor],
+    size: int | None,
+    columns: int | None,
+    budget: int | None,
+    label: str,
+    progress: bool | None,
+) -> Iterator[Tensor]:
+    if size is None:
+        if columns is None:
+            columns = n_outputs(task, params)
+        itemsize = next(iter(params.values())).element_size()
+        size = plan.chunk_size(columns, budget or DEFAULT_MEMORY, itemsize, n)
+    order = torch.arange(task.n_data) if indices is None else indices
+    pieces = order.split(size)
+    yield from track(pieces, total=len(pieces), label=label, show=progress)
+
+
+def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:
+    """C, from one example."""
+    first = torch.zeros(1, dtype=torch.long)
+    with torch.no_grad(), task.evaluation():
+        outputs, _ = task.run(task.fetch(first), params, first)
+    return outputs.shape[-1]
+
+
+def predict(
+    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[N, C]`` and targets of the whole task at these parameters, on the CPU."""
+    outputs, targets = [], []
+    batches = track(
+        task.batches(),
+        total=-(-task.n_data // task.batch_size),
+        label="predictions",
+        show=progress,
+    )
+    with torch.no_grad(), task.evaluation():
+        for indices, batch in batches:
+            f, y = task.run(batch, params, indices)
+            outputs.append(f.cpu())
+            targets.append(y.cpu())
+    return torch.cat(outputs), torch.cat(targets)

@@ -1,0 +1,232 @@
+"""The rule for each kind of layer: from its input and its output gradients to a :class:`Term`.
+
+A rule is a function ``(call, grads) -> list[Term]``; :data:`RULES` maps layer types to rules, and
+a new layer is one more row. Layers without a row are differentiated by themselves with
+``torch.func`` (see :mod:`blr_analysis.backprop.fallback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from blr_analysis.backprop.terms import Dense, MatrixShape, Outer, Rows, Term
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where the examples are in a tensor that one layer saw.
+
+    ``dim`` is the batch dimension; ``repeats`` r > 1 says that dimension 0 holds ``B · r`` rows,
+    r consecutive ones for each example; ``shared`` that all examples share one row.
+    """
+
+    dim: int = 0
+    repeats: int = 1
+    shared: bool = False
+
+    def first(self, tensor: Tensor, batch: int) -> Tensor:
+        """The tensor with rows first, ``[B · r, ...]``."""
+        if self.shared:
+            return tensor.expand(batch, *tensor.shape[1:])
+        return tensor.movedim(self.dim, 0) if self.dim else tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call of a layer: its input, where the examples are, its parameters' names."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    input_axis: Axis
+    output_axis: Axis
+    names: dict[str, str]  # attribute ("weight", "bias") → the parameter's name in the model
+    values: dict[str, Tensor]  # the parameters' values, by attribute
+
+    @property
+    def x(self) -> Tensor:
+        value = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return self.input_axis.first(value, self.batch)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        return self.output_axis.first(grad, self.batch)
+
+    def fold(self, rows: Tensor) -> Tensor:
+        """``[B · r, g, T, D]`` → ``[B, g, r · T, D]``."""
+        r = len(rows) // self.batch
+        if r == 1:
+            return rows
+        _, g, t, d = rows.shape
+        return rows.reshape(self.batch, r, g, t, d).transpose(1, 2).reshape(self.batch, g, r * t, d)
+
+
+Rule = Callable[[Call, list[Tensor]], list[Term]]
+
+
+def _outer(call: Call, layout: MatrixShape, a: Tensor, d: list[Tensor]) -> list[Term]:
+    names = call.names
+    return [Outer(names.get("weight"), names.get("bias"), layout, a, d)]
+
+
+def _positions(tensor: Tensor) -> Tensor:
+    """``[R, ..., D]`` → ``[R, 1, T, D]``."""
+    return tensor.reshape(len(tensor), 1, -1, tensor.shape[-1])
+
+
+def linear(call: Call, grads: list[Tensor]) -> list[Term]:
+    """z = W a + b at every position."""
+    a = call.fold(_positions(call.x))
+    d = [call.fold(_positions(call.gradient(g))) for g in grads]
+    shape = (d[0].shape[-1], a.shape[-1])
+    return _outer(call, MatrixShape(1, *shape, shape), a, d)
+
+
+def transposed_linear(call: Call, grads: list[Tensor]) -> list[Term]:
+    """Hugging Face ``Conv1D``: z = a W + b with W stored ``[I, O]``."""
+    a = call.fold(_positions(call.x))
+    d = [call.fold(_positions(call.gradient(g))) for g in grads]
+    rows, columns = d[0].shape[-1], a.shape[-1]
+    return _outer(call, MatrixShape(1, rows, columns, (columns, rows), True), a, d)
+
+
+def convolution(call: Call, grads: list[Tensor]) -> list[Term]:
+    """Conv1d/2d/3d as one matrix product over the patches, group by group."""
+    conv = call.module
+    assert isinstance(conv, _ConvNd)
+    patches = unfold(call.x, conv)  # [R, g, I, T]
+    o = conv.out_channels // conv.groups
+    d = [call.gradient(g).reshape(-1, conv.groups, o, patches.shape[-1]).mT for g in grads]
+    layout = MatrixShape(conv.groups, o, patches.shape[2], tuple(conv.weight.shape))
+    return _outer(call, layout, call.fold(patches.mT), [call.fold(x) for x in d])
+
+
+def unfold(x: Tensor, conv: _ConvNd) -> Tensor:
+    """The patches that a convolution multiplies with its kernel, ``[R, g, (C/g)·Πk, T]``."""
+    n = len(conv.kernel_size)
+    if any(conv._reversed_padding_repeated_twice):
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+    geometry = (conv.kernel_size, conv.dilation, conv.stride)
+    if n == 2:
+        k, dilation, stride = geometry
+        columns = F.unfold(x, k, dilation=dilation, stride=stride)  # type: ignore[arg-type]
+        return columns.view(len(x), conv.groups, -1, columns.shape[-1])
+    for dim, (k, dilation, stride) in enumerate(zip(*geometry, strict=True)):
+        span = dilation * (k - 1) + 1
+        x = x.unfold(2 + dim, span, stride)[..., ::dilation] if dilation == 1 else _dilated(
+            x, 2 + dim, span, stride, dilation
+        )
+    # x: [R, C, t_1 … t_n, k_1 … k_n] → [R, C, k_1 … k_n, t_1 … t_n]
+    order = [0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n)]
+    x = x.permute(order)
+    kernel = x.shape[1] // conv.groups
+    for k in conv.kernel_size:
+        kernel *= k
+    return x.reshape(len(x), conv.groups, kernel, -1)
+
+
+def _dilated(x: Tensor, dim: int, span: int, stride: int, dilation: int) -> Tensor:
+    windows = x.unfold(dim, span, stride)
+    index = torch.arange(0, span, dilation, device=x.device)
+    return windows.index_select(-1, index)
+
+
+def embedding(call: Call, grads: list[Tensor]) -> list[Term]:
+    """Row look-up; the padding row never learns."""
+    module = call.module
+    assert isinstance(module, nn.Embedding)
+    ids = call.x.reshape(call.batch, -1)
+    d = [call.gradient(g).reshape(call.batch, ids.shape[1], -1) for g in grads]
+    if module.padding_idx is not None:
+        kept = (ids != module.padding_idx).unsqueeze(-1)
+        d = [g * kept for g in d]
+    return [Rows.collect(call.names["weight"], tuple(module.weight.shape), ids, d)]
+
+
+def _affine(call: Call, normalised: Tensor, grads: list[Tensor], keep: tuple[int, ...]) -> list[Term]:
+    """y = x̂ ∘ w + b: G_w = Σ d ∘ x̂ and G_b = Σ d over every dimension but ``keep``."""
+    columns: dict[str, list[Tensor]] = {name: [] for name in call.names.values()}
+    reduce = [d for d in range(1, normalised.ndim) if d not in keep]
+
+    def total(tensor: Tensor) -> Tensor:
+        summed = tensor.sum(reduce) if reduce else tensor
+        return summed.reshape(call.batch, -1, *summed.shape[1:]).sum(1)
+
+    for raw in grads:
+        d = call.gradient(raw)
+        if "weight" in call.names:
+            columns[call.names["weight"]].append(total(d * normalised))
+        if "bias" in call.names:
+            columns[call.names["bias"]].append(total(d))
+    return [Dense({n: torch.stack(c, dim=1) for n, c in columns.items()})]
+
+
+def layer_norm(call: Call, grads: list[Tensor]) -> list[Term]:
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    shape = module.normalized_shape
+    normalised = F.layer_norm(call.x, shape, None, None, module.eps)
+    keep = tuple(range(normalised.ndim - len(shape), normalised.ndim))
+    return _affine(call, normalised, grads, keep)
+
+
+def rms_norm(call: Call, grads: list[Tensor]) -> list[Term]:
+    module = call.module
+    assert isinstance(module, nn.RMSNorm)
+    shape = module.normalized_shape
+    normalised = F.rms_norm(call.x, shape, None, module.eps)  # type: ignore[arg-type]
+    keep = tuple(range(normalised.ndim - len(shape), normalised.ndim))
+    return _affine(call, normalised, grads, keep)
+
+
+def group_norm(call: Call, grads: list[Tensor]) -> list[Term]:
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+    normalised = F.group_norm(call.x, module.num_groups, None, None, module.eps)
+    return _affine(call, normalised, grads, (1,))
+
+
+def batch_norm(call: Call, grads: list[Tensor]) -> list[Term]:
+    """Eval mode: a fixed affine map of each channel."""
+    module = call.module
+    assert isinstance(module, _BatchNorm)
+    normalised = F.batch_norm(
+        call.x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps
+    )
+    return _affine(call, normalised, grads, (1,))
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+    nn.BatchNorm1d: batch_norm,
+    nn.BatchNorm2d: batch_norm,
+    nn.BatchNorm3d: batch_norm,
+}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of this layer's exact type; a subclass may compute something else and has none."""
+    kind = type(module)
+    if kind in RULES:
+        return RULES[kind]
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return transposed_linear
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return linear
+    return None

@@ -1,0 +1,179 @@
+"""Layer inputs and output gradients of one batch, caught by hooks on the layers that matter.
+
+The forward pass runs at detached parameters, so that the backward passes go no deeper than the
+first layer of interest and never form a weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from blr_analysis.backprop.layers import Axis, Rule
+from blr_analysis.errors import ModelError
+from blr_analysis.task import Task
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose own parameters are analysed, and the rule that reads its gradients."""
+
+    path: str
+    module: nn.Module
+    names: dict[str, str]  # attribute (dotted for adopted descendants) → canonical name
+    rule: Rule | None  # None: torch.func on this module alone
+
+
+@dataclass
+class Visit:
+    """One forward call of a unit."""
+
+    unit: Unit
+    occurrence: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    edges: list[Any]
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`ModelError` if the input was overwritten after the layer read it."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise ModelError(
+                f"the input of layer {self.unit.path!r} is overwritten in place later in the "
+                "forward pass; use inplace=False there"
+            )
+
+
+@dataclass
+class Recording:
+    """Outputs of a batch and everything that the terms of its units are made from."""
+
+    outputs: Tensor
+    targets: Tensor
+    visits: list[Visit]
+
+    def backward(self, cotangents: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+        """Gradients at every visit's outputs: ``[visit][output leaf][column]``.
+
+        ``cotangents``: K tensors ``[B, C]``; one backward pass each.
+        """
+        edges = [edge for visit in self.visits for edge in visit.edges]
+        leaves = [leaf for visit in self.visits for leaf in visit.outputs]
+        columns: list[list[Tensor]] = [[] for _ in leaves]
+        for cotangent in cotangents:
+            if edges and self.outputs.requires_grad:
+                grads = torch.autograd.grad(
+                    self.outputs, edges, cotangent, retain_graph=True, allow_unused=True
+                )
+            else:
+                grads = [None] * len(leaves)
+            for column, grad, leaf in zip(columns, grads, leaves, strict=True):
+                column.append(torch.zeros_like(leaf) if grad is None else grad.detach())
+        found, start = [], 0
+        for visit in self.visits:
+            found.append(columns[start : start + len(visit.edges)])
+            start += len(visit.edges)
+        return found
+
+
+def record(
+    task: Task,
+    params: Mapping[str, Tensor],
+    batch: Any,
+    units: Sequence[Unit],
+    *,
+    shared: frozenset[tuple[str, int, int]] = frozenset(),
+    size: int,
+    indices: Tensor | None = None,
+) -> Recording:
+    """Run one batch and catch what the units saw.
+
+    ``shared`` names outputs ``(path, occurrence, leaf)`` that all examples share; they are
+    expanded to one row per example, so that each gets its own gradient.
+    """
+    visits: list[Visit] = []
+    counts: dict[str, int] = {}
+
+    def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        occurrence = counts.get(unit.path, 0)
+        counts[unit.path] = occurrence + 1
+        leaves, spec = tree_flatten(output)
+        outputs, edges = [], []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            if (unit.path, occurrence, position) in shared and len(leaf) != size:
+                leaf = leaf.expand(size, *leaf.shape[1:])
+            if not leaf.requires_grad:
+                start = leaf.detach().requires_grad_()
+                edges.append(get_gradient_edge(start))
+                leaf = start.clone()  # a later in-place operation must not touch a leaf
+                start_out = start
+            else:
+                edges.append(get_gradient_edge(leaf))
+                start_out = leaf
+            outputs.append(start_out.detach())
+            leaves[position] = leaf
+        seen = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        visits.append(
+            Visit(
+                unit, occurrence, args, kwargs, outputs, edges, [(t, t._version) for t in seen]
+            )
+        )
+        return tree_unflatten(leaves, spec)
+
+    with torch.enable_grad(), task.evaluation(), _hooks(units, visit):
+        outputs, targets = task.run(batch, params, indices)
+    if len(outputs) != size:
+        raise ModelError(
+            f"the model returned {len(outputs)} rows of outputs for {size} examples; return one "
+            "row per example (forward= can reshape)"
+        )
+    for seen in visits:
+        seen.check_unchanged()
+        seen.args, seen.kwargs = _detached((seen.args, seen.kwargs))
+    return Recording(outputs, targets, visits)
+
+
+@contextmanager
+def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
+    handles = []
+    try:
+        for unit in units:
+
+            def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, unit: Unit = unit) -> Any:
+                return visit(unit, args, kwargs, output)
+
+            handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _detached(tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+def batch_axis(tensor: Tensor, batch: int) -> Axis:
+    """Where ``batch`` examples lie in a tensor, judged by its shape."""
+    if tensor.ndim == 0:
+        return Axis(shared=True)
+    if batch > 1:
+        for dim, size in enumerate(tensor.shape):
+            if size == batch:
+                return Axis(dim=dim)
+    if len(tensor) == 1:
+        return Axis(shared=batch > 1)
+    if len(tensor) % batch == 0 and len(tensor) > 0:
+        return Axis(repeats=len(tensor) // batch)
+    return Axis(shared=True)

@@ -1,0 +1,361 @@
+"""Per-example, per-column gradients of one layer, kept in factored form.
+
+For K cotangents (columns) c of an example i, a layer with parameter θ_l contributes
+G_ic = (∂f_i/∂θ_l)ᵀ c. A :class:`Term` holds all G_ic of a chunk without forming them where it
+can, and answers what the posterior structures ask:
+
+* ``gram``        ⟨G_ic ∘ σ², G_ic'⟩                 the layer's share of V_i, ``[B, K, K]``
+* ``square_sum``  Σ_i Σ_c G_ic ∘ G_ic                the layer's share of a GGN diagonal
+* ``jacobian``    G_ic itself                        ``[B, K, *shape]``
+
+and, for weights that are matrices, the same in a rotated basis U_Gᵀ G U_A (Kronecker factors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Term(Protocol):
+    """One layer's gradients for a chunk of B examples and K columns."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def jacobian(self) -> dict[str, Tensor]: ...
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor: ...
+    def square_sum(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """How a parameter is read as ``groups`` matrices ``[O, I]``: Linear, Conv, transposed."""
+
+    groups: int
+    rows: int
+    columns: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        """Parameter ``[..., *shape]`` → ``[..., g, O, I]``."""
+        lead = parameter.shape[: parameter.ndim - len(self.shape)]
+        if self.transposed:
+            return parameter.mT.unsqueeze(-3)
+        return parameter.reshape(*lead, self.groups, self.rows, self.columns)
+
+    def parameter(self, matrix: Tensor) -> Tensor:
+        """``[..., g, O, I]`` → ``[..., *shape]``."""
+        if self.transposed:
+            return matrix.squeeze(-3).mT
+        return matrix.reshape(*matrix.shape[:-3], *self.shape)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """G_c = Σ_t d_ct a_tᵀ (and Σ_t d_ct for the bias): Linear, convolution, HF Conv1D.
+
+    ``inputs`` a: ``[B, g, T, I]``; ``grads`` d: K tensors ``[B, g, T, O]``. T runs over sequence
+    or image positions and over the calls of a shared module, so sharing is exact.
+    """
+
+    weight: str | None
+    bias: str | None
+    layout: MatrixShape
+    inputs: Tensor
+    grads: list[Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.weight, self.bias) if n is not None)
+
+    @property
+    def positions(self) -> int:
+        return self.inputs.shape[2]
+
+    def joined(self, other: Outer) -> Outer:
+        """Two calls of the same weights: positions side by side, added before any square."""
+        return Outer(
+            self.weight,
+            self.bias,
+            self.layout,
+            torch.cat([self.inputs, other.inputs], dim=2),
+            [torch.cat([a, b], dim=2) for a, b in zip(self.grads, other.grads, strict=True)],
+        )
+
+    def stacked(self) -> Tensor:
+        """d as one tensor ``[B, g, K, T, O]``."""
+        return torch.stack(self.grads, dim=2)
+
+    def jacobian(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.weight is not None:
+            matrices = self.matrices().movedim(2, 1)
+            found[self.weight] = self.layout.parameter(matrices)
+        if self.bias is not None:
+            found[self.bias] = self._bias_grads().movedim(2, 1).flatten(2)
+        return found
+
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+        weight = None if self.weight is None else self.layout.matrix(variance[self.weight])
+        bias = None
+        if self.bias is not None:
+            bias = variance[self.bias].reshape(self.layout.groups, self.layout.rows)
+        return weighted_gram(self, weight, bias)
+
+    def square_sum(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.weight is not None:
+            found[self.weight] = self.layout.parameter(matrix_square_sum(self))
+        if self.bias is not None:
+            found[self.bias] = self._bias_grads().square().sum((0, 2)).flatten()
+        return found
+
+    def matrices(self) -> Tensor:
+        """G_c = Σ_t d_ct a_tᵀ for every column, ``[B, g, K, O, I]``."""
+        b, g, t, i = self.inputs.shape
+        k, o = len(self.grads), self.grads[0].shape[-1]
+        if t == 1:
+            return self.stacked().mT * self.inputs.unsqueeze(2)
+        left = torch.stack([d.mT for d in self.grads], dim=2).reshape(b * g, k * o, t)
+        return torch.bmm(left, self.inputs.reshape(b * g, t, i)).view(b, g, k, o, i)
+
+    def _bias_grads(self) -> Tensor:
+        return torch.stack([d.sum(2) for d in self.grads], dim=2)  # [B, g, K, O]
+
+    def joint_matrices(self) -> Tensor:
+        """G with the bias gradient as a last input column, ``[B, g, K, O, I (+1)]``."""
+        if self.bias is None:
+            return self.matrices()
+        if self.weight is None:
+            return self._bias_grads().unsqueeze(-1)
+        return torch.cat([self.matrices(), self._bias_grads().unsqueeze(-1)], dim=-1)
+
+    def second_moments(self) -> tuple[Tensor, Tensor]:
+        """Σ a aᵀ (with a 1 joined to a for the bias) and Σ d dᵀ: ``[g, I', I']``, ``[g, O, O]``.
+
+        Sums run over examples and positions, and over columns for d.
+        """
+        _, g, _, i = self.inputs.shape
+        a = self.inputs.transpose(0, 1).reshape(g, -1, i)
+        if self.bias is not None:
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+        if self.weight is None:
+            a = a[..., -1:]
+        right = a.mT @ a
+        left = sum(
+            (m.mT @ m for m in (d.transpose(0, 1).reshape(g, -1, d.shape[-1]) for d in self.grads)),
+            start=a.new_zeros(()),
+        )
+        return right, left
+
+
+def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """⟨G_c ∘ σ², G_c'⟩ with σ² ``[g, O, I]`` and a bias variance ``[g, O]``, by the cheaper form.
+
+    * one position: s_o = Σ_i σ²_oi a_i² + σ²_o, then Σ_o d_co s_o d_c'o;
+    * few positions: the same with the kernel M_o[t, t'] = Σ_i σ²_oi a_ti a_t'i;
+    * many positions: G_c itself, layer by layer.
+    """
+    b, _, t, _ = term.inputs.shape
+    k = len(term.grads)
+    if t == 1:
+        scale = _row_scale(term.inputs.squeeze(2), weight, bias)  # [B, g, O]
+        if k == 1:
+            return (term.grads[0].squeeze(2).square() * scale).sum((1, 2)).view(b, 1, 1)
+        d = term.stacked().squeeze(3)  # [B, g, K, O]
+        d = d.squeeze(1) if d.shape[1] == 1 else d.transpose(1, 2).flatten(2)
+        return torch.bmm(d * scale.flatten(1).unsqueeze(1), d.mT)
+    if t * (t + 1) // 2 <= k * t + k * k and weight is not None:
+        return _position_gram(term, weight, bias)
+    total = term.inputs.new_zeros(())
+    if weight is not None:
+        total = total + flat_gram(term.matrices(), weight.unsqueeze(1))
+    if bias is not None:
+        total = total + flat_gram(term._bias_grads(), bias.unsqueeze(1))
+    return total
+
+
+def _row_scale(a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Σ_i σ²_oi a_i² + σ²_o, ``[B, g, O]`` from a ``[B, g, I]``."""
+    if weight is None:
+        assert bias is not None
+        return bias.expand(len(a), *bias.shape)
+    if len(weight) == 1:
+        square = a.squeeze(1).square()
+        w = weight.squeeze(0).mT
+        scale = square @ w if bias is None else torch.addmm(bias.squeeze(0), square, w)
+        return scale.unsqueeze(1)
+    scale = torch.einsum("bgi,goi->bgo", a.square(), weight)
+    return scale if bias is None else scale + bias
+
+
+def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:
+    a, d = term.inputs, term.stacked()  # [B, g, T, I], [B, g, K, T, O]
+    rows, cols = torch.triu_indices(a.shape[2], a.shape[2], device=a.device)
+    pairs = a[:, :, rows] * a[:, :, cols]  # [B, g, T(T+1)/2, I]
+    kernel = torch.einsum("bgpi,goi->bgpo", pairs, weight)
+    if bias is not None:
+        kernel = kernel + bias.unsqueeze(1)
+    kernel = kernel * torch.where(rows == cols, 0.5, 1.0).to(a.dtype)[:, None]
+    left = (d[:, :, :, rows] * kernel.unsqueeze(2)).transpose(1, 2).flatten(2)
+    half = left @ d[:, :, :, cols].transpose(1, 2).flatten(2).mT
+    return half + half.mT
+
+
+def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
+    """⟨G_c ∘ σ², G_c'⟩ from ``[B, g, K, ...]`` and σ² ``[g, 1, ...]`` (broadcast), ``[B, K, K]``."""
+    weighted = columns * variance
+    if columns.shape[1] == 1:
+        return torch.bmm(weighted.squeeze(1).flatten(2), columns.squeeze(1).flatten(2).mT)
+    return torch.bmm(
+        weighted.transpose(1, 2).flatten(2), columns.transpose(1, 2).flatten(2).mT
+    )
+
+
+def matrix_square_sum(term: Outer) -> Tensor:
+    """Σ_i Σ_c G_ic², ``[g, O, I]``."""
+    if term.positions == 1:
+        d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
+        return torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
+    return term.matrices().square().sum((0, 2))
+
+
+def rotated(term: Outer, right: Tensor, left: Tensor) -> Outer | Tensor:
+    """The term in the basis U_Gᵀ G U_A (``left`` = U_G ``[g, O, O]``, ``right`` = U_A ``[g, I', I']``).
+
+    Rotates a and d, giving an :class:`Outer`, or G itself, giving ``[B, g, K, O, I']``: whichever
+    multiplies less. U_A has one more row than a where a bias is joined.
+    """
+    _, _, t, i = term.inputs.shape
+    k, o, joint = len(term.grads), left.shape[-1], right.shape[-1]
+    before = t * i * joint + k * t * o * o
+    after = k * o * joint * (joint + o)
+    if t > 1 and (after < before or term.weight is None):
+        return left.mT.unsqueeze(1) @ term.joint_matrices() @ right.unsqueeze(1)
+    if term.weight is None:
+        a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
+    elif len(right) == 1:
+        flat = term.inputs.reshape(-1, i)
+        a = flat @ right[0] if joint == i else torch.addmm(right[0, -1], flat, right[0, :-1])
+        a = a.view(*term.inputs.shape[:-1], joint)
+    else:
+        a = term.inputs @ right[:, :i]
+        a = a if joint == i else a + right[:, -1:]
+    d = [grad @ left for grad in term.grads]
+    return Outer(term.weight or term.bias, None, MatrixShape(len(right), o, joint, ()), a, d)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Embedding: G_c has the row Σ_{t: id_t = v} d_ct for every id v that the example uses.
+
+    ``ids`` ``[B, T]`` lists each id once per example; ``grads`` K tensors ``[B, T, O]`` are the
+    sums over its positions (zero in unused slots).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ids: Tensor
+    grads: list[Tensor]
+
+    @classmethod
+    def collect(
+        cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]
+    ) -> Rows:
+        """Add up the positions that share an id, within each example."""
+        ordered, order = ids.sort(dim=1)
+        fresh = torch.ones_like(ordered)
+        fresh[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
+        slots = fresh.cumsum(1) - 1
+        unique = torch.zeros_like(ids).scatter(1, slots, ordered)
+        summed = []
+        for grad in grads:
+            moved = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
+            index = slots.unsqueeze(-1).expand_as(grad)
+            summed.append(torch.zeros_like(moved).scatter_add(1, index, moved))
+        return cls(name, shape, unique, summed)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def jacobian(self) -> dict[str, Tensor]:
+        d = torch.stack(self.grads, dim=1)  # [B, K, T, O]
+        table = d.new_zeros(*d.shape[:2], *self.shape)
+        index = self.ids[:, None, :, None].expand_as(d)
+        return {self.name: table.scatter_add(2, index, d)}
+
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+        scale = variance[self.name][self.ids]  # [B, T, O]
+        d = torch.stack(self.grads, dim=1)
+        return torch.bmm((d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
+
+    def square_sum(self) -> dict[str, Tensor]:
+        squares = sum((d.square() for d in self.grads), start=self.grads[0].new_zeros(()))
+        total = squares.new_zeros(self.shape)
+        total.index_add_(0, self.ids.flatten(), squares.flatten(0, 1))
+        return {self.name: total}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """G_c held as it is, ``[B, K, *shape]`` per name: small parameters and unknown modules."""
+
+    columns: dict[str, Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.columns)
+
+    def jacobian(self) -> dict[str, Tensor]:
+        return self.columns
+
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+        return sum(
+            (torch.bmm(g.flatten(2) * variance[n].flatten(), g.flatten(2).mT)
+             for n, g in self.columns.items()),
+            start=torch.zeros((), dtype=next(iter(self.columns.values())).dtype,
+                              device=next(iter(self.columns.values())).device),
+        )
+
+    def square_sum(self) -> dict[str, Tensor]:
+        return {n: g.square().sum((0, 1)) for n, g in self.columns.items()}
+
+
+def merged(terms: list[Term]) -> list[Term]:
+    """Terms with every parameter in exactly one of them: shared weights added, not squared apart."""
+    owner: dict[str, int] = {}
+    result: list[Term | None] = []
+    for term in terms:
+        hits = sorted({owner[n] for n in term.names if n in owner})
+        for hit in hits:
+            other = result[hit]
+            assert other is not None
+            result[hit] = None
+            term = _add(other, term)
+        for name in term.names:
+            owner[name] = len(result)
+        result.append(term)
+    return [term for term in result if term is not None]
+
+
+def _add(one: Term, two: Term) -> Term:
+    if (
+        isinstance(one, Outer)
+        and isinstance(two, Outer)
+        and (one.weight, one.bias, one.layout) == (two.weight, two.bias, two.layout)
+    ):
+        return one.joined(two)
+    if isinstance(one, Rows) and isinstance(two, Rows) and one.name == two.name:
+        ids = torch.cat([one.ids, two.ids], dim=1)
+        grads = [torch.cat(pair, dim=1) for pair in zip(one.grads, two.grads, strict=True)]
+        return Rows.collect(one.name, one.shape, ids, grads)
+    total = dict(one.jacobian())
+    for name, columns in two.jacobian().items():
+        total[name] = total[name] + columns if name in total else columns
+    return Dense(total)

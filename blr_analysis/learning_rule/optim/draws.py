@@ -1,0 +1,113 @@
+"""One draw of the weights: perturb them with posterior noise, put them back bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.learning_rule.optim.blocks import Buffers, blocks, group_by
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """Precision, momentum and noise are float32 where the weights are float16 or bfloat16.
+
+    A step moves the precision by some 1e-5 of itself, which half precision cannot represent.
+
+        >>> state_dtype(torch.zeros(1, dtype=torch.bfloat16)), state_dtype(torch.zeros(1).double())
+        (torch.float32, torch.float64)
+    """
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+@dataclass
+class Draw:
+    """Weights θ = m + ε with ε ~ N(0, 1/S), S = ess·(hess + weight_decay), and what undoes them.
+
+    ``train`` says whether the gradients at θ belong to the next step. ``adoptable`` marks the draw
+    that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
+    that draw instead of making its own.
+    """
+
+    train: bool
+    adoptable: bool = False
+    closed: bool = False
+    params: list[Tensor] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+    noises: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    noise_buffers: list[Tensor] = field(default_factory=list)
+    mean_buffers: list[Tensor] = field(default_factory=list)
+
+    def fill(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        buffers: Buffers,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Draw the noise and remember the means; nothing is perturbed yet."""
+        for group in groups:
+            trainable = [p for p in group["params"] if p.requires_grad]
+            for params in group_by(trainable, lambda p: (p.device, state_dtype(p))).values():
+                flats, noises = buffers.take(params, state_dtype(params[0]))
+                self.noise_buffers += flats
+                _fill_normal(flats[0], generator)
+                _divide_by_root_precision(noises, params, group, state)
+                self.params += params
+                self.noises += noises
+                self.methods += [group["hess_approx"]] * len(params)
+        means: dict[Tensor, Tensor] = {}
+        for params in group_by(self.params, lambda p: (p.device, p.dtype)).values():
+            flats, views = buffers.take(params, params[0].dtype)
+            self.mean_buffers += flats
+            torch._foreach_copy_(views, params)
+            means.update(zip(params, views, strict=True))
+        self.means = [means[p] for p in self.params]
+
+    def perturb(self) -> None:
+        """m → m + ε, in place, rounded once to the dtype of the weights."""
+        for params, noises in blocks([self.params, self.noises]):
+            torch._foreach_add_(params, noises)
+
+    def restore(self, buffers: Buffers) -> None:
+        """Put the means back, last perturbed first: two parameters may share memory."""
+        for params, means in blocks([self.params[::-1], self.means[::-1]]):
+            torch._foreach_copy_(params, means)
+        buffers.give(self.mean_buffers)
+        self.means, self.mean_buffers = [], []
+        self.closed = True
+
+
+def _fill_normal(flat: Tensor, generator: torch.Generator | None) -> None:
+    if generator is None or generator.device == flat.device:
+        flat.normal_(generator=generator)
+    else:  # one generator for parameters on several devices
+        flat.copy_(
+            torch.empty(flat.shape, dtype=flat.dtype, device=generator.device).normal_(
+                generator=generator
+            )
+        )
+
+
+def _divide_by_root_precision(
+    noises: list[Tensor],
+    params: list[Tensor],
+    group: Mapping[str, Any],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Scale standard normal ``noises`` by 1/√(ess·(hess + weight_decay)), in place."""
+    ess, decay = group["ess"], group["weight_decay"]
+    known = [(n, state[p]["hess"]) for n, p in zip(noises, params, strict=True) if p in state]
+    fresh = [n for n, p in zip(noises, params, strict=True) if p not in state]
+    if fresh:  # before its first step a parameter has the precision it was given
+        torch._foreach_div_(fresh, math.sqrt(ess * (group["hess_init"] + decay)))
+    for noise, hess in blocks([[n for n, _ in known], [h for _, h in known]]):
+        root = torch._foreach_add(hess, decay)
+        torch._foreach_mul_(root, ess)
+        torch._foreach_sqrt_(root)
+        torch._foreach_div_(noise, root)

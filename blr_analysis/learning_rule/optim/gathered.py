@@ -1,0 +1,222 @@
+"""What the draws since the last step have gathered: mean gradient and mean curvature estimate.
+
+After one draw nothing is copied: the gradient is ``p.grad`` itself, and the noise is kept until
+the step multiplies the two. So whatever happens to ``p.grad`` in between (``GradScaler.unscale_``,
+``clip_grad_norm_``) holds for the curvature estimate noise·gradient as well. From the second draw
+on there are means of their own, ``p.grad`` shows a copy of the mean gradient, and a change of that
+copy before the step is carried over: the gradient as it stands, the curvature by the factor by
+which the largest gradient of that parameter changed (squared for ``"gradsq"``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import OptimizerError
+from blr_analysis.learning_rule.optim.blocks import Buffers, blocks, group_by
+from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
+
+
+@dataclass
+class Estimate:
+    """Of one parameter. ``curvature`` is the mean of noise·gradient, or of gradient²."""
+
+    method: str
+    grad: Tensor
+    shown: Tensor
+    """What ``p.grad`` was at the end of the last context; after one draw the same as ``grad``."""
+    noise: Tensor | None = None
+    curvature: Tensor | None = None
+    version: int = -1
+
+    def is_changed(self) -> bool:
+        """Whether someone wrote to ``shown`` since."""
+        return self.shown._version != self.version
+
+
+class Gathered:
+    """The estimates of all parameters that got a gradient, and the number of draws in them."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.count = 0
+        self.rescaled = False
+        self.estimates: dict[Tensor, Estimate] = {}
+        self._buffers = buffers
+        self._held: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Forget everything: after a step, a skipped step, or a failed one."""
+        self._buffers.give(self._held)
+        self.count, self.rescaled, self.estimates, self._held = 0, False, {}, []
+
+    def begin(self) -> None:
+        """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
+        self.settle()
+        self.rescaled = False
+        for param, estimate in self.estimates.items():
+            if param.grad is estimate.shown:
+                param.grad = None
+
+    def settle(self) -> None:
+        """Let the means own their memory, and carry over what was done to ``p.grad``."""
+        if self.count == 1 and _all_were_zeroed(self.estimates.values()):
+            self.clear()
+            raise OptimizerError(
+                "the gradients of the first sample were set to zero in place before the second "
+                "one; call zero_grad() of the optimizer, zero_grad(set_to_none=True) of the "
+                "model, or either of them inside sampled_params(train=True)"
+            )
+        for param, estimate in self.estimates.items():
+            if estimate.curvature is None:
+                estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
+                noise, grad = estimate.noise, estimate.grad
+                estimate.curvature = grad.square() if noise is None else noise.mul_(grad)
+                estimate.noise = None
+                self.rescaled |= estimate.is_changed()
+            elif estimate.is_changed():
+                self.rescaled = True
+                _carry_over(estimate)
+            estimate.version = estimate.shown._version
+
+    def add(self, draw: Draw) -> None:
+        """The gradients now in ``p.grad`` are those at ``draw``."""
+        got = [
+            (p, p.grad.detach(), method, noise)
+            for p, method, noise in zip(draw.params, draw.methods, draw.noises, strict=True)
+            if p.grad is not None
+        ]
+        _check_gradients(got)
+        if self.count == 0:
+            for param, _, method, noise in got:
+                assert param.grad is not None
+                estimate = Estimate(method, param.grad, param.grad, version=param.grad._version)
+                estimate.noise = noise if method == "price" else None
+                self.estimates[param] = estimate
+            self._held, draw.noise_buffers = draw.noise_buffers, []
+        else:
+            self._average(got)
+            self._buffers.give(draw.noise_buffers)
+        self.count += 1
+
+    def _average(self, got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
+        """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
+        weight = 1.0 / (self.count + 1)
+        for param, grad, method, _ in got:
+            if param not in self.estimates:
+                zeros = torch.zeros_like(grad, dtype=state_dtype(param))
+                self.estimates[param] = Estimate(
+                    method, zeros, grad, curvature=torch.zeros_like(zeros)
+                )
+        for rows in group_by(got, lambda row: (row[0].device, row[0].dtype, row[2])).values():
+            params, grads, methods, noises = zip(*rows, strict=True)
+            means = [self.estimates[p].grad for p in params]
+            curvatures = [self.estimates[p].curvature for p in params]
+            for grad, noise, mean, curvature in blocks([grads, noises, means, curvatures]):  # type: ignore[list-item]
+                new = [g.to(m.dtype) for g, m in zip(grad, mean, strict=True)]
+                torch._foreach_lerp_(mean, new, weight)
+                estimate = torch._foreach_mul(new, noise if methods[0] == "price" else new)
+                torch._foreach_lerp_(curvature, estimate, weight)
+        seen = {param for param, *_ in got}
+        for param, estimate in self.estimates.items():
+            if param not in seen:
+                estimate.grad.mul_(1 - weight)
+                assert estimate.curvature is not None
+                estimate.curvature.mul_(1 - weight)
+        self.show()
+
+    def show(self) -> None:
+        """Let ``p.grad`` hold the mean gradient, for ``unscale_`` and ``clip_grad_norm_``."""
+        for param, estimate in self.estimates.items():
+            if estimate.grad is estimate.shown:
+                param.grad = estimate.shown
+            elif param.grad is None:
+                param.grad = estimate.grad.to(param.dtype, copy=True)
+            else:
+                param.grad.detach().copy_(estimate.grad)
+            assert param.grad is not None
+            estimate.shown, estimate.version = param.grad, param.grad._version
+
+    def drop(self, draw: Draw) -> None:
+        """The body of ``draw`` failed: the gradients go back to those of the earlier draws."""
+        for param in draw.params:
+            param.grad = None
+        self._buffers.give(draw.noise_buffers)
+        draw.noise_buffers = []
+        self.show()
+
+    def keep_zeros_apart(self) -> None:
+        """Before ``zero_grad(set_to_none=False)``: let it not write into an estimate."""
+        for param, estimate in self.estimates.items():
+            if param.grad is estimate.shown:
+                param.grad = torch.zeros_like(estimate.shown)
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply the settled gradients, and the curvature as it depends on them."""
+        for estimate in self.estimates.values():
+            assert estimate.curvature is not None
+            estimate.grad.mul_(factor)
+            estimate.curvature.mul_(factor if estimate.method == "price" else factor**2)
+
+    def pack(self, param: Tensor) -> dict[str, Tensor]:
+        """What a checkpoint needs of ``param`` to go on from here."""
+        estimate = self.estimates.get(param)
+        if estimate is None:
+            return {}
+        packed = {"sample_grad": estimate.grad.detach().clone()}
+        if estimate.noise is not None:
+            packed["sample_noise"] = estimate.noise.clone()
+        if estimate.curvature is not None:
+            packed["sample_curvature"] = estimate.curvature.clone()
+        return packed
+
+    def unpack(self, param: Tensor, method: str, packed: dict[str, Any]) -> None:
+        """The reverse of :meth:`pack`; :attr:`count` is set by the caller."""
+        if "sample_grad" not in packed:
+            return
+        wide = {"device": param.device, "dtype": state_dtype(param), "copy": True}
+        curvature, noise = packed.get("sample_curvature"), packed.get("sample_noise")
+        if curvature is None:
+            grad = packed["sample_grad"].to(device=param.device, dtype=param.dtype, copy=True)
+            estimate = Estimate(method, grad, grad)
+            estimate.noise = None if noise is None else noise.to(**wide)
+        else:
+            grad = packed["sample_grad"].to(**wide)
+            shown = grad.to(param.dtype, copy=True)
+            estimate = Estimate(method, grad, shown, curvature=curvature.to(**wide))
+        param.grad = estimate.shown
+        estimate.version = estimate.shown._version
+        self.estimates[param] = estimate
+
+
+def _carry_over(estimate: Estimate) -> None:
+    """A change of the shown mean reaches the means; zeros in place of gradients do not."""
+    assert estimate.curvature is not None
+    before = estimate.grad.to(estimate.shown.dtype).abs().amax()
+    ratio = estimate.shown.abs().amax() / before
+    ratio = ratio.to(estimate.grad.dtype)
+    if ratio > 0:
+        estimate.grad.copy_(estimate.shown)
+        estimate.curvature.mul_(ratio if estimate.method == "price" else ratio.square())
+
+
+def _all_were_zeroed(estimates: Any) -> bool:
+    estimates = list(estimates)
+    return all(e.is_changed() for e in estimates) and not any(e.shown.any() for e in estimates)
+
+
+def _check_gradients(got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
+    if not got:
+        raise OptimizerError(
+            "no parameter has a gradient at the end of sampled_params(train=True); call "
+            "loss.backward() inside the context, or use sampled_params() to evaluate"
+        )
+    for param, grad, _, _ in got:
+        if grad.layout is not torch.strided:
+            raise OptimizerError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; IVON needs "
+                "dense ones: give Embedding and EmbeddingBag sparse=False"
+            )

@@ -1,0 +1,94 @@
+"""Is what IVON was given usable? Hyperparameters, parameters, a state to load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from blr_analysis.errors import InputError, OptimizerError
+
+HESS_APPROX = ("price", "gradsq")
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` for the first hyperparameter of ``group`` out of its range."""
+    _check_range(group, "lr", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+    _check_range(
+        group,
+        "ess",
+        "a finite number above 0 (the number of training examples)",
+        lambda x: 0 < x < math.inf,
+    )
+    _check_range(group, "hess_init", "a finite number above 0", lambda x: 0 < x < math.inf)
+    _check_range(group, "beta1", "0 or more and below 1", lambda x: 0 <= x < 1)
+    _check_range(group, "beta2", "from 0 to 1", lambda x: 0 <= x <= 1)
+    _check_range(group, "weight_decay", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+    _check_range(group, "clip_radius", "above 0 (inf for no clipping)", lambda x: x > 0)
+    if group["hess_approx"] not in HESS_APPROX:
+        raise InputError(f"hess_approx must be one of {HESS_APPROX}, not {group['hess_approx']!r}")
+
+
+def _check_range(group: Mapping[str, Any], name: str, expected: str, is_valid: Any) -> None:
+    value = group[name]
+    try:
+        valid = bool(is_valid(float(value)))
+    except (TypeError, ValueError, RuntimeError):
+        valid = False
+    if not valid:
+        raise InputError(f"{name} must be {expected}, not {value!r}")
+
+
+def check_mc_samples(mc_samples: Any) -> None:
+    """Raise :class:`InputError` unless ``mc_samples`` is an integer of 1 or more."""
+    if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
+        raise InputError(f"mc_samples must be an integer of 1 or more, not {mc_samples!r}")
+
+
+def check_parameters(params: Sequence[Any]) -> None:
+    """Raise :class:`InputError` for a parameter that has no real Gaussian."""
+    for index, param in enumerate(params):
+        tensor = param[1] if isinstance(param, tuple) else param
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            raise InputError(
+                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; IVON learns "
+                "a Gaussian over real floating-point parameters: leave it out, or split a complex "
+                "one into its real and imaginary parts"
+            )
+
+
+def check_loadable(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise :class:`OptimizerError` unless ``state_dict`` is of an IVON over the same shapes."""
+    hint = "load a state_dict() of this class, made with the same parameters in the same order"
+    try:
+        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+        saved = [list(group["params"]) for group in saved_groups]
+    except (KeyError, TypeError) as error:
+        raise OptimizerError(f"this is no optimizer state ({error!r} is missing); {hint}") from None
+    sizes, own = [len(ids) for ids in saved], [len(group["params"]) for group in param_groups]
+    if sizes != own:
+        raise OptimizerError(
+            f"the state has groups of {sizes} parameters, this optimizer of {own}; {hint}"
+        )
+    missing = [k for k in ("ess", "weight_decay", "hess_init") if any(k not in g for g in saved_groups)]
+    if missing:
+        raise OptimizerError(f"the state's groups have no {', '.join(missing)}; {hint}")
+    known = set(chain.from_iterable(saved))
+    if foreign := [key for key in saved_state if key not in known]:
+        raise OptimizerError(f"the state has entries of no parameter: {foreign}; {hint}")
+    params = chain.from_iterable(group["params"] for group in param_groups)
+    for key, param in zip(chain.from_iterable(saved), params, strict=True):
+        entry = saved_state.get(key, {})
+        if entry and not {"hess", "momentum", "step"} <= {*entry} and "sample_grad" not in entry:
+            raise OptimizerError(f"the state of parameter {key} holds {sorted(entry)}; {hint}")
+        for name, value in entry.items():
+            if name != "step" and value.shape != param.shape:
+                raise OptimizerError(
+                    f"{name} of parameter {key} has shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(param.shape)}; {hint}"
+                )

@@ -1,0 +1,218 @@
+"""Which examples does the model know by rule, and which by heart?
+
+A memory map sets the prediction error of every example against its prediction variance.
+Their product is how far the prediction would move without the example (the memory
+perturbation), so the four corners of the map are four kinds of examples:
+
+====================  ======================  =======================
+region                low variance            high variance
+====================  ======================  =======================
+high error            ``unpredictable``       ``memorable``
+low error             ``regular``             ``uncertain``
+====================  ======================  =======================
+
+* regular: fitted, and many others support the fit; any one of them could go.
+* uncertain: fitted, but the model is free to move there; few others support it.
+* unpredictable: wrong, and the rest of the data insists; noise or a wrong label.
+* memorable: wrong and free to move, the example pulls the model by itself; it is
+  remembered rather than predicted. Look at these first.
+
+Source: Tailor, Chang, Swaroop, Nalisnick, Solin, Khan, "Memory maps to understand models".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.views import Plottable, Tabular
+
+__all__ = [
+    "REGIONS",
+    "MemoryMap",
+    "error_size",
+    "memory_map",
+    "variance_along_error",
+    "variance_size",
+]
+
+REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
+"""The four regions; the position in this tuple is ``2 * high_error + high_variance``."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MemoryMap(Tabular, Plottable):
+    """Error, variance and region of every example, in the order of the dataset.
+
+    Attributes:
+        error: [N] Euclidean norm of the prediction error e_i, float64.
+        variance: [N] prediction variance, float64; see ``variance_kind``.
+        region: [N] array of strings, each one of :data:`REGIONS`.
+        error_threshold: an error above it is high.
+        variance_threshold: a variance above it is high.
+        variance_kind: ``"trace"`` for tr V_i, ``"along_error"`` for e_iᵀV_ie_i / ‖e_i‖²
+            (where the scores carry no V_i).
+        scores: what the map was made from.
+    """
+
+    error: Tensor
+    variance: Tensor
+    region: np.ndarray
+    error_threshold: float
+    variance_threshold: float
+    variance_kind: Literal["trace", "along_error"]
+    scores: Any = field(default=None)
+
+    @property
+    def product(self) -> Tensor:
+        """[N] error times variance: the size of the memory perturbation V_i e_i."""
+        return self.error * self.variance
+
+    @property
+    def memorable(self) -> Tensor:
+        """Indices of the memorable examples, the largest error × variance first."""
+        return self.indices("memorable")
+
+    def counts(self) -> dict[str, int]:
+        """How many examples each region holds, in the order of :data:`REGIONS`."""
+        return {name: int((self.region == name).sum()) for name in REGIONS}
+
+    def indices(self, region: str) -> Tensor:
+        """Indices of the examples of one region, the largest error × variance first.
+
+        Raises:
+            InputError: ``region`` is none of :data:`REGIONS`.
+        """
+        if region not in REGIONS:
+            raise InputError(f"region must be one of {', '.join(REGIONS)}; got {region!r}")
+        inside = torch.from_numpy(np.flatnonzero(self.region == region))
+        return inside[torch.argsort(self.product[inside], descending=True, stable=True)]
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in self.counts().items())
+        return (
+            f"MemoryMap({counts}; high error: > {self.error_threshold:.3g}, "
+            f"high variance: > {self.variance_threshold:.3g})"
+        )
+
+
+def memory_map(
+    scores: Any,
+    *,
+    error_threshold: float | None = None,
+    variance_threshold: float | None = None,
+    quantile: float | tuple[float, float] = 0.9,
+) -> MemoryMap:
+    """Sort every example into one of four regions by its error and its variance.
+
+    The error is ‖e_i‖₂ with e_i = ∂ℓ_i/∂f_i; the variance is tr V_i with
+    V_i = J_i Σ J_iᵀ. Where the scores carry no V_i (too many outputs), the variance along
+    the error, e_iᵀV_ie_i / ‖e_i‖² = self_influence / ‖e_i‖², stands in for it, and is 0
+    where the error is 0. The units are those of the outputs: 1/output for the error,
+    output² for the variance.
+
+    A value is high if it is strictly above its threshold. Unless given, a threshold is the
+    90 % quantile of the values, so one example in ten has a high error, one in ten a high
+    variance, and the memorable ones are at most one in ten, usually far fewer: a list short
+    enough to be looked through. If all values are equal, none is high.
+
+    Args:
+        scores: what :func:`blr_analysis.sensitivity` returns: ``error`` [N, C],
+            ``variance`` [N, C, C] or None, ``self_influence`` [N].
+        error_threshold: in place of the quantile of the errors.
+        variance_threshold: in place of the quantile of the variances.
+        quantile: between 0 and 1; a pair sets (error, variance) apart.
+
+    Raises:
+        DataError: no examples, or a value that is not finite or negative.
+        InputError: ``scores`` is something else, or a threshold or quantile is out of range.
+
+    Source: Tailor et al., "Memory maps to understand models"; seen there as prediction
+    error against prediction variance.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> error = torch.tensor([[0.1], [0.1], [-2.0], [2.0]])
+        >>> variance = torch.tensor([0.1, 3.0, 0.1, 3.0]).reshape(4, 1, 1)
+        >>> scores = SimpleNamespace(error=error, variance=variance, self_influence=None)
+        >>> memory_map(scores, quantile=0.5).region.tolist()
+        ['regular', 'uncertain', 'unpredictable', 'memorable']
+    """
+    if not isinstance(getattr(scores, "error", None), Tensor):
+        raise InputError(
+            "memory_map expects the scores that sensitivity(task, posterior) returns; "
+            f"got {type(scores).__name__} without a tensor `error`"
+        )
+    error = error_size(scores.error)
+    if getattr(scores, "variance", None) is not None:
+        variance, kind = variance_size(scores.variance), "trace"
+    else:
+        variance, kind = variance_along_error(scores.error, scores.self_influence), "along_error"
+    error, variance = _checked("error", error), _checked("variance", variance)
+    error_quantile, variance_quantile = _quantiles(quantile)
+    high_error = _threshold("error", error, error_threshold, error_quantile)
+    high_variance = _threshold("variance", variance, variance_threshold, variance_quantile)
+    code = 2 * (error > high_error).long() + (variance > high_variance).long()
+    region = np.array(REGIONS)[code.numpy()]
+    return MemoryMap(error, variance, region, high_error, high_variance, kind, scores)
+
+
+def error_size(error: Tensor) -> Tensor:
+    """[N] ‖e_i‖₂ in float64 (so that small squares do not vanish); |e_i| if C = 1."""
+    return torch.linalg.vector_norm(error.detach().cpu().double(), dim=-1)
+
+
+def variance_size(variance: Tensor) -> Tensor:
+    """[N] tr V_i in float64, from V [N, C, C]; V_i itself if C = 1."""
+    return variance.detach().cpu().diagonal(dim1=-2, dim2=-1).double().sum(-1)
+
+
+def variance_along_error(error: Tensor, self_influence: Tensor) -> Tensor:
+    """[N] e_iᵀV_ie_i / ‖e_i‖² in float64; 0 where the error is 0."""
+    square = error_size(error).square()
+    value = self_influence.detach().cpu().double() / square
+    return torch.where(square > 0, value, torch.zeros_like(value))
+
+
+def _checked(name: str, values: Tensor) -> Tensor:
+    """The values, with what rounding pushed below 0 (float32: 1e-6 of the largest) set to 0."""
+    if values.numel() == 0:
+        raise DataError("memory_map got scores of no examples: pass at least one")
+    _refuse(name, "not finite", ~torch.isfinite(values))
+    _refuse(name, "negative", values < -1e-6 * values.max().clamp(min=0))
+    return values.clamp(min=0)
+
+
+def _refuse(name: str, fault: str, bad: Tensor) -> None:
+    where = torch.nonzero(bad).flatten().tolist()
+    if where:
+        shown = ", ".join(map(str, where[:5])) + (", …" if len(where) > 5 else "")
+        raise DataError(
+            f"the {name} of {len(where)} of {bad.numel()} examples is {fault} "
+            f"(index {shown}): check the model's outputs and the posterior's precision"
+        )
+
+
+def _quantiles(quantile: float | tuple[float, float]) -> tuple[float, float]:
+    pair = tuple(quantile) if isinstance(quantile, tuple | list) else (quantile, quantile)
+    if len(pair) != 2 or not all(isinstance(q, Real) and 0 <= q <= 1 for q in pair):
+        raise InputError(
+            f"quantile must be a number between 0 and 1, or a pair (error, variance); "
+            f"got {quantile!r}"
+        )
+    return pair
+
+
+def _threshold(name: str, values: Tensor, given: float | None, quantile: float) -> float:
+    if given is None:
+        return float(np.quantile(values.numpy(), quantile))
+    if not (isinstance(given, Real) and math.isfinite(given) and given >= 0):
+        raise InputError(f"{name}_threshold must be a finite number, 0 or more; got {given!r}")
+    return float(given)

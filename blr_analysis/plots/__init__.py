@@ -1,0 +1,35 @@
+"""Pictures of results: each function draws on Axes and returns them.
+
+Every function takes ``ax=``. Without it, a figure of its own is made that pyplot does not know
+(nothing to close, nothing pops up): ``ax.figure.savefig("map.png")`` saves it. No function
+changes rcParams. Colours are those of Okabe and Ito, and markers or hatches differ with them,
+so that colour-blind readers and grey prints miss nothing; axis labels say which way is worse.
+
+Imported here, ``memory.plot()``, ``scores.plot()`` and ``result.plot()`` find their pictures.
+"""
+
+from __future__ import annotations
+
+from blr_analysis.memory_map import MemoryMap
+from blr_analysis.plots.deviations import plot_deviations
+from blr_analysis.plots.generalisation import plot_leave_one_out
+from blr_analysis.plots.images import image_of, plot_examples
+from blr_analysis.plots.memory import extremes, plot_memory_map
+from blr_analysis.plots.what_if import plot_what_if
+from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.what_if import WhatIf
+from blr_analysis.views import make_plot
+
+__all__ = [
+    "extremes",
+    "image_of",
+    "plot_deviations",
+    "plot_examples",
+    "plot_leave_one_out",
+    "plot_memory_map",
+    "plot_what_if",
+]
+
+make_plot.register(MemoryMap, plot_memory_map)
+make_plot.register(Scores, plot_deviations)
+make_plot.register(WhatIf, plot_what_if)

@@ -1,0 +1,127 @@
+"""Where to put labels so that they cover neither each other nor the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextArea, VPacker
+
+_ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
+_GAPS = np.array([4.0, 10.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
+
+
+def label_points(
+    ax: Axes,
+    points: np.ndarray,
+    texts: Sequence[str],
+    crowd: np.ndarray,
+    images: Sequence[np.ndarray] | None = None,
+    cmap: str = "gray",
+    image_height: float = 30.0,
+    avoid: Sequence[Artist] = (),
+) -> list[AnnotationBbox]:
+    """Label points, each with its text and, where given, its image above the text.
+
+    Args:
+        points: [K, 2] in data coordinates, the most important first.
+        texts: K labels.
+        crowd: [M, 2] what should not be covered, in data coordinates.
+        images: K arrays that ``imshow`` takes.
+        image_height: in points (1/72 inch).
+        avoid: artists that must not be covered, such as other texts.
+    """
+    if not len(points):
+        return []
+    figure = ax.figure.figure
+    assert figure is not None
+    boxes = []
+    for k, (point, text) in enumerate(zip(points, texts, strict=True)):
+        content: OffsetBox = TextArea(text, textprops={"fontsize": 8})
+        if images is not None:
+            zoom = image_height / images[k].shape[0]
+            picture = OffsetImage(images[k], zoom=zoom, cmap=cmap, interpolation="nearest")
+            content = VPacker(children=[picture, content], align="center", pad=0, sep=1)
+        box = AnnotationBbox(
+            content,
+            (float(point[0]), float(point[1])),
+            xybox=(0, 0),
+            xycoords="data",
+            boxcoords="offset points",
+            pad=0.15,
+            arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.3", "shrinkB": 3},
+            bboxprops={"fc": "white", "ec": "0.6", "lw": 0.5, "alpha": 0.9},
+            annotation_clip=False,
+            zorder=5,
+        )
+        boxes.append(ax.add_artist(box))
+    figure.draw_without_rendering()  # lays the figure out, so that pixels mean something
+    extents = [box.get_window_extent() for box in boxes]
+    sizes = np.array([(e.width, e.height) for e in extents])
+    frame = ax.get_window_extent()
+    centres = place(
+        ax.transData.transform(points),
+        sizes,
+        (frame.x0, frame.y0, frame.x1, frame.y1),
+        ax.transData.transform(crowd[:: max(1, len(crowd) // 4000)]),
+        [tuple(artist.get_window_extent().extents) for artist in avoid],
+    )
+    offsets = (centres - ax.transData.transform(points)) * 72 / figure.dpi
+    for box, offset in zip(boxes, offsets, strict=True):
+        box.xybox = (float(offset[0]), float(offset[1]))
+    return boxes
+
+
+def place(
+    anchors: np.ndarray,
+    sizes: np.ndarray,
+    frame: tuple[float, float, float, float],
+    crowd: np.ndarray,
+    taken: Sequence[tuple[float, ...]] = (),
+) -> np.ndarray:
+    """Centres [K, 2] of K boxes near their anchors, chosen one after the other.
+
+    Each box tries rings of places around its anchor and takes the cheapest: overlapping an
+    earlier box or leaving the frame costs most, then covering an anchor, then covering data,
+    then distance.
+
+    Args:
+        anchors: [K, 2] what the boxes belong to. All arguments are in pixels.
+        sizes: [K, 2] widths and heights.
+        frame: x0, y0, x1, y1 to stay in.
+        crowd: [M, 2] points that are better left visible.
+        taken: x0, y0, x1, y1 of boxes that stand there already.
+    """
+    directions = np.stack([np.cos(_ANGLES), np.sin(_ANGLES)], axis=1)
+    low, high = np.array(frame[:2]), np.array(frame[2:])
+    corners = np.array(taken, dtype=float).reshape(-1, 4)
+    taken_low, taken_high = corners[:, :2], corners[:, 2:]
+    centres = np.empty_like(anchors, dtype=float)
+    for k, (anchor, size) in enumerate(zip(anchors, sizes, strict=True)):
+        reach = (size / 2)[None, None] + _GAPS[:, None, None]
+        tries = (anchor + reach * directions[None]).reshape(-1, 2)
+        box_low, box_high = tries - size / 2, tries + size / 2
+        outside = np.maximum(low - box_low, 0) + np.maximum(box_high - high, 0)
+        shared = np.minimum(box_high[:, None], taken_high) - np.maximum(box_low[:, None], taken_low)
+        overlap = np.prod(np.maximum(shared + 2, 0), axis=2).sum(axis=1)
+        cost = (
+            1e6 * outside.sum(axis=1)
+            + 1e4 * overlap
+            + 100 * _covered(box_low, box_high, anchors)
+            + np.minimum(_covered(box_low, box_high, crowd), 60)
+            + np.repeat(_GAPS, len(directions)) / 4
+        )
+        best = int(np.argmin(cost))
+        centres[k] = tries[best]
+        taken_low = np.vstack([taken_low, box_low[best]])
+        taken_high = np.vstack([taken_high, box_high[best]])
+    return centres
+
+
+def _covered(box_low: np.ndarray, box_high: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """How many of the points each box covers."""
+    inside_x = (points[:, 0] > box_low[:, :1]) & (points[:, 0] < box_high[:, :1])
+    inside_y = (points[:, 1] > box_low[:, 1:]) & (points[:, 1] < box_high[:, 1:])
+    return (inside_x & inside_y).sum(axis=1)

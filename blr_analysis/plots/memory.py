@@ -1,0 +1,224 @@
+"""The memory map as a picture: prediction error against prediction variance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+
+from blr_analysis.errors import InputError
+from blr_analysis.memory_map import REGIONS, MemoryMap
+from blr_analysis.plots._canvas import (
+    BLUE,
+    GREY,
+    ORANGE,
+    VERMILLION,
+    Scale,
+    axes_or_new,
+    choose_scale,
+    count_of,
+)
+from blr_analysis.plots._labels import label_points
+from blr_analysis.plots.images import image_of
+
+__all__ = ["extremes", "plot_memory_map"]
+
+CROWD = 3000
+"""From this many examples on, their density is drawn instead of each of them."""
+
+_COLOURS = dict(zip(REGIONS, (GREY, BLUE, ORANGE, VERMILLION), strict=True))
+_MARKERS = dict(zip(REGIONS, ("o", "s", "^", "D"), strict=True))
+_GREYS = LinearSegmentedColormap.from_list("greys", ["0.85", "0.0"])
+_VARIANCE = {
+    "trace": "tr V [output²]",
+    "along_error": "eᵀVe / ‖e‖² [output²]",
+}
+
+
+def plot_memory_map(
+    memory: MemoryMap,
+    ax: Axes | None = None,
+    *,
+    images: Any = None,
+    labels: Sequence[Any] | Mapping[int, Any] | None = None,
+    n_extremes: int = 8,
+    crowd: int = CROWD,
+    cmap: str = "gray",
+) -> Axes:
+    """Draw the error of every example against its variance, with the four regions named.
+
+    Each axis is logarithmic where its values span more than a factor of about 30;
+    zeros, and values a million times below the largest, are then drawn at the axis's lower
+    edge, which its label says. Dashed lines are the thresholds. Regions differ by marker and
+    colour; from ``crowd`` examples on, grey cells count them instead.
+
+    Args:
+        memory: what :func:`blr_analysis.memory_map` returns.
+        ax: where to draw; a new figure if None.
+        images: shown at the extremes if given; see :func:`blr_analysis.plots.image_of`.
+        labels: shown beside the index of an extreme; ``labels[index]``.
+        n_extremes: how many examples to label; see :func:`extremes`.
+        crowd: how many examples are too many for one marker each.
+        cmap: for images without colour.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        InputError: ``memory`` is no memory map; an extreme has no image or label.
+    """
+    if not isinstance(memory, MemoryMap):
+        raise InputError(
+            f"plot_memory_map expects what memory_map(scores) returns; got {type(memory).__name__}"
+        )
+    ax = axes_or_new(ax, (7.2, 5.4) if images is None else (8.8, 6.6))
+    variance, error = memory.variance.numpy(), memory.error.numpy()
+    across = choose_scale(variance, memory.variance_threshold)
+    up = choose_scale(error, memory.error_threshold)
+    x, y = across.draw(variance), up.draw(error)
+    line_x = across.line(memory.variance_threshold)
+    line_y = up.line(memory.error_threshold)
+    room = _room(ax)
+    ax.set_xscale(across.name)
+    ax.set_yscale(up.name)
+    ax.set_xlim(across.limits(np.append(x, line_x), 0.05, 0.05))
+    ax.set_ylim(up.limits(np.append(y, line_y), room, room))
+    if len(x) >= crowd:
+        _draw_density(ax, x, y, across, up)
+        _tint_memorable(ax, line_x, line_y)
+    else:
+        _draw_each(ax, x, y, memory)
+    ax.axvline(line_x, color="0.25", lw=0.9, ls="--", zorder=1.5)
+    ax.axhline(line_y, color="0.25", lw=0.9, ls="--", zorder=1.5)
+    names = _name_regions(ax, memory)
+    unit = _VARIANCE[memory.variance_kind]
+    ax.set_xlabel(f"prediction variance {unit}  (→ less certain){across.note}")
+    ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output]  (→ more wrong){up.note}")
+    ax.set_title(f"Memory map of {count_of(len(x))}")
+    _label_extremes(ax, x, y, extremes(memory, n_extremes), images, labels, cmap, names)
+    return ax
+
+
+def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
+    """The examples that shape the model most: the largest error × variance.
+
+    Memorable ones first; where there are fewer than ``n``, uncertain and unpredictable ones
+    follow. Regular ones never.
+    """
+    rest = np.concatenate([memory.indices(r).numpy() for r in ("uncertain", "unpredictable")])
+    rest = rest[np.argsort(-memory.product.numpy()[rest], kind="stable")]
+    return [int(i) for i in np.concatenate([memory.memorable.numpy(), rest])[: max(n, 0)]]
+
+
+def _draw_each(ax: Axes, x: np.ndarray, y: np.ndarray, memory: MemoryMap) -> None:
+    alpha = 0.85 if len(x) <= 300 else 0.55
+    size = 22 if len(x) <= 300 else 12
+    for order, region in enumerate(REGIONS):
+        here = memory.region == region
+        ax.scatter(
+            x[here],
+            y[here],
+            s=size,
+            c=_COLOURS[region],
+            marker=_MARKERS[region],
+            alpha=alpha,
+            linewidths=0 if region == "regular" else 0.5,
+            edgecolors="none" if region == "regular" else "black",
+            label=region,
+            zorder=2 + order / 10,
+        )
+
+
+def _draw_density(ax: Axes, x: np.ndarray, y: np.ndarray, across: Scale, up: Scale) -> None:
+    low_high = (*ax.get_xlim(), *ax.get_ylim())
+    cells = ax.hexbin(
+        x,
+        y,
+        gridsize=(70, 40),
+        xscale=across.name,
+        yscale=up.name,
+        mincnt=1,
+        cmap=_GREYS,
+        linewidths=0.1,
+        zorder=1,
+    )
+    ax.set(xlim=low_high[:2], ylim=low_high[2:])
+    counts = np.asarray(cells.get_array())
+    cells.set_norm(LogNorm(1, max(10.0, float(counts.max()))))
+    ax.figure.colorbar(cells, ax=ax, pad=0.02, label="examples per cell")
+
+
+def _tint_memorable(ax: Axes, line_x: float, line_y: float) -> None:
+    (_, right), (_, top) = ax.get_xlim(), ax.get_ylim()
+    corner = (line_x, line_y)
+    colour = _COLOURS["memorable"]
+    ax.add_patch(
+        Rectangle(corner, right - line_x, top - line_y, fc=colour, alpha=0.12, lw=0, zorder=0.5)
+    )
+
+
+def _name_regions(ax: Axes, memory: MemoryMap) -> list[Text]:
+    n = len(memory.region)
+    names = []
+    for region, count in memory.counts().items():
+        high = REGIONS.index(region)
+        name = ax.text(
+            0.985 if high % 2 else 0.015,
+            0.985 if high >= 2 else 0.015,
+            f"{region}\n{count:,} ({_percent(count, n)})",
+            transform=ax.transAxes,
+            ha="right" if high % 2 else "left",
+            va="top" if high >= 2 else "bottom",
+            fontsize=9,
+            fontweight="bold" if region == "memorable" else "normal",
+            bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1.5},
+            zorder=4,
+        )
+        names.append(name)
+    return names
+
+
+def _label_extremes(
+    ax: Axes,
+    x: np.ndarray,
+    y: np.ndarray,
+    chosen: list[int],
+    images: Any,
+    labels: Sequence[Any] | Mapping[int, Any] | None,
+    cmap: str,
+    names: list[Text],
+) -> None:
+    try:
+        texts = [f"{i}" if labels is None else f"{i}: {labels[i]}" for i in chosen]
+    except (IndexError, KeyError) as fault:
+        raise InputError("labels do not cover every example: pass one for each index") from fault
+    pictures = None if images is None else [image_of(images, i) for i in chosen]
+    label_points(
+        ax,
+        np.column_stack([x[chosen], y[chosen]]),
+        texts,
+        np.column_stack([x, y]),
+        pictures,
+        cmap,
+        avoid=names,
+    )
+    ax.scatter(
+        x[chosen], y[chosen], s=30, fc="none", ec="black", lw=0.9, zorder=4, label="extremes"
+    )
+
+
+def _room(ax: Axes) -> float:
+    """The share of the axes' height that a region's two-line name takes."""
+    figure = ax.figure.figure
+    assert figure is not None
+    return min(0.22, 2.9 * 9 / 72 * figure.dpi / max(ax.get_window_extent().height, 1.0) + 0.02)
+
+
+def _percent(count: int, n: int) -> str:
+    share = 100 * count / n
+    return f"{share:.0f} %" if share >= 10 or share == round(share) else f"{share:.1f} %"

@@ -1,0 +1,182 @@
+"""What would the model be like without a group? Bars before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from blr_analysis.errors import InputError
+from blr_analysis.plots._canvas import GREEN, ORANGE, SKY, as_array, axes_or_new
+
+__all__ = ["plot_what_if"]
+
+MAX_GROUPS = 20
+_DIRECTION = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
+Truth = Mapping[Any, float] | Sequence[float] | float
+
+
+def plot_what_if(
+    result: Any,
+    ax: Axes | None = None,
+    *,
+    truth: Truth | None = None,
+    measure: str = "nll",
+    names: Mapping[Any, str] | Sequence[str] | None = None,
+    max_groups: int = MAX_GROUPS,
+) -> Axes:
+    """Draw a loss or accuracy before and after a perturbation, a pair of bars per group.
+
+    Args:
+        result: what :func:`blr_analysis.what_if` returns (the whole evaluation set, and each
+            of its classes where it has classes), or the table of
+            :func:`blr_analysis.what_if_each` (one pair for each group taken out).
+        ax: where to draw; a new figure if None.
+        truth: the same measure after retraining, drawn as diamonds: by group
+            (``{3: 0.52}``; "all" is the whole set), one for each group in order (NaN where
+            unknown), or one number for a single group or "all".
+        measure: "nll" or "accuracy".
+        names: what groups are called on the axis, ``names[group]``.
+        max_groups: of more groups, those that change most are drawn, and the title says so.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        InputError: the result has no such measure, or truth does not fit its groups.
+
+    Example:
+        >>> import pandas as pd
+        >>> each = pd.DataFrame({"group": [0, 1], "nll_before": [.1, .1], "nll_after": [.6, .3]})
+        >>> ax = plot_what_if(each, truth={1: 0.35})
+        >>> [container.get_label() for container in ax.containers]
+        ['before', 'after, predicted']
+    """
+    if measure not in _DIRECTION:
+        raise InputError(f'measure must be "nll" or "accuracy"; got {measure!r}')
+    is_table = hasattr(result, "columns")
+    groups, before, after = _from_table(result, measure) if is_table else _of(result, measure)
+    known = _truths(truth, groups)
+    total = len(groups)
+    if total > max_groups:
+        change = np.nan_to_num(np.abs(after - before))
+        keep = np.sort(np.argsort(-change, kind="stable")[:max_groups])
+        groups, before, after, known = (
+            [groups[k] for k in keep],
+            before[keep],
+            after[keep],
+            known[keep],
+        )
+    ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
+    _draw(ax, before, after, known)
+    shown = [_name(group, names) for group in groups]
+    long = sum(map(len, shown)) > 60 or max(map(len, shown)) > 12
+    ax.set_xticks(
+        range(len(shown)), shown, rotation=45 if long else 0, ha="right" if long else "center"
+    )
+    ax.set_xlabel("group taken out" if is_table else "evaluated on")
+    ax.set_ylabel(_DIRECTION[measure])
+    rest = f" ({len(groups)} of {total} groups, the largest changes)" if len(groups) < total else ""
+    ax.set_title(("What if a group were gone?" if is_table else "What if?") + rest)
+    if measure == "accuracy":
+        ax.set_yticks(np.linspace(0, 1, 6))
+    if len(shown) == 1:
+        ax.set_xlim(-1, 1)
+    handles, texts = ax.get_legend_handles_labels()
+    order = np.argsort([text.endswith("retrained") for text in texts], kind="stable")
+    ax.legend(
+        [handles[k] for k in order],
+        [texts[k] for k in order],
+        loc="upper center",
+        ncols=3,
+        fontsize=9,
+    )
+    return ax
+
+
+def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) -> None:
+    place, width = np.arange(len(before)), 0.38
+    bars = (
+        ax.bar(place - width / 2, before, width, color=SKY, ec="black", lw=0.7, label="before"),
+        ax.bar(place + width / 2, after, width, color=ORANGE, ec="black", lw=0.7, hatch="///",
+               label="after, predicted"),
+    )  # fmt: skip
+    if len(before) <= 6:
+        for pair in bars:
+            ax.bar_label(pair, fmt="%.3g", padding=2, fontsize=8)
+    there = np.isfinite(known)
+    if there.any():
+        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc=GREEN,
+                mec="black", label="after, retrained", zorder=3)  # fmt: skip
+    highest = np.nanmax(np.concatenate([before, after, known]))
+    ax.set_ylim(0, float(highest) * 1.3 or 1.0)
+
+
+def _from_table(table: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """Groups and values from a table by group, or by class."""
+    key = next((name for name in ("group", "class") if name in table.columns), None)
+    wanted = [f"{measure}_before", f"{measure}_after"]
+    if key is None or not set(wanted) <= set(table.columns) or not len(table):
+        raise InputError(
+            f"expected a table with rows and the columns group, {', '.join(wanted)}; got "
+            f"{len(table)} rows of {list(table.columns)}"
+        )
+    before, after = (as_array(table[name]) for name in wanted)
+    return table[key].tolist(), *_finite(before, after, measure)
+
+
+def _of(result: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """Groups and values of one what-if: the whole evaluation set, then its classes."""
+    if not hasattr(result, measure) or not hasattr(result, "before"):
+        raise InputError(
+            "plot_what_if expects what what_if(...) or what_if_each(...) returns; "
+            f"got {type(result).__name__}"
+        )
+    whole = as_array([getattr(result.before, measure), getattr(result, measure)])
+    groups, before, after = ["all"], whole[:1], whole[1:]
+    try:
+        by_class = result.by_class
+    except InputError:  # no classes to tell apart: regression
+        by_class = None
+    if by_class is not None and len(by_class):
+        more, b, a = _from_table(by_class, measure)
+        groups, before, after = groups + more, np.append(before, b), np.append(after, a)
+    return groups, *_finite(before, after, measure)
+
+
+def _finite(before: np.ndarray, after: np.ndarray, measure: str) -> tuple[np.ndarray, np.ndarray]:
+    if not np.isfinite(np.concatenate([before, after])).all():
+        raise InputError(
+            f"the {measure} is not a finite number for every group: "
+            + ("regression has no accuracy; use measure='nll'" if measure == "accuracy" else
+               "the step was too large for the model to bear")
+        )  # fmt: skip
+    return before, after
+
+
+def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
+    """One retrained value per group, NaN where unknown."""
+    if truth is None:
+        return np.full(len(groups), np.nan)
+    if isinstance(truth, Mapping):
+        strangers = [key for key in truth if key not in groups]
+        if strangers:
+            raise InputError(f"truth names groups that were not analysed: {strangers}")
+        return np.array([float(truth.get(group, np.nan)) for group in groups])
+    if np.ndim(truth) == 0 and (len(groups) == 1 or groups[0] == "all"):
+        return np.array([float(as_array(truth))] + [np.nan] * (len(groups) - 1))
+    values = np.atleast_1d(as_array(truth))
+    if values.shape != (len(groups),):
+        raise InputError(f"truth holds {values.size} values for {len(groups)} groups")
+    return values
+
+
+def _name(group: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
+    if names is None:
+        return str(group)
+    try:
+        return str(names[group])
+    except (KeyError, IndexError, TypeError):
+        return str(group)

@@ -1,0 +1,179 @@
+"""From what an optimizer holds about each parameter to a mean and a diagonal precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
+from blr_analysis.posterior.readers import Reader, State, steps
+from blr_analysis.posterior.scale import given_scale, own_scale
+
+HALF = (torch.float16, torch.bfloat16)
+HALF_REASON = (
+    "in bfloat16 or float16 a running mean with beta near 1 cannot fall (each decrement is "
+    "rounded away) and small squares vanish, so that the second moment is not the gradients'"
+)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was read: plain tensors by parameter name.
+
+    Attributes:
+        mean: the trainable parameters (detached clones; a tied tensor once, by its first name).
+        precision: the diagonal of S, same names and shapes, prior precision included; float32
+            where the parameter is float16 or bfloat16.
+        prior_precision: δ, one number, or one per name where the optimizer's groups differ.
+        n_data: N, the number of training examples.
+        record: where it came from, JSON-able.
+    """
+
+    mean: dict[str, Tensor]
+    precision: dict[str, Tensor]
+    prior_precision: float | dict[str, float]
+    n_data: int
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One trainable parameter: its name, its value, and what the optimizer holds about it."""
+
+    name: str
+    value: Tensor
+    state: State
+    group: State
+
+
+def assemble(
+    slots: Sequence[Slot],
+    reader: Reader,
+    model: nn.Module,
+    *,
+    n_data: int | None,
+    prior_precision: float | Mapping[str, float] | None,
+    scaling: str,
+    batch_size: int | None,
+    record: dict[str, Any],
+) -> Captured:
+    """From one slot per trainable parameter to the captured posterior, in the model's order."""
+    by_name = {slot.name: slot for slot in slots}
+    slots = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
+    learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
+    if not learned:
+        raise OptimizerError(
+            "the optimizer has not stepped, or all its parameters are frozen: it holds no second "
+            "moment of any trainable parameter. Capture the posterior after training."
+        )
+    scale = (own_scale if reader.scaled else given_scale)(
+        {s.name: s.group for s in slots}, n_data, prior_precision, scaling, batch_size
+    )
+    mean, precision = {}, {}
+    for slot in slots:
+        mean[slot.name] = _mean(slot)
+        delta = scale.prior[slot.name]
+        if slot.name in learned:
+            data = scale.data_part(_estimate(slot, reader), slot.group)
+        else:
+            data = torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
+        precision[slot.name] = _positive(slot.name, data + delta, delta)
+    deltas = set(scale.prior.values())
+    counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
+    return Captured(
+        mean=mean,
+        precision=precision,
+        prior_precision=deltas.pop() if len(deltas) == 1 else scale.prior,
+        n_data=scale.n_data,
+        record={
+            "kind": reader.kind,
+            "definition": scale.definition,
+            "n_data": scale.n_data,
+            **scale.record,
+            **record,
+            "step": max(counts) if counts else None,
+            "state_dtypes": sorted(
+                {str(s.state[reader.key].dtype) for s in slots if s.name in learned}
+            ),
+            "groups": _settings(slots, reader),
+            "never_updated": [s.name for s in slots if s.name not in learned],
+            "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+            "tied": tied_names(model),
+        },
+    )
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The further names of parameters that have several, by their first one."""
+    first: dict[int, str] = {}
+    tied: dict[str, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in first:
+            tied.setdefault(first[id(p)], []).append(name)
+        else:
+            first[id(p)] = name
+    return tied
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _mean(slot: Slot) -> Tensor:
+    if slot.value.is_meta:
+        raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
+    if not bool(slot.value.isfinite().all()):
+        raise ModelError(
+            f"parameter {slot.name!r} has {int((~slot.value.isfinite()).sum())} entries that are "
+            "not finite: training diverged. Use an earlier checkpoint."
+        )
+    return slot.value.detach().clone()
+
+
+def _estimate(slot: Slot, reader: Reader) -> Tensor:
+    held = slot.state[reader.key]
+    if held.shape != slot.value.shape:
+        raise OptimizerError(
+            f"the optimizer's {reader.key!r} for {slot.name!r} has the shape {tuple(held.shape)}, "
+            f"the parameter {tuple(slot.value.shape)}: it was saved for another model."
+        )
+    wide = {**slot.state, reader.key: held.detach().to(slot.value.device, _wide(held.dtype))}
+    estimate = reader.estimate(wide, slot.group)
+    bad = ~estimate.isfinite() if reader.scaled else ~(estimate.isfinite() & (estimate >= 0))
+    if bool(bad.any()):
+        what = "not finite" if reader.scaled else "negative or not finite"
+        raise PosteriorError(
+            f"the optimizer's {reader.key!r} for parameter {slot.name!r} is {what} in "
+            f"{int(bad.sum())} of {bad.numel()} entries: training diverged, or the file is damaged."
+        )
+    return estimate
+
+
+def _positive(name: str, precision: Tensor, delta: float) -> Tensor:
+    bad = ~(precision.isfinite() & (precision > 0))
+    if bool(bad.any()):
+        raise PosteriorError(
+            f"the precision of parameter {name!r} is not positive and finite in "
+            f"{int(bad.sum())} of {bad.numel()} entries (prior precision {delta:g}): without "
+            "gradients only the prior keeps it above 0. Train with a weight decay, pass a "
+            "positive prior_precision, or freeze the parameter."
+        )
+    return precision
+
+
+def _settings(slots: Sequence[Slot], reader: Reader) -> list[dict[str, Any]]:
+    groups = {id(slot.group): slot.group for slot in slots}
+    return [
+        {key: _plain(group[key]) for key in reader.settings if key in group}
+        for group in groups.values()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

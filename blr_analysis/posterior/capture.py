@@ -1,0 +1,137 @@
+"""Reading a diagonal posterior precision out of a live optimizer.
+
+The precision S of q(θ) = N(m, S⁻¹), entry by entry:
+
+* IVON: S = ess·(h + weight_decay), the posterior it samples from while it trains;
+* second moments (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad): S = N·√v̂ + δ by default, or
+  N·B·v̂ + δ with ``scaling="squared"``; v̂ is the bias-corrected mean of squared gradients of
+  the minibatch-MEAN loss, N the number of training examples, B the batch size.
+
+Sources: Shen et al., ICML 2024 (IVON); Khan & Rue, "The Bayesian Learning Rule", section 4.2, and
+Nickl et al., NeurIPS 2023 (the square root). Near a minimum E[v] = F/B, F the average squared
+gradient of one example, which is what ``"squared"`` undoes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from blr_analysis.errors import OptimizerError
+from blr_analysis.posterior.assemble import HALF, HALF_REASON, Captured, Slot, assemble
+from blr_analysis.posterior.readers import reader_of, split_flat
+from blr_analysis.posterior.records import some
+
+HALF_WARNING = (
+    "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "
+    "the parameters in float32 (autocast) while training for a posterior that can be trusted."
+)
+
+
+def from_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    n_data: int | None = None,
+    prior_precision: float | Mapping[str, float] | None = None,
+    scaling: str = "sqrt",
+    batch_size: int | None = None,
+) -> Captured:
+    """The posterior that a trained model's optimizer holds.
+
+    The mean is the model's weights as they are now: call this outside ``sampled_params``.
+    Frozen parameters are no part of the result, and neither are trainable ones that the
+    optimizer does not train (the record's ``not_in_optimizer`` names them). A parameter that
+    never got a gradient has the prior precision alone (``never_updated``).
+
+    Args:
+        optimizer: IVON (ours or ``ivon-opt``'s), or torch's Adam, AdamW (with ``amsgrad`` too:
+            v̂ counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts)
+            or Adagrad, after training.
+        model: the model whose parameters it trained.
+        n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
+            number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on
+            purpose (a tempered posterior). All others need it.
+        prior_precision: δ of the objective Σᵢ ℓᵢ + (δ/2)‖θ‖². IVON knows it
+            (``ess * weight_decay``) and a different one is refused. All others need it, one
+            number or one per parameter name; training with an L2 penalty ``weight_decay`` on
+            the mean loss means δ = n_data·weight_decay.
+        scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
+        batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
+            included.
+
+    Raises:
+        OptimizerError: an optimizer without precision (SGD), one that has not stepped, one of
+            another model, or ``n_data`` or ``prior_precision`` missing or contradicting it.
+        PosteriorError: a second moment or a precision that is negative, zero or not finite.
+        ModelError: weights that are not finite.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> model(torch.ones(5, 2)).mean().backward()     # gradient: 1 everywhere
+        >>> optimizer.step()
+        >>> captured = from_optimizer(optimizer, model, n_data=100, prior_precision=3.0)
+        >>> captured.precision["weight"].round()
+        tensor([[103., 103.]])
+    """
+    optimizer = _unwrap(optimizer)
+    reader = reader_of(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
+    foreign = [shape for key, shape in held.items() if key not in names]
+    if foreign:
+        raise OptimizerError(
+            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's; their "
+            f"shapes are {foreign[:8]}. Was it built for another model, or for a copy of this "
+            f"one? The model's own parameters are {some(list(names.values()))}."
+        )
+    flat = split_flat(groups, [[p.shape for p in group["params"]] for group in groups])
+    slots = [
+        Slot(
+            names[id(p)], p.detach(), optimizer.state.get(p, {}) if flat is None else flat[k][i], g
+        )
+        for k, g in enumerate(groups)
+        for i, p in enumerate(g["params"])
+        if p.requires_grad
+    ]
+    for slot in slots:
+        if slot.state.get(reader.key) is not None and slot.state[reader.key].dtype in HALF:
+            warnings.warn(HALF_WARNING.format(name=slot.name), stacklevel=2)
+            break
+    kind = type(optimizer)
+    return assemble(
+        slots,
+        reader,
+        model,
+        n_data=n_data,
+        prior_precision=prior_precision,
+        scaling=scaling,
+        batch_size=batch_size,
+        record={
+            "source": "optimizer",
+            "optimizer": f"{kind.__module__}.{kind.__qualname__}",
+            "not_in_optimizer": [
+                name
+                for name, p in model.named_parameters()
+                if p.requires_grad and id(p) not in held
+            ],
+        },
+    )
+
+
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper such as accelerate's or Lightning's."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer, not a {type(optimizer).__name__}. A saved "
+            "optimizer is read by Posterior.from_checkpoint."
+        )
+    return optimizer

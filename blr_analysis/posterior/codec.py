@@ -1,0 +1,113 @@
+"""A structure as named tensors and a record, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from blr_analysis.backprop.terms import MatrixShape
+from blr_analysis.errors import StorageError
+from blr_analysis.posterior.full import Full
+from blr_analysis.posterior.kronecker import Block, Kronecker
+from blr_analysis.posterior.structures import Diagonal, Prior, Structure
+
+OWN_KEYS = ("structure", "prior_precision", "blocks", "shapes", "n_data", "parameters",
+            "format", "version")
+
+
+def encode(form: Structure, prior: Prior) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name and suffix, and the record that :func:`decode` needs."""
+    tensors = dict(form.tensors())
+    record: dict[str, Any] = {"structure": form.kind}
+    if isinstance(prior, Mapping):
+        record["prior_precision"] = {}
+        for name, value in prior.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                tensors[f"{name}.prior_precision"] = value
+            else:
+                record["prior_precision"][name] = float(value)
+    else:
+        record["prior_precision"] = float(prior)
+    if isinstance(form, Kronecker):
+        record["blocks"] = [
+            {
+                "weight": b.weight,
+                "bias": b.bias,
+                "groups": b.layout.groups,
+                "rows": b.layout.rows,
+                "columns": b.layout.columns,
+                "shape": list(b.layout.shape),
+                "transposed": b.layout.transposed,
+            }
+            for b in form.blocks
+        ]
+    if not isinstance(form, Diagonal):
+        record["shapes"] = {n: list(s) for n, s in form.shapes.items()}
+    return tensors, record
+
+
+def decode(
+    tensors: Mapping[str, Tensor], record: Mapping[str, Any], path: str
+) -> tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]:
+    """Mean, structure, prior precision, n_data and the rest of the record.
+
+    Raises:
+        StorageError: a tensor or an entry of the record that a posterior needs is missing.
+    """
+    try:
+        names: list[str] = list(record["parameters"])
+        mean = {n: tensors[f"{n}.mean"] for n in names}
+        form = _form(tensors, record, names)
+        prior: Any = record["prior_precision"]
+        if isinstance(prior, dict):
+            per_weight = {
+                n: tensors[f"{n}.prior_precision"]
+                for n in names
+                if f"{n}.prior_precision" in tensors
+            }
+            prior = {**prior, **per_weight}
+        n_data = int(record["n_data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{path!r} is no posterior of blr_analysis: {error} is missing or malformed; it may "
+            "hold precisions without a mean, or come from another program"
+        ) from error
+    rest = {k: v for k, v in record.items() if k not in OWN_KEYS}
+    return mean, form, prior, n_data, rest
+
+
+def _form(tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: list[str]) -> Structure:
+    kind = record["structure"]
+    if kind == "diag":
+        return Diagonal({n: tensors[n] for n in names})
+    shapes = {n: tuple(record["shapes"][n]) for n in names}
+    if kind == "full":
+        return Full(tensors["full.precision"], shapes)
+    if kind != "kron":
+        raise ValueError(f"structure {kind!r}")
+    blocks = []
+    for entry in record["blocks"]:
+        layout = MatrixShape(
+            entry["groups"],
+            entry["rows"],
+            entry["columns"],
+            tuple(entry["shape"]),
+            entry["transposed"],
+        )
+        key = entry["weight"] or entry["bias"]
+        blocks.append(
+            Block(
+                entry["weight"],
+                entry["bias"],
+                layout,
+                tensors[f"{key}.input_eigenvectors"],
+                tensors[f"{key}.output_eigenvectors"],
+            )
+        )
+    joined = {n for b in blocks for n in b.names}
+    plain = {n: s for n, s in shapes.items() if n not in joined}
+    values = {n: tensors[n] for n in plain}
+    values.update({b.key: tensors[f"{b.key}.eigenvalues"] for b in blocks})
+    return Kronecker(tuple(blocks), values, plain, tuple(names))

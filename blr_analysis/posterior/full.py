@@ -1,0 +1,149 @@
+"""One dense precision matrix over all parameters, for small models and as the others' oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import Term
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of
+
+
+class Full(Structure):
+    """S as one dense matrix over all parameters, in the order of ``shapes``; small P only."""
+
+    kind = "full"
+
+    def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.matrix = matrix
+        self.shapes = {n: tuple(s) for n, s in shapes.items()}
+        self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
+        self._factor: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:
+        """The Cholesky factor R of S = R Rᵀ, taken in float64 once."""
+        if self._factor is None:
+            factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
+            if bool(failed):
+                raise PosteriorError(
+                    "the full precision matrix is not positive definite; give a "
+                    "prior_precision above 0, or remove fewer examples"
+                )
+            self._factor = factor.to(self.matrix.dtype)
+        return self._factor
+
+    def flat(self, v: Mapping[str, Tensor]) -> Tensor:
+        """``[..., P]`` from tensors by name."""
+        return torch.cat(
+            [v[n].reshape(*v[n].shape[: v[n].ndim - len(s)], -1) for n, s in self.shapes.items()],
+            dim=-1,
+        )
+
+    def tree(self, flat: Tensor) -> Tree:
+        """Tensors by name from ``[..., P]``."""
+        parts = flat.split(self._sizes, dim=-1)
+        return {
+            n: part.reshape(*flat.shape[:-1], *s)
+            for (n, s), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def _map(self, v: Tree, function: str) -> Tree:
+        self._take(v)
+        columns = self.flat(v)
+        x = columns.reshape(-1, columns.shape[-1]).mT
+        if function == "times":
+            y = self.matrix @ x
+        elif function == "solve":
+            y = torch.cholesky_solve(x, self.factor)
+        elif function == "root":
+            y = self.factor @ x
+        else:
+            y = torch.linalg.solve_triangular(self.factor.mT, x, upper=True)
+        return self.tree(y.mT.reshape(columns.shape))
+
+    def times(self, v: Tree) -> Tree:
+        return self._map(v, "times")
+
+    def solve(self, v: Tree) -> Tree:
+        return self._map(v, "solve")
+
+    def root(self, v: Tree) -> Tree:
+        return self._map(v, "root")
+
+    def root_solve(self, v: Tree) -> Tree:
+        return self._map(v, "root_solve")
+
+    def diagonal(self, *, inverse: bool = False) -> Tree:
+        matrix = torch.cholesky_inverse(self.factor) if inverse else self.matrix
+        return self.tree(matrix.diagonal().clone())
+
+    def logdet(self) -> Tensor:
+        return 2 * self.factor.diagonal().double().log().sum()
+
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        columns = self._columns(terms)
+        b, k, p = columns.shape
+        half = torch.linalg.solve_triangular(self.factor, columns.reshape(-1, p).mT, upper=False)
+        half = half.mT.reshape(b, k, p)
+        return half @ half.mT
+
+    def _columns(self, terms: Sequence[Term]) -> Tensor:
+        found = {n: g for term in terms for n, g in term.jacobian().items()}
+        like = next(iter(found.values()), None)
+        if like is None:
+            raise InputError("no trainable parameter of the posterior takes part in the model")
+        for name, shape in self.shapes.items():
+            if name not in found:
+                found[name] = like.new_zeros(*like.shape[:2], *shape)
+        return self.flat(found)
+
+    def zeros(self) -> Full:
+        return Full(torch.zeros_like(self.matrix), self.shapes)
+
+    def add(self, terms: Sequence[Term]) -> Full:
+        columns = self._columns(terms).flatten(0, 1)
+        return Full(torch.addmm(self.matrix, columns.mT, columns), self.shapes)
+
+    def plus(self, other: Structure, scale: float = 1.0) -> Full:
+        assert isinstance(other, Full)
+        return Full(torch.add(self.matrix, other.matrix, alpha=scale), self.shapes)
+
+    def plus_prior(self, prior: Prior) -> Full:
+        return Full(self.matrix + self._prior_vector(prior).diag(), self.shapes)
+
+    def _prior_vector(self, prior: Prior) -> Tensor:
+        like = self.matrix.new_zeros(())
+        return torch.cat(
+            [
+                torch.as_tensor(prior_of(prior, n), dtype=like.dtype, device=like.device).expand(s).flatten()
+                for n, s in self.shapes.items()
+            ]
+        )
+
+    def floored(self, prior: Prior) -> tuple[Full, float]:
+        """S itself where S − diag(δ) ⪰ 0 to working precision; else its eigenvalues are raised."""
+        excess = (self.matrix - self._prior_vector(prior).diag()).double()
+        slack = 1e-6 * float(self.matrix.diagonal().abs().max())
+        shifted = excess + slack * torch.eye(len(excess), dtype=excess.dtype, device=excess.device)
+        if not bool(torch.linalg.cholesky_ex(shifted)[1]):
+            return self, 0.0
+        eigenvalues, basis = torch.linalg.eigh(excess)
+        below = float((eigenvalues < -slack).double().mean())
+        raised = (basis * eigenvalues.clamp_min(0)) @ basis.mT
+        matrix = raised.to(self.matrix) + self._prior_vector(prior).diag()
+        return Full(matrix, self.shapes), below
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"full.precision": self.matrix}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Full:
+        return Full(self.matrix.to(device, dtype), self.shapes)
+
+    def check(self) -> None:
+        if not bool(torch.isfinite(self.matrix).all()):
+            raise PosteriorError("the full precision matrix holds NaN or inf")
+        _ = self.factor

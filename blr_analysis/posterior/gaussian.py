@@ -1,0 +1,315 @@
+"""The posterior: what was learned, as a Gaussian over named parameters."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior import capture, checkpoints, codec, storage
+from blr_analysis.posterior.structures import Diagonal, Prior, Structure, Tree
+from blr_analysis.task import Task
+
+
+class Posterior:
+    """q(θ) = N(m, S⁻¹) over a model's trainable parameters, by their own names.
+
+    S includes the prior: S = diag(δ) + Σ_i (the examples' shares), for the objective
+    Σ_i ℓ_i(θ) + ½ θᵀ diag(δ) θ, a SUM over the n_data training examples.
+
+    Args:
+        mean: m, one tensor per parameter name (tied tensors once).
+        precision: the diagonal of S by name, or a structure of
+            :mod:`blr_analysis.posterior.structures`.
+        prior_precision: δ: one number, or a number or tensor per name.
+        n_data: N, the number of examples behind S.
+        record: where it came from; kept in saved files.
+
+    Raises:
+        PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
+            a missing or impossible ``n_data`` or ``prior_precision``.
+
+    Example:
+        >>> import torch
+        >>> q = Posterior({"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 1.0])},
+        ...               prior_precision=1.0, n_data=10)
+        >>> q.structure, q.variance("w")
+        ('diag', tensor([0.2500, 1.0000]))
+    """
+
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        precision: Mapping[str, Tensor] | Structure,
+        *,
+        prior_precision: Prior,
+        n_data: int,
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.mean: Tree = {n: t.detach() for n, t in mean.items()}
+        if isinstance(precision, Structure):
+            self.form: Structure = precision
+        else:
+            self.form = Diagonal({n: t.detach() for n, t in precision.items()})
+        self.prior_precision = prior_precision
+        self.n_data = n_data
+        self.record: dict[str, Any] = dict(record or {})
+        self._check()
+
+    def _check(self) -> None:
+        if isinstance(self.n_data, bool) or not isinstance(self.n_data, int) or self.n_data < 0:
+            raise PosteriorError(
+                f"n_data must be the number of training examples, got {self.n_data!r}"
+            )
+        shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
+        if not shapes:
+            raise PosteriorError("a posterior needs at least one parameter, got none")
+        if shapes != self.form.shapes:
+            raise PosteriorError(
+                "mean and precision disagree: " + _differences(shapes, self.form.shapes)
+            )
+        for name, tensor in self.mean.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise PosteriorError(
+                    f"the mean of {name!r} holds NaN or inf; was the training run stable?"
+                )
+        each = self.prior_precision
+        for value in each.values() if isinstance(each, Mapping) else [each]:
+            delta = torch.as_tensor(value, dtype=torch.float64)
+            if not bool((torch.isfinite(delta) & (delta >= 0)).all()):
+                raise PosteriorError(
+                    f"prior_precision must be finite and at least 0, got {value!r}"
+                )
+        self.form.check()
+
+    def __repr__(self) -> str:
+        size = sum(t.numel() for t in self.mean.values())
+        kind = self.record.get("kind", "given")
+        return (
+            f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
+            f"n_data={self.n_data}, kind={kind!r})"
+        )
+
+    @property
+    def structure(self) -> str:
+        """"diag", "kron" or "full"."""
+        return self.form.kind
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        n_data: int | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+        scaling: str = "sqrt",
+        batch_size: int | None = None,
+    ) -> Posterior:
+        """The diagonal posterior that an optimizer learned while it trained.
+
+        See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
+        formulas, the arguments and the errors.
+        """
+        return cls._of(
+            capture.from_optimizer(
+                optimizer,
+                model,
+                n_data=n_data,
+                prior_precision=prior_precision,
+                scaling=scaling,
+                batch_size=batch_size,
+            ),
+            model,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        n_data: int | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+        scaling: str = "sqrt",
+        batch_size: int | None = None,
+    ) -> Posterior:
+        """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
+
+        See :func:`blr_analysis.posterior.checkpoints.from_checkpoint`.
+        """
+        return cls._of(
+            checkpoints.from_checkpoint(
+                path,
+                model,
+                n_data=n_data,
+                prior_precision=prior_precision,
+                scaling=scaling,
+                batch_size=batch_size,
+            ),
+            model,
+        )
+
+    @classmethod
+    def _of(cls, captured: capture.Captured, model: nn.Module) -> Posterior:
+        fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
+        return cls(
+            captured.mean,
+            captured.precision,
+            prior_precision=captured.prior_precision,
+            n_data=captured.n_data,
+            record={**captured.record, "fixed": fixed},
+        )
+
+    def variance(self, name: str) -> Tensor:
+        """diag(Σ) of one parameter, shaped as the parameter."""
+        return self._entry(self.form.diagonal(inverse=True), name)
+
+    def precision(self, name: str) -> Tensor:
+        """diag(S) of one parameter, shaped as the parameter."""
+        return self._entry(self.form.diagonal(), name)
+
+    def _entry(self, tree: Tree, name: str) -> Tensor:
+        if name not in tree:
+            raise InputError(
+                f"the posterior has no parameter {name!r}; it covers {sorted(tree)[:12]}"
+            )
+        return tree[name]
+
+    def sample(self, *, generator: torch.Generator | None = None, n: int | None = None) -> Tree:
+        """A draw θ = m + R⁻ᵀ ε from q; with ``n``, n draws along a new leading dimension.
+
+        >>> q = Posterior({"w": torch.zeros(3)}, {"w": torch.ones(3)},
+        ...               prior_precision=1.0, n_data=1)
+        >>> q.sample(generator=torch.Generator().manual_seed(0), n=2)["w"].shape
+        torch.Size([2, 3])
+        """
+        lead = () if n is None else (n,)
+        noise = {
+            name: torch.empty((*lead, *m.shape), dtype=m.dtype, device=m.device).normal_(
+                generator=generator
+            )
+            for name, m in self.mean.items()
+        }
+        draw = self.form.root_solve(noise)
+        return {name: m + draw[name] for name, m in self.mean.items()}
+
+    def log_density(self, params: Mapping[str, Tensor]) -> Tensor:
+        """log q(θ) = −½ (θ−m)ᵀS(θ−m) + ½ log|S| − (P/2) log 2π, in nats.
+
+        Leading dimensions of the parameters are batch dimensions of the result.
+        """
+        missing = [n for n in self.mean if n not in params]
+        if missing:
+            raise InputError(f"params lack {missing[:5]}; give every parameter of the posterior")
+        gap = {n: params[n] - m for n, m in self.mean.items()}
+        curved = self.form.times(gap)
+        size = sum(m.numel() for m in self.mean.values())
+        quadratic = sum(
+            (gap[n] * curved[n]).flatten(gap[n].ndim - m.ndim).sum(-1)
+            for n, m in self.mean.items()
+        )
+        constant = 0.5 * self.form.logdet() - 0.5 * size * math.log(2 * math.pi)
+        return constant.to(next(iter(gap.values()))) - 0.5 * quadratic
+
+    def precision_product(self, v: Tree) -> Tree:
+        """S v for v by parameter name (leading batch dimensions allowed)."""
+        return self.form.times(v)
+
+    def covariance_product(self, v: Tree) -> Tree:
+        """Σ v."""
+        return self.form.solve(v)
+
+    def precision_root_product(self, v: Tree) -> Tree:
+        """R v with S = R Rᵀ (symmetric for "diag" and "kron", Cholesky for "full")."""
+        return self.form.root(v)
+
+    def covariance_root_product(self, v: Tree) -> Tree:
+        """R⁻ᵀ v with Σ = R⁻ᵀ R⁻¹."""
+        return self.form.root_solve(v)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
+        """The same posterior on another device (and in another floating dtype)."""
+        target = torch.device(device)
+        kind = dtype or next(iter(self.mean.values())).dtype
+        if self._is_on(target, kind):
+            return self
+        moved = object.__new__(Posterior)
+        moved.mean = {n: m.to(target, kind) for n, m in self.mean.items()}
+        moved.form = self.form.to(target, kind)
+        moved.prior_precision, moved.n_data = self.prior_precision, self.n_data
+        moved.record = self.record
+        return moved
+
+    def _is_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        tensors = [*self.mean.values(), *self.form.tensors().values()]
+        return all(t.device == device and t.dtype == dtype for t in tensors)
+
+    def on(self, task: Task, *, same_data: bool = True) -> Posterior:
+        """This posterior, checked against a task and moved to its device and dtype.
+
+        Raises:
+            PosteriorError: it belongs to another model (names and shapes are listed) or, with
+                ``same_data``, to another number of examples.
+        """
+        own = {n: tuple(p.shape) for n, p in task.model.named_parameters()}
+        mine = {n: tuple(m.shape) for n, m in self.mean.items()}
+        strange = {n: s for n, s in mine.items() if own.get(n) != s}
+        fixed = self.record.get("fixed", ())
+        trainable = {n: tuple(p.shape) for n, p in task.model.named_parameters() if p.requires_grad}
+        missing = {n: s for n, s in trainable.items() if n not in mine and n not in fixed}
+        if strange or missing:
+            expected = {**{n: own[n] for n in strange if n in own}, **missing}
+            raise PosteriorError(
+                "the posterior belongs to another model: " + _differences(mine, {**own, **expected})
+            )
+        if same_data and self.n_data != task.n_data:
+            raise PosteriorError(
+                f"the posterior was learned from n_data={self.n_data} examples, the task has "
+                f"{task.n_data}; use the training data themselves, or give the right n_data when "
+                "capturing the posterior"
+            )
+        dtype = next(p.dtype for n, p in task.model.named_parameters() if n in mine)
+        return self.to(task.device, dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
+
+        Raises:
+            StorageError: the place cannot be written; what was there before stays.
+        """
+        tensors, record = codec.encode(self.form, self.prior_precision)
+        means = {f"{n}.mean": m for n, m in self.mean.items()}
+        storage.write(
+            path,
+            {n: t.cpu() for n, t in {**tensors, **means}.items()},
+            {**self.record, **record, "n_data": self.n_data, "parameters": list(self.mean)},
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Posterior:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            StorageError: nothing there, a truncated or foreign file, or a pickle.
+        """
+        tensors, record = storage.read(path)
+        mean, form, prior, n_data, rest = codec.decode(tensors, record, str(path))
+        return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)
+
+
+def _differences(
+    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], most: int = 8
+) -> str:
+    lines = [
+        f"{n}: {mine.get(n, 'absent')} in the posterior's mean, {theirs.get(n, 'absent')} expected"
+        for n in {**mine, **theirs}
+        if mine.get(n) != theirs.get(n)
+    ]
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more

@@ -1,0 +1,194 @@
+"""Eigenvalue-corrected Kronecker factors: a precision that keeps correlations within a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import (
+    Dense,
+    MatrixShape,
+    Outer,
+    Term,
+    flat_gram,
+    matrix_square_sum,
+    rotated,
+    weighted_gram,
+)
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.structures import Prior, Spectral, Tree, prior_of, total
+
+
+@dataclass(frozen=True)
+class Block:
+    """Eigenvectors of one layer's Kronecker factors; the bias is joined as a last input."""
+
+    weight: str | None
+    bias: str | None
+    layout: MatrixShape
+    right: Tensor  # U_A [g, I', I'] of the layer's inputs
+    left: Tensor  # U_G [g, O, O] of its output gradients
+
+    @property
+    def key(self) -> str:
+        name = self.weight or self.bias
+        assert name is not None
+        return name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.weight, self.bias) if n is not None)
+
+    def join(self, v: Mapping[str, Tensor]) -> Tensor:
+        """Weight and bias as one matrix ``[..., g, O, I']``."""
+        parts = []
+        if self.weight is not None:
+            parts.append(self.layout.matrix(v[self.weight]))
+        if self.bias is not None:
+            bias = v[self.bias]
+            shape = (*bias.shape[:-1], self.layout.groups, self.layout.rows, 1)
+            parts.append(bias.reshape(shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def split(self, joint: Tensor) -> Tree:
+        """The inverse of :meth:`join`."""
+        found: Tree = {}
+        if self.weight is not None:
+            part = joint if self.bias is None else joint[..., :-1]
+            found[self.weight] = self.layout.parameter(part)
+        if self.bias is not None:
+            found[self.bias] = joint[..., -1].flatten(-2)
+        return found
+
+
+@dataclass(frozen=True)
+class Kronecker(Spectral):
+    """Eigenvalue-corrected K-FAC (George et al., 2018): per layer S = (U_G ⊗ U_A) diag(s) (·)ᵀ.
+
+    Layers that are no matrix products (norms, embeddings, unknown modules) keep a diagonal.
+    ``values`` are keyed by the block's weight, ``[g, O, I']``, or by parameter name.
+    """
+
+    blocks: tuple[Block, ...]
+    values: dict[str, Tensor]
+    plain: dict[str, tuple[int, ...]]  # parameters outside the blocks
+    order: tuple[str, ...]
+    kind = "kron"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        found = dict(self.plain)
+        for block in self.blocks:
+            if block.weight is not None:
+                found[block.weight] = block.layout.shape
+            if block.bias is not None:
+                found[block.bias] = (block.layout.groups * block.layout.rows,)
+        return {n: found[n] for n in self.order}
+
+    def forward(self, v: Tree) -> Tree:
+        turned = {n: v[n] for n in self.plain}
+        for block in self.blocks:
+            turned[block.key] = block.left.mT @ block.join(v) @ block.right
+        return turned
+
+    def backward(self, v: Tree) -> Tree:
+        turned = {n: v[n] for n in self.plain}
+        for block in self.blocks:
+            turned.update(block.split(block.left @ v[block.key] @ block.right.mT))
+        return {n: turned[n] for n in self.order}
+
+    def with_values(self, values: dict[str, Tensor]) -> Kronecker:
+        return replace(self, values=values)
+
+    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
+        found = {n: prior_of(prior, n) for n in self.plain}
+        for block in self.blocks:
+            each = [torch.as_tensor(prior_of(prior, n), dtype=torch.float64) for n in block.names]
+            low, high = min(float(p.min()) for p in each), max(float(p.max()) for p in each)
+            if low != high:
+                raise InputError(
+                    f"a Kronecker posterior needs one prior precision for all of {block.names}, "
+                    f"got {low:g} … {high:g}; use structure='diag' for a prior per weight"
+                )
+            found[block.key] = low
+        return found
+
+    def diagonal(self, *, inverse: bool = False) -> Tree:
+        found = {n: 1 / self.values[n] if inverse else self.values[n].clone() for n in self.plain}
+        for block in self.blocks:
+            s = self.values[block.key]
+            s = 1 / s if inverse else s
+            found.update(block.split(block.left.square() @ s @ block.right.square().mT))
+        return {n: found[n] for n in self.order}
+
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        parts = []
+        for term, block, turned in self._turned(terms):
+            if block is None:
+                parts.append(term.gram({n: 1 / self.values[n] for n in term.names}))
+            elif isinstance(turned, Outer):
+                parts.append(weighted_gram(turned, 1 / self.values[block.key], None))
+            else:
+                parts.append(flat_gram(turned, (1 / self.values[block.key]).unsqueeze(1)))
+        return total(parts)
+
+    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for term, block, turned in self._turned(terms):
+            if block is None:
+                found.update(term.square_sum())
+            elif isinstance(turned, Outer):
+                found[block.key] = matrix_square_sum(turned)
+            else:
+                found[block.key] = turned.square().sum((0, 2))
+        return found
+
+    def _turned(self, terms: Sequence[Term]) -> list[tuple[Term, Block | None, Outer | Tensor]]:
+        """Each term with its block and its gradients in the block's basis."""
+        by_names = {block.names: block for block in self.blocks}
+        found: list[tuple[Term, Block | None, Outer | Tensor]] = []
+        loose: Tree = {}
+        for term in terms:
+            block = by_names.get(term.names)
+            if isinstance(term, Outer) and block is not None:
+                found.append((term, block, rotated(term, block.right, block.left)))
+            elif all(n in self.plain for n in term.names):
+                found.append((term, None, torch.empty(0)))
+            else:
+                loose.update(term.jacobian())
+        if loose:
+            for block in self.blocks:
+                if any(n in loose for n in block.names):
+                    like = next(loose[n] for n in block.names if n in loose)
+                    lead = like.shape[:2]
+                    filled = {
+                        n: loose.pop(n) if n in loose else like.new_zeros(*lead, *self.shapes[n])
+                        for n in block.names
+                    }
+                    joint = block.join(filled).movedim(1, 2)  # [B, g, K, O, I']
+                    turned = block.left.mT.unsqueeze(1) @ joint @ block.right.unsqueeze(1)
+                    found.append((Dense(filled), block, turned))
+            if loose:
+                found.append((Dense(loose), None, torch.empty(0)))
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        stored = {}
+        keys = {block.key for block in self.blocks}
+        for name, s in self.values.items():
+            stored[f"{name}.eigenvalues" if name in keys else name] = s
+        for block in self.blocks:
+            stored[f"{block.key}.input_eigenvectors"] = block.right
+            stored[f"{block.key}.output_eigenvectors"] = block.left
+        return stored
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
+        blocks = tuple(
+            replace(b, right=b.right.to(device, dtype), left=b.left.to(device, dtype))
+            for b in self.blocks
+        )
+        values = {n: s.to(device, dtype) for n, s in self.values.items()}
+        return replace(self, blocks=blocks, values=values)

@@ -1,0 +1,227 @@
+"""A posterior fitted after training, for models that were trained without one.
+
+Laplace's method at the trained weights m (Khan & Rue, section 4.4; MacKay, 1992):
+
+    S = diag(δ) + Σ_i J_iᵀ Λ_i J_i            curvature="ggn", exact over the C outputs
+    S = diag(δ) + Σ_i g_i g_iᵀ,  g_i = J_iᵀ e_i    curvature="empirical_fisher"
+    S = diag(δ) + Σ_i E_{ŷ~p(y|f_i)} ĝ_i ĝ_iᵀ      curvature="mc_fisher"
+
+kept dense ("full"), projected on its diagonal ("diag"), or on the eigenbasis of each layer's
+Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.terms import MatrixShape, Outer
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.full import Full
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.kronecker import Block, Kronecker
+from blr_analysis.posterior.structures import Diagonal, Prior, Structure
+from blr_analysis.task import Task
+
+STRUCTURES = ("diag", "kron", "full")
+CURVATURES = ("ggn", "empirical_fisher", "mc_fisher")
+FULL_LIMIT = 20_000  # parameters: 3 GB of float64
+Columns = Callable[[Chunk], Tensor]
+
+
+def fit_laplace(
+    task: Task,
+    *,
+    structure: str = "kron",
+    prior_precision: Prior,
+    curvature: str = "ggn",
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Posterior:
+    """The Gaussian posterior at the model's present weights, S as in the module's equations.
+
+    The objective is the SUM of losses, so with a loss averaged over N examples and an L2 penalty
+    ``weight_decay``, δ = N · weight_decay.
+
+    Args:
+        task: model, training data, likelihood. The model is left as it is.
+        structure: "diag", "kron" or "full" (P up to 20,000).
+        prior_precision: δ > 0, a number, or one per parameter name (number or tensor).
+        curvature: "ggn" (exact), "empirical_fisher", "mc_fisher".
+        samples: labels drawn per example for "mc_fisher".
+        generator: the source of those labels.
+        chunk_size, memory_budget: examples per pass, or bytes of working memory.
+
+    Raises:
+        InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full".
+        ModelError: nothing to train, NaN, BatchNorm in training mode.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(20, 3), torch.randn(20)
+        >>> task = blr.Task(torch.nn.Linear(3, 1), (X, y), likelihood="gaussian")
+        >>> q = fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> Z = torch.cat([X, torch.ones(20, 1)], 1)
+        >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
+        True
+    """
+    params = task.parameters()
+    _check(task, params, structure, prior_precision, curvature, samples)
+    columns, count = _columns(task, curvature, samples, generator)
+    settings = dict(
+        columns=count, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
+    )
+    form = _basis(task, params, structure, columns, settings)
+    form = form.zeros()
+    for chunk in chunks(task, params, label=f"{structure} {curvature}", **settings):
+        form = form.add(chunk.terms(columns(chunk)))
+    record = {
+        "kind": curvature,
+        "source": "laplace",
+        "definition": "S = diag(prior_precision) + " + {
+            "ggn": "sum_i J_i^T Lambda_i J_i",
+            "empirical_fisher": "sum_i g_i g_i^T",
+            "mc_fisher": f"sum_i mean over {samples} sampled labels of g_i g_i^T",
+        }[curvature],
+        "likelihood": repr(task.likelihood) if hasattr(task.likelihood, "variance")
+        else task.likelihood.name,
+        "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
+    }
+    return Posterior(
+        {n: p.clone() for n, p in params.items()},
+        form.plus_prior(prior_precision),
+        prior_precision=prior_precision,
+        n_data=task.n_data,
+        record=record,
+    )
+
+
+def curvature_root(task: Task, chunk: Chunk) -> Tensor:
+    """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``."""
+    return task.likelihood.hessian_root(chunk.outputs).mT
+
+
+def _columns(
+    task: Task, curvature: str, samples: int, generator: torch.Generator | None
+) -> tuple[Columns, int | None]:
+    likelihood = task.likelihood
+    if curvature == "ggn":
+        return lambda chunk: curvature_root(task, chunk), None
+    if curvature == "empirical_fisher":
+        return lambda chunk: likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
+
+    source = torch.Generator() if generator is None else generator
+    drawn: dict[int, Tensor] = {}
+
+    def sampled(chunk: Chunk) -> Tensor:
+        # Labels are kept by example, so that a second pass sees those of the first.
+        first = int(chunk.indices[0])
+        if first not in drawn:
+            outputs = chunk.outputs.cpu()
+            drawn[first] = torch.stack(
+                [likelihood.error(outputs, likelihood.sample(outputs, source)) for _ in range(samples)],
+                dim=1,
+            ) / samples**0.5
+        return drawn[first].to(chunk.outputs)
+
+    return sampled, samples
+
+
+def _basis(
+    task: Task,
+    params: Mapping[str, Tensor],
+    structure: str,
+    columns: Columns,
+    settings: dict[str, object],
+) -> Structure:
+    """The zero matrix of this structure; for "kron" its basis takes a pass over the data."""
+    if structure == "diag":
+        return Diagonal({n: torch.zeros_like(p) for n, p in params.items()})
+    shapes = {n: tuple(p.shape) for n, p in params.items()}
+    if structure == "full":
+        like = next(iter(params.values()))
+        size = sum(p.numel() for p in params.values())
+        return Full(like.new_zeros(size, size), shapes)
+    moments: dict[str, tuple[Outer, Tensor, Tensor]] = {}
+    for chunk in chunks(task, params, label="Kronecker factors", **settings):  # type: ignore[arg-type]
+        for term in chunk.terms(columns(chunk)):
+            if not isinstance(term, Outer):
+                continue
+            right, left = (m.double() for m in term.second_moments())
+            key = term.names[0]
+            if key in moments:
+                _, r, d = moments[key]
+                right, left = r + right, d + left
+            moments[key] = (_light(term), right, left)
+    blocks = []
+    for term, right, left in moments.values():
+        like = params[term.names[0]]
+        blocks.append(
+            Block(
+                term.weight,
+                term.bias,
+                term.layout,
+                torch.linalg.eigh(right)[1].to(like),
+                torch.linalg.eigh(left)[1].to(like),
+            )
+        )
+    return _kronecker(tuple(blocks), params)
+
+
+def _light(term: Outer) -> Outer:
+    """The term's names and layout without its data."""
+    return Outer(term.weight, term.bias, term.layout, term.inputs[:0], [])
+
+
+def _kronecker(blocks: tuple[Block, ...], params: Mapping[str, Tensor]) -> Kronecker:
+    joined = {n for block in blocks for n in block.names}
+    plain = {n: tuple(p.shape) for n, p in params.items() if n not in joined}
+    values = {n: torch.zeros_like(params[n]) for n in plain}
+    for b in blocks:
+        g, o = b.left.shape[:2]
+        values[b.key] = b.left.new_zeros(g, o, b.right.shape[-1])
+    return Kronecker(blocks, values, plain, tuple(params))
+
+
+def _check(
+    task: Task,
+    params: Mapping[str, Tensor],
+    structure: str,
+    prior: Prior,
+    curvature: str,
+    samples: int,
+) -> None:
+    if structure not in STRUCTURES:
+        raise InputError(f"structure must be one of {STRUCTURES}, got {structure!r}")
+    if curvature not in CURVATURES:
+        raise InputError(f"curvature must be one of {CURVATURES}, got {curvature!r}")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise InputError(f"samples must be a positive integer, got {samples!r}")
+    if not params:
+        raise ModelError(
+            "the model has no trainable parameters; set requires_grad on those to be analysed"
+        )
+    for name, p in params.items():
+        if not p.is_floating_point():
+            raise ModelError(f"parameter {name!r} is {p.dtype}; only floating-point can be learned")
+        if not bool(torch.isfinite(p).all()):
+            raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
+    for value in prior.values() if isinstance(prior, Mapping) else [prior]:
+        try:
+            delta = torch.as_tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"prior_precision must be a number, got {value!r}") from error
+        if not bool((torch.isfinite(delta) & (delta > 0)).all()):
+            raise InputError(f"prior_precision must be finite and above 0, got {value!r}")
+    size = sum(p.numel() for p in params.values())
+    if structure == "full" and size > FULL_LIMIT:
+        raise InputError(
+            f"structure='full' holds a {size:,} × {size:,} matrix; use 'kron' or 'diag' above "
+            f"{FULL_LIMIT:,} parameters"
+        )

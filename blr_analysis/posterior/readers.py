@@ -1,0 +1,195 @@
+"""What each optimizer's state says about curvature: one row per optimizer.
+
+Two families. Optimizers that learn a posterior (IVON) keep a Hessian estimate h and know their
+own scale: S = ess·(h + weight_decay). Optimizers that only keep a second moment v of the
+minibatch-mean gradients (Adam and its relatives) are read as v̂, corrected for the bias of its
+start at zero; the caller supplies the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import OptimizerError
+
+State = Mapping[str, Any]
+
+ADVICE = (
+    "Supported: IVON (blr_analysis and ivon-opt), torch's Adam, AdamW, NAdam, RAdam, RMSprop and "
+    "Adagrad. For a model trained with anything else, blr_analysis.fit_laplace fits a posterior "
+    "after training."
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one optimizer's state is read.
+
+    Attributes:
+        kind: recorded in the posterior, e.g. ``"adam_v"``.
+        key: the entry of the parameter's state that holds h or v.
+        estimate: (state, group) → h or v̂, shaped as the parameter.
+        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
+        settings: the groups' settings that the record keeps.
+    """
+
+    kind: str
+    key: str
+    estimate: Callable[[State, State], Tensor]
+    settings: tuple[str, ...]
+    scaled: bool = False
+
+    def has_learned(self, state: State, group: State) -> bool:
+        """Whether this parameter was ever updated from a gradient."""
+        return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
+
+
+def steps(state: State, group: State) -> float | None:
+    """The number of steps taken, counted per parameter or per group; None where nobody counts."""
+    count = state.get("step", group.get("step"))
+    return None if count is None else float(count)
+
+
+def _counted(state: State, group: State) -> float:
+    count = steps(state, group)
+    if count is None:
+        raise OptimizerError(
+            f"the optimizer's state (with the entries {sorted(state)}) counts no steps, without "
+            f"which its second moment cannot be corrected for bias. {ADVICE}"
+        )
+    return count
+
+
+def _adam(state: State, group: State) -> Tensor:
+    return state["exp_avg_sq"] / (1 - float(group["betas"][1]) ** _counted(state, group))
+
+
+def _rmsprop(state: State, group: State) -> Tensor:
+    return state["square_avg"] / (1 - float(group["alpha"]) ** _counted(state, group))
+
+
+def _adagrad(state: State, group: State) -> Tensor:
+    start = float(group.get("initial_accumulator_value", 0.0))
+    return (state["sum"] - start) / _counted(state, group)
+
+
+def _hessian(state: State, group: State) -> Tensor:
+    return state["hess"]
+
+
+IVON = Reader(
+    "ivon",
+    "hess",
+    _hessian,
+    ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas"),
+    scaled=True,
+)
+ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
+RMSPROP = Reader("rmsprop_v", "square_avg", _rmsprop, ("alpha", "centered", "weight_decay"))
+ADAGRAD = Reader("adagrad_v", "sum", _adagrad, ("initial_accumulator_value", "weight_decay"))
+
+READERS: dict[str, Reader] = {
+    "IVON": IVON,
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "NAdam": ADAM,
+    "RAdam": ADAM,
+    "RMSprop": RMSPROP,
+    "Adagrad": ADAGRAD,
+}
+"""By the optimizer's class name, or that of one of its base classes."""
+
+
+def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
+    """The row for a live optimizer.
+
+    Raises:
+        OptimizerError: the optimizer keeps no precision, or none that is known here.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        raise OptimizerError(f"SGD keeps no precision, at most a momentum. {ADVICE}")
+    for base in type(optimizer).__mro__:
+        if base.__name__ in READERS:
+            reader = READERS[base.__name__]
+            break
+    else:
+        raise OptimizerError(f"no precision can be read from {type(optimizer).__name__}. {ADVICE}")
+    entries = sorted(
+        {key for state in optimizer.state.values() if is_state(state) for key in state}
+    )
+    if entries and reader.key not in entries:
+        raise OptimizerError(
+            f"the state of this {type(optimizer).__name__} has the entries {entries} and not "
+            f"{reader.key!r}: it is another implementation than the known one. {ADVICE}"
+        )
+    return reader
+
+
+def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
+    """The row for a saved state, which does not name its optimizer: by the entries it holds.
+
+    Raises:
+        OptimizerError: the state is empty, or its entries are of no known optimizer.
+    """
+    entries = {key for state in states if is_state(state) for key in state}
+    options = {key for group in groups for key in group}
+    if "hess" in entries | options and {"ess", "weight_decay"} <= options:
+        return IVON
+    if "exp_avg_sq" in entries and "betas" in options:
+        return ADAM
+    if "square_avg" in entries and "alpha" in options:
+        return RMSPROP
+    if "sum" in entries and "lr_decay" in options:
+        return ADAGRAD
+    if "nesterov" in options:
+        raise OptimizerError(f"this is a saved SGD, which keeps no precision. {ADVICE}")
+    if not entries:
+        raise OptimizerError(
+            "the saved optimizer holds no state: it had not stepped when it was saved. Save it "
+            "after training."
+        )
+    raise OptimizerError(
+        f"the saved optimizer (state per parameter: {sorted(entries)}; settings: "
+        f"{sorted(options)}) holds no second moment of a known kind. {ADVICE}"
+    )
+
+
+def is_state(state: object) -> bool:
+    """Whether an entry of an optimizer's ``state`` belongs to a parameter."""
+    return isinstance(state, Mapping)
+
+
+def split_flat(
+    groups: Sequence[State], shapes: Sequence[Sequence[torch.Size]]
+) -> list[list[dict[str, Any]]] | None:
+    """States per parameter from ``ivon-opt``'s flat vectors per group; None for other layouts.
+
+    ``ivon-opt`` keeps one ``hess`` and one ``momentum`` vector in each group: that group's
+    parameters one after the other, the frozen ones included, counted from the start of the
+    group. Vectors that no step has changed give empty states.
+
+    Raises:
+        OptimizerError: a vector's length is not that of the group's parameters.
+    """
+    if not any(isinstance(group.get("hess"), Tensor) for group in groups):
+        return None
+    touched = any(
+        bool((group["momentum"] != 0).any()) or bool((group["hess"] != group["hess_init"]).any())
+        for group in groups
+    )
+    result = []
+    for k, (group, sizes) in enumerate(zip(groups, shapes, strict=True)):
+        numels = [size.numel() for size in sizes]
+        if group["hess"].numel() != sum(numels):
+            raise OptimizerError(
+                f"group {k}'s Hessian has {group['hess'].numel()} entries, but its parameters "
+                f"{[tuple(size) for size in sizes]} have {sum(numels)}."
+            )
+        pieces = zip(torch.split(group["hess"], numels), sizes, strict=True)
+        result.append([{"hess": piece.view(size)} if touched else {} for piece, size in pieces])
+    return result

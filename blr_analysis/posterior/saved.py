@@ -1,0 +1,145 @@
+"""Finding and reading the files of a training run: the optimizer's state and the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from blr_analysis.errors import OptimizerError, StorageError
+from blr_analysis.posterior.readers import is_state
+from blr_analysis.posterior.records import AGAIN, some
+
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+LAYOUTS = {
+    # A checkpoint in one file, as (weights, optimizer); Lightning's first.
+    "lightning": ("state_dict", "optimizer_states"),
+    "pair": ("model_state_dict", "optimizer_state_dict"),
+    "short pair": ("model", "optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A training run's saved optimizer, and its weights where they were saved with it."""
+
+    source: str
+    optimizer: Mapping[str, Any]
+    weights: Mapping[str, Tensor] | None
+
+
+def load_saved(path: Path) -> Saved:
+    """What a Trainer folder, a Lightning checkpoint or a saved optimizer state holds.
+
+    Raises:
+        StorageError: files are missing, truncated, or hold more than tensors and containers.
+        OptimizerError: several optimizers in one file.
+    """
+    if path.is_dir():
+        return _load_folder(path)
+    if not path.exists():
+        raise StorageError(f"nothing is stored at {str(path)!r}.")
+    content = _torch_load(path)
+    for source, (weights, optimizer) in LAYOUTS.items():
+        if isinstance(content, Mapping) and weights in content and optimizer in content:
+            states = content[optimizer]
+            if isinstance(states, list | tuple):
+                if len(states) != 1:
+                    raise OptimizerError(
+                        f"{str(path)!r} holds {len(states)} optimizers, expected one. Save the "
+                        "state of the one that trained the model in a file of its own."
+                    )
+                states = states[0]
+            return Saved(source, _checked(states, path), _tensors(content[weights], path))
+    return Saved("optimizer state", _checked(content, path), None)
+
+
+def _load_folder(folder: Path) -> Saved:
+    file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
+    if file is None:
+        held = sorted(p.name for p in folder.iterdir())
+        raise StorageError(
+            f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}. "
+            "Name one checkpoint folder of a Trainer that saved its optimizer "
+            "(save_only_model=False). Sharded optimizers (DeepSpeed, FSDP, .metadata files, "
+            "which are pickles that can run code) are not read: export the whole state with "
+            "torch.save(optimizer.state_dict(), ...) first."
+        )
+    return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
+
+
+def _load_weights(folder: Path) -> dict[str, Tensor]:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return _load_tensors(folder / name)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StorageError(f"{str(index)!r} is no index of weights ({error!r}).") from error
+            missing = [file for file in files if not (folder / file).is_file()]
+            if missing:
+                raise StorageError(f"{str(index)!r} names missing files: {some(missing)}. {AGAIN}")
+            return {k: v for file in files for k, v in _load_tensors(folder / file).items()}
+    raise StorageError(
+        f"the folder {str(folder)!r} holds no weights: expected {' or '.join(WEIGHTS)}, or the "
+        "index of shards. To take the mean from the model instead, name the optimizer file alone."
+    )
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        return _tensors(_torch_load(path), path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise StorageError(f"{str(path)!r} is truncated or foreign ({error}).") from error
+
+
+def _torch_load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the bytes lead to
+        reason = str(error).strip().split("\n")[0][:300]
+        raise StorageError(
+            f"{str(path)!r} cannot be read with weights_only=True, the one way in which files "
+            f"are read here ({reason}). It is truncated, or holds Python objects beside tensors, "
+            "numbers and containers; those can run code. Where you trust it, load it and save "
+            "its optimizer state and weights alone."
+        ) from error
+
+
+def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
+    if not isinstance(weights, Mapping):
+        raise StorageError(
+            f"the weights in {str(path)!r} are no state_dict but a {type(weights).__name__}."
+        )
+    return {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
+    whole = (
+        isinstance(optimizer, Mapping)
+        and isinstance(optimizer.get("state"), Mapping)
+        and isinstance(optimizer.get("param_groups"), list)
+        and len(optimizer["param_groups"]) > 0
+        and all(
+            is_state(g) and isinstance(g.get("params"), list) for g in optimizer["param_groups"]
+        )
+    )
+    if not whole:
+        found = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else type(optimizer)
+        raise StorageError(
+            f"{str(path)!r} holds no optimizer's state_dict ('state' and 'param_groups'); it "
+            f"holds {found}."
+        )
+    return optimizer

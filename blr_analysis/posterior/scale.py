@@ -1,0 +1,197 @@
+"""From curvature to precision: how many examples, which prior, and how they enter S."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.posterior.readers import State
+from blr_analysis.posterior.records import some
+
+SCALINGS = ("sqrt", "squared", "ess")
+Prior = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What turns an estimate (h or v̂) into the data's part of S, and the prior's part.
+
+    Attributes:
+        n_data: N.
+        prior: δ by parameter name.
+        data_part: (estimate, group) → S − δ.
+        definition: the formula, as text.
+        record: the choices made, JSON-able.
+    """
+
+    n_data: int
+    prior: dict[str, float]
+    data_part: Callable[[Tensor, State], Tensor]
+    definition: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def own_scale(
+    groups: Mapping[str, State],
+    n_data: int | None,
+    prior_precision: Prior | None,
+    scaling: str,
+    batch_size: int | None,
+) -> Scale:
+    """For optimizers that learn a posterior: ess and weight_decay are in the groups.
+
+    Args:
+        groups: the optimizer's group by parameter name.
+    """
+    _check_scaling(scaling, batch_size)
+    if scaling == "squared":
+        raise InputError(
+            "scaling='squared' is for second moments; IVON's precision is ess*(h + weight_decay) "
+            "as it stands. Leave scaling out."
+        )
+    sizes = sorted({float(group["ess"]) for group in groups.values()})
+    n = _check_ess(sizes, check_n_data(n_data), scaling)
+    prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
+    if prior_precision is not None:
+        given = _by_name(prior_precision, list(groups))
+        wrong = [
+            name for name in groups if not math.isclose(given[name], prior[name], rel_tol=1e-6)
+        ]
+        if wrong:
+            raise OptimizerError(
+                f"prior_precision={given[wrong[0]]:g} contradicts the optimizer, which trained "
+                f"{some(wrong)} with ess*weight_decay = {prior[wrong[0]]:g}. Leave "
+                "prior_precision out to take the optimizer's (weight_decay is the prior "
+                "precision divided by the number of examples)."
+            )
+    return Scale(
+        n_data=n,
+        prior=prior,
+        data_part=lambda hess, group: hess * float(group["ess"]),
+        definition="S = ess*(h + weight_decay)",
+        record={"scaling": "ess", "ess": sizes},
+    )
+
+
+def given_scale(
+    groups: Mapping[str, State],
+    n_data: int | None,
+    prior_precision: Prior | None,
+    scaling: str,
+    batch_size: int | None,
+) -> Scale:
+    """For second moments: N, δ and the choice of the formula are the caller's."""
+    _check_scaling(scaling, batch_size)
+    if scaling == "ess":
+        raise InputError(
+            "scaling='ess' is for IVON, which has an effective sample size; for a second moment "
+            "pass scaling='sqrt' or scaling='squared'."
+        )
+    n = check_n_data(n_data)
+    if n is None:
+        raise OptimizerError(
+            "n_data is missing: this optimizer does not know how many examples it was trained "
+            "on, and S = N*sqrt(v_hat) + delta needs it. Pass n_data=len(dataset)."
+        )
+    if prior_precision is None:
+        decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
+        raise OptimizerError(
+            "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2 is not kept by "
+            "this optimizer. For an L2 penalty or weight decay w on the mean loss it is n_data*w: "
+            f"its groups have weight_decay {decays}, hence prior_precision="
+            f"{[n * decay for decay in decays]}."
+        )
+    factor = float(n) if scaling == "sqrt" else float(n) * float(batch_size or 1)
+    return Scale(
+        n_data=n,
+        prior=_by_name(prior_precision, list(groups)),
+        data_part=lambda v, _: factor * (v.sqrt() if scaling == "sqrt" else v),
+        definition=f"S = {'N*sqrt(v_hat)' if scaling == 'sqrt' else 'N*B*v_hat'} + delta",
+        record={"scaling": scaling, "batch_size": batch_size, "bias_corrected": True},
+    )
+
+
+def check_n_data(n_data: object) -> int | None:
+    """N as a positive whole number, or None."""
+    if n_data is None:
+        return None
+    n = _whole(n_data)
+    if n is None or n < 1:
+        raise InputError(f"n_data must be a positive whole number of examples, not {n_data!r}.")
+    return n
+
+
+def _check_scaling(scaling: str, batch_size: object) -> None:
+    if scaling not in SCALINGS:
+        raise InputError(f"scaling must be one of {SCALINGS}, not {scaling!r}.")
+    if scaling == "squared":
+        size = _whole(batch_size)
+        if size is None or size < 1:
+            raise InputError(
+                "scaling='squared' needs batch_size, the number of examples of one step "
+                f"(gradient accumulation included), as a positive whole number, not {batch_size!r}."
+            )
+    elif batch_size is not None:
+        raise InputError(f"batch_size is used with scaling='squared' only, not {scaling!r}.")
+
+
+def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
+    if not all(math.isfinite(ess) and ess > 0 for ess in sizes):
+        raise OptimizerError(f"the optimizer's ess must be positive and finite, not {sizes}.")
+    n = n_data or max(1, round(sizes[0]))
+    if scaling == "ess" or all(math.isclose(ess, n, rel_tol=1e-6) for ess in sizes):
+        return n
+    if n_data is None:
+        raise OptimizerError(
+            f"n_data is missing: the optimizer's ess ({sizes}) is not one number of examples. "
+            "Pass n_data=len(dataset) and scaling='ess' to keep the precision as it was learned."
+        )
+    raise OptimizerError(
+        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}. IVON's ess is the "
+        "number of training examples: leave n_data out or pass that number. If ess was set apart "
+        "from it on purpose (a tempered posterior), pass scaling='ess' as well: the precision "
+        "then stays as it was learned and n_data is recorded beside it."
+    )
+
+
+def _by_name(prior_precision: Prior, names: Sequence[str]) -> dict[str, float]:
+    if isinstance(prior_precision, Mapping):
+        odd = sorted(set(names) ^ set(prior_precision))
+        if odd:
+            raise InputError(
+                f"prior_precision must have one entry per captured parameter; {some(odd)} "
+                "stand only on one side."
+            )
+        values = dict(prior_precision)
+    else:
+        values = dict.fromkeys(names, prior_precision)
+    return {name: _delta(values[name]) for name in names}
+
+
+def _delta(value: Any) -> float:
+    try:
+        delta = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        delta = math.nan
+    if not (math.isfinite(delta) and delta >= 0):
+        raise InputError(
+            f"prior_precision must be a finite number >= 0 (or one per name), not {value!r}."
+        )
+    return delta
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return None

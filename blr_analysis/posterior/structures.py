@@ -1,0 +1,251 @@
+"""Shapes that a precision matrix S can take: diagonal, Kronecker, full. One contract for all.
+
+A structure is a symmetric positive matrix over named parameters. Vectors are dicts of tensors by
+parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
+
+    times S v · solve Σ v · root R v · root_solve R⁻ᵀ v (Σ = R⁻ᵀ R⁻¹) · logdet log|S|
+    gram    g_iᵀ Σ g_i' for factored gradients (a layer's term, never a P-vector per example)
+    add     S + Σ_i g_i g_iᵀ, projected on the structure
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import Term
+from blr_analysis.errors import InputError, PosteriorError
+
+Tree = dict[str, Tensor]
+Prior = float | Mapping[str, float | Tensor]
+
+
+class Structure(ABC):
+    """A symmetric positive matrix over named parameters, in some sparse form."""
+
+    kind: str
+    shapes: dict[str, tuple[int, ...]]
+
+    @abstractmethod
+    def times(self, v: Tree) -> Tree:
+        """S v."""
+
+    @abstractmethod
+    def solve(self, v: Tree) -> Tree:
+        """Σ v = S⁻¹ v."""
+
+    @abstractmethod
+    def root(self, v: Tree) -> Tree:
+        """R v, where S = R Rᵀ."""
+
+    @abstractmethod
+    def root_solve(self, v: Tree) -> Tree:
+        """R⁻ᵀ v, where Σ = R⁻ᵀ R⁻¹: turns standard normal noise into a draw."""
+
+    @abstractmethod
+    def diagonal(self, *, inverse: bool = False) -> Tree:
+        """The diagonal entries of S, or of Σ."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log |S|, a scalar."""
+
+    @abstractmethod
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        """G_i Σ G_iᵀ from the layers' factored gradients, ``[B, K, K]``."""
+
+    @abstractmethod
+    def zeros(self) -> Structure:
+        """The zero matrix in the same basis."""
+
+    @abstractmethod
+    def add(self, terms: Sequence[Term]) -> Structure:
+        """S + Σ_i G_iᵀ G_i, projected on the structure."""
+
+    @abstractmethod
+    def plus(self, other: Structure, scale: float = 1.0) -> Structure:
+        """S + scale · S', two matrices in the same basis."""
+
+    @abstractmethod
+    def plus_prior(self, prior: Prior) -> Structure:
+        """S + diag(δ)."""
+
+    @abstractmethod
+    def floored(self, prior: Prior) -> tuple[Structure, float]:
+        """S with no eigenvalue below the prior's, and the fraction of them that were."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored on disk, by parameter name and suffix."""
+
+    @abstractmethod
+    def to(self, device: torch.device, dtype: torch.dtype) -> Structure:
+        """The same matrix on another device, in another dtype."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise :class:`PosteriorError` unless finite and positive, naming the parameter."""
+
+    def _take(self, v: Tree) -> None:
+        for name, shape in self.shapes.items():
+            if name not in v or tuple(v[name].shape[v[name].ndim - len(shape) :]) != shape:
+                got = tuple(v[name].shape) if name in v else "nothing"
+                raise InputError(
+                    f"a vector over these parameters needs {name!r} of shape {shape} (leading "
+                    f"batch dimensions allowed), got {got}"
+                )
+
+
+class Spectral(Structure):
+    """S = U diag(s) Uᵀ with an orthogonal U that is cheap to apply; s are positive numbers."""
+
+    values: dict[str, Tensor]
+
+    @abstractmethod
+    def forward(self, v: Tree) -> Tree:
+        """Uᵀ v, in the shapes of ``values``."""
+
+    @abstractmethod
+    def backward(self, v: Tree) -> Tree:
+        """U v, back in the parameters' shapes."""
+
+    @abstractmethod
+    def with_values(self, values: dict[str, Tensor]) -> Spectral:
+        """The same basis with other eigenvalues."""
+
+    @abstractmethod
+    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
+        """δ in this basis."""
+
+    @abstractmethod
+    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
+        """diag(Uᵀ Σ_i G_iᵀ G_i U), in the shapes of ``values``."""
+
+    def _power(self, v: Tree, power: float) -> Tree:
+        self._take(v)
+        turned = self.forward(v)
+        return self.backward({k: turned[k] * s**power for k, s in self.values.items()})
+
+    def times(self, v: Tree) -> Tree:
+        return self._power(v, 1.0)
+
+    def solve(self, v: Tree) -> Tree:
+        return self._power(v, -1.0)
+
+    def root(self, v: Tree) -> Tree:
+        return self._power(v, 0.5)
+
+    def root_solve(self, v: Tree) -> Tree:
+        return self._power(v, -0.5)
+
+    def logdet(self) -> Tensor:
+        parts = [s.double().log().sum() for s in self.values.values()]
+        return torch.stack(parts).sum()
+
+    def zeros(self) -> Spectral:
+        return self.with_values({k: torch.zeros_like(s) for k, s in self.values.items()})
+
+    def add(self, terms: Sequence[Term]) -> Spectral:
+        sums = self.square_sums(terms)
+        return self.with_values(
+            {k: s + sums[k] if k in sums else s for k, s in self.values.items()}
+        )
+
+    def plus(self, other: Structure, scale: float = 1.0) -> Spectral:
+        assert isinstance(other, Spectral)
+        return self.with_values(
+            {k: torch.add(s, other.values[k], alpha=scale) for k, s in self.values.items()}
+        )
+
+    def plus_prior(self, prior: Prior) -> Spectral:
+        delta = self.prior_values(prior)
+        return self.with_values({k: s + delta[k] for k, s in self.values.items()})
+
+    def floored(self, prior: Prior) -> tuple[Spectral, float]:
+        delta = self.prior_values(prior)
+        floors = {
+            k: torch.as_tensor(delta[k], dtype=s.dtype, device=s.device).expand_as(s)
+            for k, s in self.values.items()
+        }
+        below = sum(int((s < floors[k] * (1 - 1e-6)).sum()) for k, s in self.values.items())
+        total = sum(s.numel() for s in self.values.values())
+        raised = {k: torch.maximum(s, floors[k]) for k, s in self.values.items()}
+        return self.with_values(raised), below / total
+
+    def check(self) -> None:
+        for name, s in self.values.items():
+            if not bool(torch.isfinite(s).all()):
+                raise PosteriorError(f"the precision of {name!r} holds NaN or inf")
+            if not bool((s > 0).all()):
+                raise PosteriorError(
+                    f"the precision of {name!r} must be positive, its smallest value is "
+                    f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
+                )
+
+
+@dataclass(frozen=True)
+class Diagonal(Spectral):
+    """One precision per weight."""
+
+    values: dict[str, Tensor]
+    kind = "diag"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {n: tuple(s.shape) for n, s in self.values.items()}
+
+    def forward(self, v: Tree) -> Tree:
+        return v
+
+    def backward(self, v: Tree) -> Tree:
+        return v
+
+    def with_values(self, values: dict[str, Tensor]) -> Diagonal:
+        return Diagonal(values)
+
+    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
+        return {n: prior_of(prior, n) for n in self.values}
+
+    def diagonal(self, *, inverse: bool = False) -> Tree:
+        return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}
+
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        variance = {n: 1 / s for n, s in self.values.items()}
+        return total([term.gram(variance) for term in terms])
+
+    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
+        return {n: s for term in terms for n, s in term.square_sum().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.values)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Diagonal:
+        return Diagonal({n: s.to(device, dtype) for n, s in self.values.items()})
+
+
+def prior_of(prior: Prior, name: str) -> float | Tensor:
+    """δ of one parameter: a number for all, or an entry by name."""
+    if isinstance(prior, Mapping):
+        if name not in prior:
+            raise InputError(f"prior_precision has no entry for parameter {name!r}")
+        return prior[name]
+    return prior
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the layers' shares."""
+    if not parts:
+        raise InputError("no trainable parameter of the posterior takes part in the model")
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
+def is_spectral(structure: Structure) -> bool:
+    """Whether S has a cheap orthogonal eigenbasis (diagonal or Kronecker)."""
+    return isinstance(structure, Spectral)

@@ -1,0 +1,26 @@
+"""Progress bars on long work: shown on a terminal after a second, silent elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+def track(
+    items: Iterable[T], *, total: int | None = None, label: str = "", show: bool | None = None
+) -> Iterator[T]:
+    """Iterate with a progress bar.
+
+    ``show=None`` shows it on a terminal only, and only when the work takes over a second;
+    True always, False never.
+
+    >>> list(track([1, 2], label="counting", show=False))
+    [1, 2]
+    """
+    disable = None if show is None else not show
+    delay = 0.0 if show else 1.0
+    yield from tqdm(items, total=total, desc=label, disable=disable, delay=delay, leave=False)

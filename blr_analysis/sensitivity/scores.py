@@ -1,0 +1,169 @@
+"""Prediction error, prediction variance and deviation of every training example.
+
+The memory-perturbation equation (Nickl et al., NeurIPS 2023): without example i the model's
+output there would move by
+
+    f_i^{\\i} − f_i ≈ V_i e_i,    e_i = ∂ℓ_i/∂f,    V_i = J_i Σ J_iᵀ
+
+prediction variance times prediction error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.errors import ModelError
+from blr_analysis.likelihoods import Likelihood
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.task import Task
+from blr_analysis.views import Tabular
+
+MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
+MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
+
+
+@dataclass(frozen=True)
+class Scores(Tabular):
+    """What :func:`sensitivity` found; tensors on the CPU, in the order of the dataset.
+
+    Attributes:
+        error: e_i, ``[N, C]``; its direction is from the target to the prediction.
+        variance: V_i, ``[N, C, C]``, example i included in the posterior; None for large C.
+        deviation: how far the prediction would move without the example, ``[N]``; larger is
+            more influential. ‖softmax(f_i + V_i e_i) − softmax(f_i)‖₁ for classification
+            (between 0 and 2), ‖V_i e_i‖₂ in units of f for regression; None for large C.
+        self_influence: g_iᵀ Σ g_i = e_iᵀ V_i e_i, ``[N]``: the first-order rise of the example's
+            own loss, in nats, when it is left out.
+        outputs, targets, losses, predictions: f_i, y_i, ℓ_i in nats, and what the model answers.
+        table: all of it as a DataFrame, one row per example, with the task's metadata columns.
+    """
+
+    error: Tensor
+    variance: Tensor | None
+    deviation: Tensor | None
+    self_influence: Tensor
+    outputs: Tensor
+    targets: Tensor
+    losses: Tensor
+    predictions: Tensor
+    likelihood: Likelihood
+    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.self_influence)
+
+    @cached_property
+    def leverage(self) -> Tensor | None:
+        """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
+        if self.variance is None:
+            return None
+        return leverage(self.variance, self.likelihood.hessian_root(self.outputs))
+
+
+def sensitivity(
+    task: Task,
+    posterior: Posterior,
+    *,
+    variance: bool | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Scores:
+    """How much each training example shapes the model.
+
+    One forward pass and C backward passes that stop at the layers' outputs; no per-example
+    gradient of the model is formed. The model runs at the posterior's mean, in eval mode, and is
+    left as it is.
+
+    Args:
+        task: the model and the data it was trained on.
+        posterior: learned on those data.
+        variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
+            one backward pass gives the self-influence.
+        chunk_size: examples per pass; None: as many as ``memory_budget`` (default 96 MiB) holds.
+        progress: None shows a bar on a terminal when the work is long.
+
+    Raises:
+        PosteriorError: a posterior of another model, or of another number of examples.
+        ModelError: NaN or inf outputs, BatchNorm in training mode.
+        DataError: targets out of range.
+
+    Source: Nickl et al., NeurIPS 2023, Eqs. 5–8; MATH: V_i layer by layer as
+    Σ_o d_co d_c'o Σ_k σ²_ok a_k².
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> scores = sensitivity(task, q, progress=False)
+        >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
+        (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
+    """
+    q = posterior.on(task)
+    c = n_outputs(task, q.mean)
+    if variance is None:
+        variance = c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS
+    columns = c if variance else 1
+    parts: list[tuple[Tensor, ...]] = []
+    passes = chunks(
+        task,
+        q.mean,
+        columns=columns,
+        chunk_size=chunk_size,
+        memory_budget=memory_budget,
+        label="sensitivity",
+        progress=progress,
+    )
+    for chunk in passes:
+        parts.append(_chunk_scores(task, q, chunk, variance))
+    error, outputs, targets, influence, *rest = (torch.cat(p) for p in zip(*parts, strict=True))
+    likelihood = task.likelihood
+    return Scores(
+        error=error,
+        variance=rest[0] if variance else None,
+        deviation=likelihood.distance(outputs, outputs + rest[1]) if variance else None,
+        self_influence=influence,
+        outputs=outputs,
+        targets=targets,
+        losses=likelihood.nll(outputs, targets),
+        predictions=likelihood.prediction(outputs),
+        likelihood=likelihood,
+        metadata=task.metadata,
+    )
+
+
+def _chunk_scores(
+    task: Task, q: Posterior, chunk: Chunk, variance: bool
+) -> tuple[Tensor, ...]:
+    e = task.likelihood.error(chunk.outputs, chunk.targets)
+    if not variance:
+        influence = q.form.gram(chunk.terms(e.unsqueeze(1))).flatten()
+        found = (e, chunk.outputs, chunk.targets, influence)
+    else:
+        v = q.form.gram(chunk.jacobian_terms())
+        move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
+        found = (e, chunk.outputs, chunk.targets, (move * e).sum(-1), v, move)
+    if not bool(torch.isfinite(found[3]).all()):
+        raise ModelError(
+            "the prediction variance overflows: the posterior's variances or the model's "
+            "gradients are too large for "
+            f"{str(e.dtype).removeprefix('torch.')}; raise prior_precision or use float64"
+        )
+    return tuple(t.cpu() for t in found)
+
+
+def leverage(variance: Tensor, hessian_root: Tensor) -> Tensor:
+    """The largest eigenvalue of V_i Λ_i, from Lᵀ V_i L with Λ_i = L Lᵀ; ``[N]``."""
+    inner = hessian_root.mT @ variance @ hessian_root
+    if inner.shape[-1] == 1:
+        return inner.flatten()
+    inner = (inner + inner.mT) / 2
+    return torch.cat([torch.linalg.eigvalsh(part)[:, -1] for part in inner.split(4096)])

@@ -1,0 +1,36 @@
+"""Results as pandas DataFrames, and DataFrames as files.
+
+One function per kind of result, each over plain attributes; they are registered with
+:func:`blr_analysis.views.make_table`, so that ``scores.table`` and its like find them.
+
+    >>> each_table([dict(group=3, n=10, nll_before=0.2, nll_after=0.5)]).nll_change.tolist()
+    [0.3]
+"""
+
+from __future__ import annotations
+
+from blr_analysis.memory_map import MemoryMap
+from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
+from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.what_if import WhatIf
+from blr_analysis.tables.examples import leave_one_out_table, memory_map_table, scores_table
+from blr_analysis.tables.files import read_table, write_table
+from blr_analysis.tables.groups import class_table, each_table, what_if_table
+from blr_analysis.views import GroupRows, make_table
+
+__all__ = [
+    "class_table",
+    "each_table",
+    "leave_one_out_table",
+    "memory_map_table",
+    "read_table",
+    "scores_table",
+    "what_if_table",
+    "write_table",
+]
+
+make_table.register(Scores, scores_table)
+make_table.register(LeaveOneOut, leave_one_out_table)
+make_table.register(WhatIf, what_if_table)
+make_table.register(MemoryMap, memory_map_table)
+make_table.register(GroupRows, lambda groups: each_table(groups.rows))

@@ -1,0 +1,127 @@
+"""How a result shows itself: one open door to tables, one to pictures.
+
+Results live below pandas and matplotlib, yet offer ``.table`` and ``.plot()``. The two
+functions here are the doors: a result class inherits :class:`Tabular` or :class:`Plottable`,
+and a module further up registers how to make its table or picture::
+
+    @make_table.register
+    def _(result: Scores) -> DataFrame: ...
+
+:mod:`blr_analysis.tables` and :mod:`blr_analysis.plots` register the makers of this package
+and are imported the first time somebody asks; any other module may register its own. This
+module imports neither pandas nor matplotlib.
+
+    >>> class Odd(Tabular):
+    ...     def __init__(self, values): self.values = values
+    >>> @make_table.register
+    ... def _(result: Odd): return {"value": list(result.values)}
+    >>> Odd([1, 2]).table
+    {'value': [1, 2]}
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, singledispatch
+from typing import Any
+
+from blr_analysis.errors import BLRError, InputError
+
+__all__ = ["GroupRows", "Plottable", "Tabular", "make_plot", "make_table"]
+
+
+@singledispatch
+def make_table(result: object) -> Any:
+    """The DataFrame of a result, by the maker registered for its class.
+
+    Args:
+        result: an object whose class, or one of its bases, has a maker.
+
+    Returns:
+        A ``pandas.DataFrame`` with one row per example (or per group).
+
+    Raises:
+        InputError: no maker is registered for this class.
+    """
+    raise InputError(_no_maker(result, "table", "make_table"))
+
+
+@singledispatch
+def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
+    """The picture of a result, by the maker registered for its class.
+
+    Args:
+        result: an object whose class, or one of its bases, has a maker.
+        ax: the ``matplotlib.axes.Axes`` to draw on; a new figure of its own if None.
+        options: what that maker understands.
+
+    Returns:
+        The ``matplotlib.axes.Axes`` drawn on.
+
+    Raises:
+        InputError: no maker is registered for this class.
+    """
+    raise InputError(_no_maker(result, "picture", "make_plot"))
+
+
+class Tabular:
+    """A result with a ``table``, made when first asked for and then kept."""
+
+    @cached_property
+    def table(self) -> Any:
+        """The result as a ``pandas.DataFrame``, one row per example (or per group)."""
+        _load("blr_analysis.tables", needed_for=".table")
+        return make_table(self)
+
+
+class Plottable:
+    """A result with a ``plot`` method."""
+
+    def plot(self, ax: Any = None, **options: Any) -> Any:
+        """Draw the result; the ``matplotlib.axes.Axes`` come back.
+
+        Args:
+            ax: the Axes to draw on. If None, a new figure is made that belongs to nobody
+                else (pyplot does not know it): save it with ``ax.figure.savefig(path)``.
+            options: what the picture of this kind of result understands; see
+                :mod:`blr_analysis.plots`.
+        """
+        _load("blr_analysis.plots", needed_for=".plot()")
+        return make_plot(self, ax, **options)
+
+
+@dataclass(frozen=True)
+class GroupRows(Tabular):
+    """Rows of plain numbers, one per group taken out: ``GroupRows(rows).table``.
+
+    For code that must know nothing of pandas and yet hand out a table.
+
+    Attributes:
+        rows: mappings; :func:`blr_analysis.tables.each_table` says with which keys.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+
+
+def _load(module: str, *, needed_for: str) -> None:
+    """Import the module in which makers are registered; say what is missing if it cannot be."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in ("", "blr_analysis"):
+            raise
+        raise BLRError(
+            f"{needed_for} needs the package {package!r}, which is not installed: "
+            f"run `pip install {package}`"
+        ) from missing
+
+
+def _no_maker(result: object, thing: str, door: str) -> str:
+    kind = type(result)
+    return (
+        f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: pass a result of "
+        f"blr_analysis, or register a maker with `@blr_analysis.views.{door}.register`"
+    )

@@ -1,0 +1,152 @@
+"""Small models that mix every kind of layer, and data for them, in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class HFConv1D(nn.Module):
+    """Hugging Face's transposed linear layer, under its own class and module names."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.randn(nf) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size)
+
+
+HFConv1D.__name__ = "Conv1D"
+HFConv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Images(nn.Module):
+    """Convolutions of every sort, norms, in-place activations, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1 = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.n1 = nn.BatchNorm2d(4)
+        self.c2 = nn.Conv2d(4, 4, (3, 2), padding=(1, 0), dilation=(1, 2), groups=2, bias=False)
+        self.n2 = nn.GroupNorm(2, 4)
+        self.depth = nn.Conv2d(4, 8, 3, padding="same", groups=4, padding_mode="reflect")
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu_(self.n1(self.c1(x)))
+        x = self.n2(self.c2(x))
+        x = x + torch.tanh(x)
+        x = self.act(self.depth(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Volumes(nn.Module):
+    """Conv1d with stride and dilation, Conv3d with groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1 = nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=2, padding_mode="circular")
+        self.bn = nn.BatchNorm1d(3)
+        self.c3 = nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0))
+        self.out = nn.Linear(3, 2, bias=False)
+        self.gate = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.tanh(self.bn(self.c1(x))).mean(-1)
+        b = torch.tanh(self.c3(x.reshape(len(x), 1, 2, 2, -1))).mean((2, 3, 4))
+        return self.out(a * self.gate(b))
+
+
+class Words(nn.Module):
+    """Embeddings (tied to the read-out, shared positions), norms, Conv1D, attention, a parameter."""
+
+    def __init__(self, tied: bool = True, vocabulary: int = 7, width: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.places = nn.Embedding(6, width)
+        self.norm = nn.LayerNorm(width)
+        self.mix = HFConv1D(width, width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.rms = nn.RMSNorm(width)
+        self.scale = nn.Parameter(torch.randn(width))
+        self.twice = nn.Linear(width, width)
+        self.read = nn.Linear(width, vocabulary, bias=True)
+        if tied:
+            self.read.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]).unsqueeze(0))
+        x = self.norm(x)
+        x = x + self.mix(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        return self.read(self.rms(x * self.scale).mean(1))
+
+
+class Functional(nn.Module):
+    """A weight used outside its module, which no hook on the module can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.second(h) + F.linear(h, self.first.weight.t())
+
+
+class Recurrent(nn.Module):
+    """A layer without a rule, sequence first, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x.transpose(0, 1))[0][-1])
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model in float64 eval mode with generic weights and running statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model.double()
+    for p in model.parameters():
+        p.data += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    for name, b in model.named_buffers():
+        if "running" in name:
+            b.copy_(torch.rand(b.shape, generator=generator, dtype=torch.float64) + 0.3)
+    return model.eval()
+
+
+def mlp(inputs: int = 4, hidden: int = 5, outputs: int = 3, seed: int = 0) -> nn.Module:
+    """A tanh MLP with generic weights."""
+    return randomised(
+        nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed
+    )
+
+
+def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Name → (model, inputs) for every kind of model that the engine must read exactly."""
+    g = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    ids = torch.randint(0, 7, (7, 6), generator=g)
+    return {
+        "mlp": (mlp(), normal(7, 4)),
+        "images": (randomised(Images()), normal(7, 2, 8, 8)),
+        "volumes": (randomised(Volumes()), normal(7, 2, 12)),
+        "words_tied": (randomised(Words()), ids),
+        "words": (randomised(Words(tied=False)), ids),
+        "functional": (randomised(Functional()), normal(7, 3)),
+        "recurrent": (randomised(Recurrent()), normal(7, 5, 3)),
+    }

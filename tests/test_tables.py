@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from blr_analysis import tables
+from blr_analysis.errors import BLRError, DataError, InputError, StorageError
+from blr_analysis.memory_map import REGIONS, memory_map
+from blr_analysis.tables import (
+    class_table,
+    each_table,
+    leave_one_out_table,
+    read_table,
+    scores_table,
+    write_table,
+)
+from blr_analysis.views import GroupRows, Plottable, Tabular, make_plot, make_table
+
+SCORES = ["index", "target", "prediction", "loss", "error", "variance", "deviation"]
+SCORES += ["self_influence", "leverage"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores(Tabular):
+    """The attributes of scores, without the analysis."""
+
+    error: Tensor
+    variance: Tensor | None
+    deviation: Tensor | None
+    self_influence: Tensor
+    leverage: Tensor | None
+    targets: Tensor
+    losses: Tensor
+    predictions: Tensor
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+make_table.register(Scores, scores_table)
+
+
+def some_scores(n: int = 5, c: int = 3, **changes: Any) -> Scores:
+    generator = torch.Generator().manual_seed(0)
+    error = torch.randn(n, c, generator=generator)
+    root = torch.randn(n, c, c, generator=generator)
+    values: dict[str, Any] = {
+        "error": error,
+        "variance": root @ root.mT,
+        "deviation": torch.rand(n, generator=generator),
+        "self_influence": torch.rand(n, generator=generator),
+        "leverage": torch.rand(n, generator=generator),
+        "targets": torch.randint(c, (n,), generator=generator),
+        "losses": torch.rand(n, generator=generator),
+        "predictions": torch.randint(c, (n,), generator=generator),
+    }
+    return Scores(**(values | changes))
+
+
+def some_leave_one_out(n: int = 4, **changes: Any) -> SimpleNamespace:
+    values = torch.rand(4, n, generator=torch.Generator().manual_seed(1))
+    base: dict[str, Any] = {
+        "targets": torch.tensor([0, 1, 2, 0]),
+        "predictions": torch.tensor([0, 2, 2, 1]),
+        "predictions_before": torch.tensor([0, 1, 2, 0]),
+        "losses": values[0],
+        "losses_before": values[1],
+        "deviation": values[2],
+        "leverage": values[3],
+        "correction": ["cavity", "cavity", "first_order", "cavity"],
+        "metadata": {},
+    }
+    return SimpleNamespace(**(base | changes))
+
+
+def test_scores_column_by_column() -> None:
+    scores = some_scores()
+    table = scores.table
+    assert list(table.columns) == SCORES
+    assert table["index"].tolist() == [0, 1, 2, 3, 4]
+    assert table["target"].tolist() == scores.targets.tolist()
+    assert table["prediction"].tolist() == scores.predictions.tolist()
+    assert table["loss"].tolist() == scores.losses.tolist()
+    assert table["deviation"].tolist() == scores.deviation.tolist()  # type: ignore[union-attr]
+    assert table["self_influence"].tolist() == scores.self_influence.tolist()
+    assert table["leverage"].tolist() == scores.leverage.tolist()  # type: ignore[union-attr]
+    error, variance = scores.error.double().numpy(), scores.variance.double().numpy()  # type: ignore[union-attr]
+    np.testing.assert_allclose(table["error"], np.sqrt((error**2).sum(1)), rtol=1e-14)
+    np.testing.assert_allclose(table["variance"], [np.trace(v) for v in variance], rtol=1e-14)
+
+
+def test_the_table_is_made_once() -> None:
+    scores = some_scores()
+    assert scores.table is scores.table
+    assert some_scores().table is not scores.table
+
+
+def test_what_was_not_computed_is_nan() -> None:
+    table = some_scores(variance=None, deviation=None, leverage=None).table
+    assert list(table.columns) == SCORES
+    assert table[["variance", "deviation", "leverage"]].isna().all(axis=None)
+    assert table[["error", "self_influence", "loss"]].notna().all(axis=None)
+
+
+def test_several_targets_per_example_take_several_columns() -> None:
+    targets = torch.arange(10.0).reshape(5, 2)
+    table = some_scores(targets=targets, predictions=targets + 0.5).table
+    assert list(table.columns)[:5] == ["index", "target_0", "target_1", "prediction_0",
+                                       "prediction_1"]  # fmt: skip
+    assert table["target_1"].tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
+    assert table["prediction_0"].tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
+
+
+def test_one_target_per_example_in_a_column_of_its_own_stays_one_column() -> None:
+    table = some_scores(targets=torch.arange(5.0).unsqueeze(1)).table
+    assert table["target"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_half_precision_becomes_float() -> None:
+    table = some_scores(losses=torch.tensor([0.5, 1, 2, 3, 4], dtype=torch.bfloat16)).table
+    assert table["loss"].dtype == np.float32
+    assert table["loss"].tolist() == [0.5, 1, 2, 3, 4]
+
+
+def test_metadata_follow_and_give_way_to_our_names() -> None:
+    metadata = {
+        "source": ["a", "b", "a", "b", "c"],
+        "loss": [9, 8, 7, 6, 5],
+        "loss_metadata": [1, 2, 3, 4, 5],
+        "weight": torch.arange(5),
+        "each": [torch.tensor(k) for k in range(5)],
+        "box": np.arange(10).reshape(5, 2),
+    }
+    scores = some_scores(metadata=metadata)
+    table = scores.table
+    assert list(table.columns)[len(SCORES) :] == [
+        "source", "loss_metadata", "loss_metadata_metadata", "weight", "each", "box"
+    ]  # fmt: skip
+    assert table["loss"].tolist() == scores.losses.tolist()
+    assert table["loss_metadata"].tolist() == [9, 8, 7, 6, 5]
+    assert table["loss_metadata_metadata"].tolist() == [1, 2, 3, 4, 5]
+    assert table["weight"].tolist() == [0, 1, 2, 3, 4]
+    assert table["each"].tolist() == [0, 1, 2, 3, 4]
+    assert table["box"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_metadata_of_another_length() -> None:
+    with pytest.raises(DataError, match="'source' holds 2 values for 5 examples"):
+        _ = some_scores(metadata={"source": ["a", "b"]}).table
+
+
+def test_leave_one_out_column_by_column() -> None:
+    loo = some_leave_one_out(metadata={"source": list("abcd"), "correction": [1, 2, 3, 4]})
+    table = leave_one_out_table(loo)
+    assert list(table.columns) == [
+        "index", "target", "prediction", "prediction_before", "loss", "loss_before",
+        "deviation", "leverage", "correction", "source", "correction_metadata",
+    ]  # fmt: skip
+    for column, values in {
+        "target": loo.targets,
+        "prediction": loo.predictions,
+        "prediction_before": loo.predictions_before,
+        "loss": loo.losses,
+        "loss_before": loo.losses_before,
+        "deviation": loo.deviation,
+        "leverage": loo.leverage,
+    }.items():
+        assert table[column].tolist() == values.tolist()
+    assert table["correction"].tolist() == loo.correction
+    assert table["source"].tolist() == list("abcd")
+
+
+def test_memory_map_adds_the_region_to_the_scores() -> None:
+    scores = some_scores(metadata={"region": list("abcde"), "source": list("vwxyz")})
+    memory = memory_map(scores, quantile=0.5)
+    table = memory.table
+    assert list(table.columns) == [*SCORES, "region", "region_metadata", "source"]
+    assert table["region"].tolist() == memory.region.tolist()
+    assert list(table["region"].cat.categories) == list(REGIONS)
+    assert table["region_metadata"].tolist() == list("abcde")
+    assert list(scores.table.columns) == [*SCORES, "region", "source"]
+    pd.testing.assert_frame_equal(table[SCORES], scores.table[SCORES])
+
+
+def test_memory_map_shows_the_variance_it_was_drawn_with() -> None:
+    scores = some_scores(variance=None)
+    memory = memory_map(scores)
+    assert memory.table["variance"].tolist() == memory.variance.tolist()
+    assert memory.table["variance"].notna().all()
+    assert scores.table["variance"].isna().all()
+
+
+def test_classes_before_and_after() -> None:
+    generator = np.random.default_rng(0)
+    targets = generator.choice([0, 3, 7], 50)
+    before, after = generator.random((2, 50))
+    right_before, right_after = generator.random((2, 50)) < 0.6
+    table = class_table(*map(torch.as_tensor, (targets, before, after, right_before, right_after)))
+    assert list(table.columns) == [
+        "class", "n", "nll_before", "nll_after", "accuracy_before", "accuracy_after"
+    ]  # fmt: skip
+    assert table["class"].tolist() == [0, 3, 7]
+    for row, label in zip(table.to_dict("records"), (0, 3, 7), strict=True):
+        here = [k for k in range(50) if targets[k] == label]
+        assert row["n"] == len(here)
+        assert row["nll_before"] == pytest.approx(sum(before[here]) / len(here), rel=1e-12)
+        assert row["nll_after"] == pytest.approx(sum(after[here]) / len(here), rel=1e-12)
+        assert row["accuracy_before"] == sum(right_before[here]) / len(here)
+        assert row["accuracy_after"] == sum(right_after[here]) / len(here)
+
+
+def test_classes_of_float_targets_and_without_accuracy() -> None:
+    losses = torch.tensor([1.0, 2.0, 3.0])
+    table = class_table(torch.tensor([[1.0], [0.0], [1.0]]), losses, losses)
+    assert table["class"].tolist() == [0, 1]
+    assert table["nll_before"].tolist() == [2.0, 2.0]
+    assert table["accuracy_before"].isna().all()
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([0.5, 1.0]), torch.zeros(2, 2)])
+def test_what_is_no_class(targets: Tensor) -> None:
+    with pytest.raises(InputError, match="whole-number target"):
+        class_table(targets, torch.zeros(2), torch.zeros(2))
+
+
+def test_groups_taken_out() -> None:
+    rows = [
+        {"group": "b", "n": 10, "nll_before": 0.25, "nll_after": 0.5, "seconds": 3,
+         "accuracy_before": 0.75, "accuracy_after": 0.5},
+        {"group": "a", "n": 4, "nll_before": 0.25, "nll_after": 0.125},
+    ]  # fmt: skip
+    table = each_table(rows)
+    assert list(table.columns) == [
+        "group", "n", "nll_before", "nll_after", "nll_change",
+        "accuracy_before", "accuracy_after", "accuracy_change", "seconds",
+    ]  # fmt: skip
+    assert table["group"].tolist() == ["b", "a"]
+    assert table["nll_change"].tolist() == [0.25, -0.125]
+    assert table["accuracy_change"][0] == -0.25
+    assert np.isnan(table["accuracy_change"][1])
+    pd.testing.assert_frame_equal(GroupRows(rows).table, table)
+
+
+def test_no_groups_make_an_empty_table() -> None:
+    table = each_table([])
+    assert len(table) == 0
+    assert "nll_change" in table.columns
+
+
+def test_a_group_without_its_loss() -> None:
+    with pytest.raises(InputError, match="lacks nll_after"):
+        each_table([{"group": 1, "n": 2, "nll_before": 0.1}])
+
+
+def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
+    table = memory_map(
+        some_scores(metadata={"text": ["1", "NA", "a,b", 'q"', "ü\n"], "flag": [True] * 5})
+    ).table
+    csv, parquet = write_table(table, tmp_path / "new" / "folder", "scores")
+    assert (csv.name, parquet.name) == ("scores.csv", "scores.parquet")
+    assert sorted(p.name for p in csv.parent.iterdir()) == ["scores.csv", "scores.parquet"]
+    pd.testing.assert_frame_equal(read_table(parquet), table)
+    from_csv = read_table(csv)
+    assert list(from_csv.columns) == list(table.columns)
+    assert from_csv["text"].tolist() == table["text"].tolist()
+    assert from_csv["region"].tolist() == table["region"].tolist()
+    assert from_csv["error"].tolist() == table["error"].tolist()
+
+
+def test_missing_values_come_back_missing(tmp_path: Path) -> None:
+    table = some_scores(variance=None).table
+    for path in write_table(table, tmp_path, "scores"):
+        assert read_table(path)["variance"].isna().all()
+
+
+def test_a_column_of_mixed_types_becomes_text(tmp_path: Path) -> None:
+    table = pd.DataFrame({"index": [0, 1], "source": [3, "web"]})
+    with pytest.warns(UserWarning, match="'source' mixes types"):
+        _, parquet = write_table(table, tmp_path, "scores")
+    assert read_table(parquet)["source"].tolist() == ["3", "web"]
+    assert table["source"].tolist() == [3, "web"]
+
+
+def test_a_failed_write_leaves_the_old_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = pd.DataFrame({"a": [1]})
+    csv, parquet = write_table(old, tmp_path, "t")
+
+    def fail(self: pd.DataFrame, path: str, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", fail)
+    with pytest.raises(StorageError, match="No space left on device"):
+        write_table(old, tmp_path, "t")
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.csv", "t.parquet"]
+    pd.testing.assert_frame_equal(read_table(parquet), old)
+    pd.testing.assert_frame_equal(read_table(csv), old)
+
+
+def test_files_get_ordinary_permissions(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in write_table(pd.DataFrame({"a": [1]}), tmp_path, "t"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"cannot be written to .*file"):
+        write_table(pd.DataFrame({"a": [1]}), tmp_path / "file" / "folder", "t")
+
+
+@pytest.mark.parametrize("stem", ["", "a/b", "..", ".", "../t"])
+def test_a_stem_that_is_a_path(tmp_path: Path, stem: str) -> None:
+    with pytest.raises(InputError, match="stem"):
+        write_table(pd.DataFrame({"a": [1]}), tmp_path, stem)
+
+
+@pytest.mark.parametrize("name", ["none.parquet", "none.csv", "table.xlsx"])
+def test_files_that_are_not_there_or_no_tables(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError, match=name):
+        read_table(tmp_path / name)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    _, parquet = write_table(pd.DataFrame({"a": range(1000)}), tmp_path, "t")
+    parquet.write_bytes(parquet.read_bytes()[:-20])
+    with pytest.raises(StorageError, match="cannot be read as a table"):
+        read_table(parquet)
+
+
+class Stranger(Tabular, Plottable):
+    """A result that nobody registered."""
+
+
+def test_a_result_without_a_maker() -> None:
+    with pytest.raises(InputError, match=r"no table is known for .*Stranger.*make_table"):
+        _ = Stranger().table
+    with pytest.raises(InputError, match=r"no picture is known for .*Stranger.*make_plot"):
+        Stranger().plot()
+
+
+def test_others_can_register_their_own() -> None:
+    class Mine(Tabular, Plottable):
+        pass
+
+    class Heir(Mine):
+        pass
+
+    make_table.register(Mine, lambda result: "table")
+    make_plot.register(Mine, lambda result, ax=None, **options: (ax, options))
+    assert Heir().table == "table"
+    assert Heir().plot("axes", colour="red") == ("axes", {"colour": "red"})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(BLRError, match="pip install pandas"):
+        _ = some_scores().table
+
+
+def test_the_makers_of_this_package_are_registered() -> None:
+    for kind in (tables.Scores, tables.LeaveOneOut, tables.WhatIf, tables.MemoryMap):
+        assert make_table.dispatch(kind) is not make_table.dispatch(object)
