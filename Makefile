@@ -9,7 +9,10 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.13,
 ARGS ?=
 
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
+# Bytecode is written when a module is first used: compiling all of torch at once would double
+# the time that the set-up takes.
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # One process per core and one thread per process (a single small model rarely fills two);
 # up to four, because each of them imports torch.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal

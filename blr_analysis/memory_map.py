@@ -13,9 +13,9 @@ low error             ``regular``             ``uncertain``
 
 * regular: fitted, and many others support the fit; any one of them could go.
 * uncertain: fitted, but the model is free to move there; few others support it.
-* unpredictable: wrong, and the rest of the data insists; noise or a wrong label.
-* memorable: wrong and free to move, the example pulls the model by itself; it is
-  remembered rather than predicted. Look at these first.
+* unpredictable: wrong, and the rest of the data insists; noise, or a wrong label.
+* memorable: wrong and free to move; the example pulls the model by itself and is remembered
+  rather than predicted. These shape the model most.
 
 Source: Tailor, Chang, Swaroop, Nalisnick, Solin, Khan, "Memory maps to understand models".
 """

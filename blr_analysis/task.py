@@ -157,9 +157,7 @@ class Task:
             ) from error
         return self._checked(outputs, targets, indices)
 
-    def _checked(
-        self, outputs: Any, targets: Any, indices: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _checked(self, outputs: Any, targets: Any, indices: Tensor | None) -> tuple[Tensor, Tensor]:
         outputs = getattr(outputs, "logits", outputs)
         if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
             raise ModelError(

@@ -22,7 +22,7 @@ module imports neither pandas nor matplotlib.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, singledispatch
 from typing import Any
@@ -45,7 +45,7 @@ def make_table(result: object) -> Any:
     Raises:
         InputError: no maker is registered for this class.
     """
-    raise InputError(_no_maker(result, "table", "make_table"))
+    return _maker(make_table, result, "table", "blr_analysis.tables")(result)
 
 
 @singledispatch
@@ -63,7 +63,7 @@ def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
     Raises:
         InputError: no maker is registered for this class.
     """
-    raise InputError(_no_maker(result, "picture", "make_plot"))
+    return _maker(make_plot, result, "picture", "blr_analysis.plots")(result, ax, **options)
 
 
 class Tabular:
@@ -72,7 +72,6 @@ class Tabular:
     @cached_property
     def table(self) -> Any:
         """The result as a ``pandas.DataFrame``, one row per example (or per group)."""
-        _load("blr_analysis.tables", needed_for=".table")
         return make_table(self)
 
 
@@ -88,7 +87,6 @@ class Plottable:
             options: what the picture of this kind of result understands; see
                 :mod:`blr_analysis.plots`.
         """
-        _load("blr_analysis.plots", needed_for=".plot()")
         return make_plot(self, ax, **options)
 
 
@@ -105,8 +103,10 @@ class GroupRows(Tabular):
     rows: Sequence[Mapping[str, Any]]
 
 
-def _load(module: str, *, needed_for: str) -> None:
-    """Import the module in which makers are registered; say what is missing if it cannot be."""
+def _maker(door: Any, result: object, thing: str, module: str) -> Callable[..., Any]:
+    """The maker for a result that nobody had registered before ``module`` was imported."""
+    kind = type(result)
+    nobody = door.dispatch(object)
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as missing:
@@ -114,14 +114,12 @@ def _load(module: str, *, needed_for: str) -> None:
         if package in ("", "blr_analysis"):
             raise
         raise BLRError(
-            f"{needed_for} needs the package {package!r}, which is not installed: "
+            f"a {thing} needs the package {package!r}, which is not installed: "
             f"run `pip install {package}`"
         ) from missing
-
-
-def _no_maker(result: object, thing: str, door: str) -> str:
-    kind = type(result)
-    return (
-        f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: pass a result of "
-        f"blr_analysis, or register a maker with `@blr_analysis.views.{door}.register`"
-    )
+    if door.dispatch(kind) is nobody:
+        raise InputError(
+            f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: pass a result of this "
+            f"package, or register a maker with `@blr_analysis.views.{nobody.__name__}.register`"
+        )
+    return door.dispatch(kind)

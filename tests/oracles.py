@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from blr_analysis.task import Task
 
 
-def dense_jacobian(task: Task, params: dict[str, Tensor]) -> Tensor:
+class _Call(nn.Module):
+    """``forward(model, batch)`` as a module, so that its parameters can be swapped."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.model = task.model
+        self.call = task.forward
+
+    def forward(self, batch: object) -> Tensor:
+        outputs = self.call(self.model, batch)[0]
+        return getattr(outputs, "logits", outputs)
+
+
+def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``."""
-    training = {m: m.training for m in task.model.modules()}
+    modes = {m: m.training for m in task.model.modules()}
     task.model.eval()
     rows = []
-    for i in range(task.n_data):
-        leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
-        batch = task.fetch(torch.tensor([i]))
-
-        def call(batch=batch, leaves=leaves):
-            class Run(torch.nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.model = task.model
-
-                def forward(self, b):
-                    return task.forward(self.model, b)
-
-            return functional_call(Run(), {f"model.{n}": v for n, v in leaves.items()}, (batch,))
-
-        outputs = call()[0]
-        outputs = getattr(outputs, "logits", outputs).reshape(-1)
-        rows.append(
-            torch.stack(
-                [
-                    torch.cat(
-                        [
-                            g.flatten()
-                            for g in torch.autograd.grad(
-                                f,
-                                list(leaves.values()),
-                                retain_graph=True,
-                                allow_unused=True,
-                                materialize_grads=True,
-                            )
-                        ]
-                    )
-                    for f in outputs
-                ]
+    with torch.inference_mode(False), torch.enable_grad():
+        for i in range(task.n_data):
+            leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
+            batch = torch.utils._pytree.tree_map(
+                lambda x: x.clone() if isinstance(x, Tensor) else x, task.fetch(torch.tensor([i]))
             )
-        )
-    for module, mode in training.items():
+            swapped = {f"model.{n}": v for n, v in leaves.items()}
+            outputs = functional_call(_Call(task), swapped, (batch,)).reshape(-1)
+            rows.append(torch.stack([_gradient(f, leaves) for f in outputs]))
+    for module, mode in modes.items():
         module.training = mode
     return torch.stack(rows)
+
+
+def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
+    grads = torch.autograd.grad(
+        output,
+        list(leaves.values()),
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return torch.cat([g.to_dense().flatten() for g in grads])
 
 
 def flatten(tree: dict[str, Tensor]) -> Tensor:
@@ -60,10 +59,17 @@ def flatten(tree: dict[str, Tensor]) -> Tensor:
     return torch.cat([v.flatten() for v in tree.values()])
 
 
-def unflatten(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of :func:`flatten`; leading dimensions of ``vector`` are kept."""
     parts = vector.split([v.numel() for v in like.values()], dim=-1)
     lead = vector.shape[:-1]
     return {
         n: part.reshape(*lead, *v.shape) for (n, v), part in zip(like.items(), parts, strict=True)
     }
+
+
+def relative(ours: Tensor, truth: Tensor) -> float:
+    """‖ours − truth‖ / ‖truth‖ (the plain norm of ``ours`` where the truth is zero)."""
+    assert ours.shape == truth.shape, f"{tuple(ours.shape)} instead of {tuple(truth.shape)}"
+    gap = float(torch.linalg.vector_norm(ours - truth))
+    return gap / (float(torch.linalg.vector_norm(truth)) or 1.0)

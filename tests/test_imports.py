@@ -156,7 +156,9 @@ def test_imports_run_downward(module: str) -> None:
 def test_third_party_imports_are_declared(module: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     required = distributions(project["dependencies"])
-    optional = distributions(sum(project["optional-dependencies"].values(), []))
+    optional = distributions(
+        [name for extra in project["optional-dependencies"].values() for name in extra]
+    )
     path = MODULES[module]
     found, _ = imports_of(
         path.read_text("utf-8"), module, is_package=path.name == "__init__.py", known=set(MODULES)

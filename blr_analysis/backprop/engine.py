@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.plan import Plan, plan_for
-from blr_analysis.backprop.record import Recording, record
+from blr_analysis.backprop.record import Recording, fetched, record
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError
 from blr_analysis.progress import track
@@ -37,9 +37,7 @@ class Chunk:
     def terms(self, cotangents: Tensor) -> list[Term]:
         """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer."""
         columns = list(cotangents.detach().unbind(1))
-        return self._plan.terms(
-            self._task, self._params, self._recording, self.indices, columns
-        )
+        return self._plan.terms(self._task, self._params, self._recording, self.indices, columns)
 
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
@@ -77,8 +75,10 @@ def chunks(
     plan = plan_for(task, params)
     n = task.n_data if indices is None else len(indices)
     size = chunk_size
-    for chosen in _split(task, indices, n, plan, params, size, columns, memory_budget, label, progress):
-        batch = task.fetch(chosen)
+    for chosen in _split(
+        task, indices, n, plan, params, size, columns, memory_budget, label, progress
+    ):
+        batch = fetched(task, chosen)
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )
@@ -108,7 +108,7 @@ def _split(
 ) -> Iterator[Tensor]:
     if size is None:
         if columns is None:
-            columns = n_outputs(task, params)
+            columns = plan.outputs
         itemsize = next(iter(params.values())).element_size()
         size = plan.chunk_size(columns, budget or DEFAULT_MEMORY, itemsize, n)
     order = torch.arange(task.n_data) if indices is None else indices
@@ -117,11 +117,8 @@ def _split(
 
 
 def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:
-    """C, from one example."""
-    first = torch.zeros(1, dtype=torch.long)
-    with torch.no_grad(), task.evaluation():
-        outputs, _ = task.run(task.fetch(first), params, first)
-    return outputs.shape[-1]
+    """C, the number of outputs of one example."""
+    return plan_for(task, params).outputs
 
 
 def predict(

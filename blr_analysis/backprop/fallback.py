@@ -7,16 +7,18 @@ batching rule) the examples are taken one by one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from blr_analysis.backprop.layers import Axis
-from blr_analysis.backprop.record import Visit
+from blr_analysis.backprop.record import Visit, fetched
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.task import Task
 
@@ -34,16 +36,19 @@ def module_columns(
     Args:
         params: every parameter's value by canonical name.
         canonical: the parameter names below this module → canonical names.
-        axes: batch axes of the input leaves (None: not a tensor) and of the output leaves.
+        axes: batch axes of the input leaves (None: not a tensor) and of the output leaves; the
+            inputs are copied, because a module may work on them in place.
         grads: ``[output leaf][column]`` gradients.
     """
-    own = visit.unit.names
-    values = {a: params[n] for a, n in own.items()}
-    rest = {a: params[n] for a, n in canonical.items() if a not in own}
+    own = {
+        n: a for a, n in visit.unit.names.items()
+    }  # one alias each: functional_call ties the rest
+    values = {a: params[n] for n, a in own.items()}
+    rest = {a: params[n] for a, n in canonical.items() if n not in own}
     leaves, spec = tree_flatten((visit.args, visit.kwargs))
     in_axes, out_axes = axes
     moved = [
-        _split(leaf, axis, batch) if axis is not None and not axis.shared else leaf
+        _split(leaf.clone(), axis, batch) if axis is not None and not axis.shared else leaf
         for leaf, axis in zip(leaves, in_axes, strict=True)
     ]
     mapped = [a is not None and not a.shared for a in in_axes]
@@ -59,10 +64,8 @@ def module_columns(
         ]
         args, kwargs = tree_unflatten(whole, spec)
         out = functional_call(visit.unit.module, {**rest, **own_values}, args, kwargs)
-        found = [
-            t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()
-        ]
-        return [_drop(t, axis) for t, axis in zip(found, out_axes, strict=True)]
+        found = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+        return [t.reshape(c.shape[2:]) for t, c in zip(found, stacked, strict=True)]
 
     def one(inputs: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
         filled = _filled(moved, inputs, mapped)
@@ -70,12 +73,14 @@ def module_columns(
         return vmap(lambda c: pull(c)[0])(cotangents)
 
     batched = [x for x, m in zip(moved, mapped, strict=True) if m]
-    with torch.no_grad():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        # The fused attention has no vmap rule; of others that lack one vmap only says it is slow.
+        warnings.filterwarnings("ignore", "There is a performance drop")
         try:
             columns = vmap(one, randomness="same")(batched, stacked)
-        except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
+        except Exception:  # vmap fails in as many ways as there are operations
             columns = _one_by_one(outputs, values, moved, batched, mapped, stacked)
-    return Dense({own[a]: c.detach() for a, c in columns.items()})
+    return Dense({n: columns[a].detach() for n, a in own.items()})
 
 
 def _one_by_one(
@@ -91,21 +96,30 @@ def _one_by_one(
         with torch.enable_grad():
             leaves = {a: v.detach().requires_grad_() for a, v in values.items()}
             out = outputs(leaves, _filled(moved, [x[i] for x in batched], mapped))
-        rows.append([])
-        for k in range(stacked[0].shape[1]):
-            grads = torch.autograd.grad(
-                out,
-                list(leaves.values()),
-                [c[i, k] for c in stacked],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            rows[-1].append(list(grads))
+        columns = range(stacked[0].shape[1])
+        rows.append([pulled(out, [c[i, k] for c in stacked], leaves) for k in columns])
     return {
         a: torch.stack([torch.stack([column[j] for column in row]) for row in rows])
         for j, a in enumerate(values)
     }
+
+
+def pulled(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf."""
+    pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(leaf) for leaf in leaves.values()]
+    found = torch.autograd.grad(
+        [f for f, _ in pairs],
+        list(leaves.values()),
+        [c for _, c in pairs],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return [g.detach().to_dense() for g in found]
 
 
 def task_columns(
@@ -118,23 +132,12 @@ def task_columns(
     """The same through the whole model, one example at a time: the last resort, always exact."""
     rows: dict[str, list[Tensor]] = {n: [] for n in names}
     for position, index in enumerate(indices.split(1)):
-        with torch.enable_grad(), task.evaluation():
+        with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
             leaves = {n: params[n].detach().requires_grad_() for n in names}
-            outputs, _ = task.run(task.fetch(index), {**params, **leaves}, index)
-        per_column: dict[str, list[Tensor]] = {n: [] for n in names}
-        for cotangent in cotangents:
-            grads = torch.autograd.grad(
-                outputs,
-                list(leaves.values()),
-                cotangent[position : position + 1],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            ) if outputs.requires_grad else [torch.zeros_like(v) for v in leaves.values()]
-            for name, grad in zip(names, grads, strict=True):
-                per_column[name].append(grad.detach())
-        for name in names:
-            rows[name].append(torch.stack(per_column[name]))
+            outputs, _ = task.run(fetched(task, index), {**params, **leaves}, index)
+        found = [pulled([outputs], [c[position : position + 1]], leaves) for c in cotangents]
+        for name, column in zip(names, zip(*found, strict=True), strict=True):
+            rows[name].append(torch.stack(column))
     return Dense({n: torch.stack(r) for n, r in rows.items()})
 
 
@@ -153,8 +156,3 @@ def _split(tensor: Tensor, axis: Axis, batch: int) -> Tensor:
 def _join(example: Tensor, axis: Axis) -> Tensor:
     """One example as the batch of one that the module expects."""
     return example if axis.repeats > 1 else example.unsqueeze(axis.dim)
-
-
-def _drop(output: Tensor, axis: Axis) -> Tensor:
-    """The inverse of :func:`_join` on an output."""
-    return output if axis.repeats > 1 else output.squeeze(0 if axis.shared else axis.dim)

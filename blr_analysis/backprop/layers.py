@@ -25,7 +25,7 @@ class Axis:
     """Where the examples are in a tensor that one layer saw.
 
     ``dim`` is the batch dimension; ``repeats`` r > 1 says that dimension 0 holds ``B · r`` rows,
-    r consecutive ones for each example; ``shared`` that all examples share one row.
+    r consecutive ones for each example; ``shared`` that no dimension belongs to the examples.
     """
 
     dim: int = 0
@@ -35,8 +35,41 @@ class Axis:
     def first(self, tensor: Tensor, batch: int) -> Tensor:
         """The tensor with rows first, ``[B · r, ...]``."""
         if self.shared:
-            return tensor.expand(batch, *tensor.shape[1:])
+            return lifted(tensor, batch)
         return tensor.movedim(self.dim, 0) if self.dim else tensor
+
+    def fits(self, tensor: Tensor, batch: int) -> bool:
+        """Whether a tensor of another chunk can be laid out this way."""
+        if self.shared:
+            return True
+        return tensor.ndim > self.dim and tensor.shape[self.dim] == batch * self.repeats
+
+
+def lifted(tensor: Tensor, batch: int) -> Tensor:
+    """One row per example of what all examples share: ``[1, ...]`` or ``[...]`` → ``[B, ...]``."""
+    row = tensor if tensor.ndim > 1 and len(tensor) == 1 else tensor.unsqueeze(0)
+    return row.expand(batch, *row.shape[1:])
+
+
+def axis_between(small: torch.Size, large: torch.Size, sizes: tuple[int, int]) -> Axis | None:
+    """Where the examples are, from the shapes that batches of two sizes gave; None: nowhere.
+
+    >>> axis_between(torch.Size([4, 3, 5]), torch.Size([4, 7, 5]), (3, 7))
+    Axis(dim=1, repeats=1, shared=False)
+    >>> axis_between(torch.Size([6, 5]), torch.Size([14, 5]), (3, 7)).repeats
+    2
+    """
+    if len(small) != len(large):
+        return None
+    changed = [d for d, (s, t) in enumerate(zip(small, large, strict=True)) if s != t]
+    if not changed:
+        return Axis(shared=True) if 0 not in small else None
+    dim = changed[0]
+    repeats, rest = divmod(small[dim], sizes[0])
+    proportional = rest == 0 and large[dim] == repeats * sizes[1]
+    if len(changed) > 1 or not proportional or (repeats > 1 and dim > 0):
+        return None
+    return Axis(dim=dim, repeats=repeats)
 
 
 @dataclass(frozen=True)
@@ -122,8 +155,10 @@ def unfold(x: Tensor, conv: _ConvNd) -> Tensor:
         return columns.view(len(x), conv.groups, -1, columns.shape[-1])
     for dim, (k, dilation, stride) in enumerate(zip(*geometry, strict=True)):
         span = dilation * (k - 1) + 1
-        x = x.unfold(2 + dim, span, stride)[..., ::dilation] if dilation == 1 else _dilated(
-            x, 2 + dim, span, stride, dilation
+        x = (
+            x.unfold(2 + dim, span, stride)[..., ::dilation]
+            if dilation == 1
+            else _dilated(x, 2 + dim, span, stride, dilation)
         )
     # x: [R, C, t_1 … t_n, k_1 … k_n] → [R, C, k_1 … k_n, t_1 … t_n]
     order = [0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n)]
@@ -152,7 +187,9 @@ def embedding(call: Call, grads: list[Tensor]) -> list[Term]:
     return [Rows.collect(call.names["weight"], tuple(module.weight.shape), ids, d)]
 
 
-def _affine(call: Call, normalised: Tensor, grads: list[Tensor], keep: tuple[int, ...]) -> list[Term]:
+def _affine(
+    call: Call, normalised: Tensor, grads: list[Tensor], keep: tuple[int, ...]
+) -> list[Term]:
     """y = x̂ ∘ w + b: G_w = Σ d ∘ x̂ and G_b = Σ d over every dimension but ``keep``."""
     columns: dict[str, list[Tensor]] = {name: [] for name in call.names.values()}
     reduce = [d for d in range(1, normalised.ndim) if d not in keep]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from blr_analysis.backprop.layers import Axis, Rule
+from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.errors import ModelError
 from blr_analysis.task import Task
 
@@ -42,14 +42,13 @@ class Visit:
     outputs: list[Tensor]
     edges: list[Any]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    stale: bool = False  # the input was overwritten in place after the layer read it
 
-    def check_unchanged(self) -> None:
-        """Raise :class:`ModelError` if the input was overwritten after the layer read it."""
-        if any(tensor._version != version for tensor, version in self.versions):
-            raise ModelError(
-                f"the input of layer {self.unit.path!r} is overwritten in place later in the "
-                "forward pass; use inplace=False there"
-            )
+    def settle(self) -> None:
+        """Once the forward pass is over: let go of its graph, and note whether the input stands."""
+        self.stale = any(tensor._version != version for tensor, version in self.versions)
+        self.versions = []
+        self.args, self.kwargs = _detached((self.args, self.kwargs))
 
 
 @dataclass
@@ -84,6 +83,15 @@ class Recording:
         return found
 
 
+def fetched(task: Task, indices: Tensor) -> Any:
+    """The batch of these examples as tensors that autograd takes, also from inference mode."""
+    with torch.inference_mode(False):
+        return tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x,
+            task.fetch(indices),
+        )
+
+
 def record(
     task: Task,
     params: Mapping[str, Tensor],
@@ -96,8 +104,11 @@ def record(
 ) -> Recording:
     """Run one batch and catch what the units saw.
 
-    ``shared`` names outputs ``(path, occurrence, leaf)`` that all examples share; they are
-    expanded to one row per example, so that each gets its own gradient.
+    ``shared`` names outputs ``(path, occurrence, floating leaf)`` that all examples share; they are
+    lifted to one row per example, so that each gets its own gradient.
+
+    Raises:
+        ModelError: the model fails, or does not return one row of outputs per example.
     """
     visits: list[Visit] = []
     counts: dict[str, int] = {}
@@ -110,8 +121,8 @@ def record(
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
-            if (unit.path, occurrence, position) in shared and len(leaf) != size:
-                leaf = leaf.expand(size, *leaf.shape[1:])
+            if (unit.path, occurrence, len(outputs)) in shared:
+                leaf = lifted(leaf, size)
             if not leaf.requires_grad:
                 start = leaf.detach().requires_grad_()
                 edges.append(get_gradient_edge(start))
@@ -122,15 +133,12 @@ def record(
                 start_out = leaf
             outputs.append(start_out.detach())
             leaves[position] = leaf
-        seen = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        visits.append(
-            Visit(
-                unit, occurrence, args, kwargs, outputs, edges, [(t, t._version) for t in seen]
-            )
-        )
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
         return tree_unflatten(leaves, spec)
 
-    with torch.enable_grad(), task.evaluation(), _hooks(units, visit):
+    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), _hooks(units, visit):
         outputs, targets = task.run(batch, params, indices)
     if len(outputs) != size:
         raise ModelError(
@@ -138,8 +146,7 @@ def record(
             "row per example (forward= can reshape)"
         )
     for seen in visits:
-        seen.check_unchanged()
-        seen.args, seen.kwargs = _detached((seen.args, seen.kwargs))
+        seen.settle()
     return Recording(outputs, targets, visits)
 
 
@@ -162,18 +169,3 @@ def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
 def _detached(tree: Any) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
-
-
-def batch_axis(tensor: Tensor, batch: int) -> Axis:
-    """Where ``batch`` examples lie in a tensor, judged by its shape."""
-    if tensor.ndim == 0:
-        return Axis(shared=True)
-    if batch > 1:
-        for dim, size in enumerate(tensor.shape):
-            if size == batch:
-                return Axis(dim=dim)
-    if len(tensor) == 1:
-        return Axis(shared=batch > 1)
-    if len(tensor) % batch == 0 and len(tensor) > 0:
-        return Axis(repeats=len(tensor) // batch)
-    return Axis(shared=True)

@@ -13,12 +13,14 @@ and, for weights that are matrices, the same in a rotated basis U_Gᵀ G U_A (Kr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
 
 
 class Term(Protocol):
@@ -161,15 +163,9 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     * few positions: the same with the kernel M_o[t, t'] = Σ_i σ²_oi a_ti a_t'i;
     * many positions: G_c itself, layer by layer.
     """
-    b, _, t, _ = term.inputs.shape
-    k = len(term.grads)
+    t, k = term.positions, len(term.grads)
     if t == 1:
-        scale = _row_scale(term.inputs.squeeze(2), weight, bias)  # [B, g, O]
-        if k == 1:
-            return (term.grads[0].squeeze(2).square() * scale).sum((1, 2)).view(b, 1, 1)
-        d = term.stacked().squeeze(3)  # [B, g, K, O]
-        d = d.squeeze(1) if d.shape[1] == 1 else d.transpose(1, 2).flatten(2)
-        return torch.bmm(d * scale.flatten(1).unsqueeze(1), d.mT)
+        return _scaled_gram(term.stacked().squeeze(3), _row_scale(term, weight, bias))
     if t * (t + 1) // 2 <= k * t + k * k and weight is not None:
         return _position_gram(term, weight, bias)
     total = term.inputs.new_zeros(())
@@ -180,18 +176,52 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     return total
 
 
-def _row_scale(a: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Σ_i σ²_oi a_i² + σ²_o, ``[B, g, O]`` from a ``[B, g, I]``."""
+def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
+    """Σ_o d_co s_o d_c'o from d ``[B, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
+    if d.shape[2] == 1:
+        return d.squeeze(2).square_().mul_(scale).sum((1, 2)).view(-1, 1, 1)
+    d = d.mul_(scale.sqrt_().unsqueeze(2)).transpose(1, 2).flatten(2)
+    return torch.bmm(d, d.mT)
+
+
+def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Σ_i σ²_oi a_i² + σ²_o for terms of one position, ``[B, g, O]``."""
+    a = term.inputs.squeeze(2)
     if weight is None:
         assert bias is not None
-        return bias.expand(len(a), *bias.shape)
+        return bias.expand(len(a), *bias.shape).clone()
     if len(weight) == 1:
-        square = a.squeeze(1).square()
-        w = weight.squeeze(0).mT
-        scale = square @ w if bias is None else torch.addmm(bias.squeeze(0), square, w)
-        return scale.unsqueeze(1)
+        scale = _by_rows(a.squeeze(1), weight[0], torch.square).unsqueeze(1)
+        return scale if bias is None else scale.add_(bias)
     scale = torch.einsum("bgi,goi->bgo", a.square(), weight)
     return scale if bias is None else scale + bias
+
+
+def _by_rows(a: Tensor, variance: Tensor, squared: Callable[[Tensor], Tensor]) -> Tensor:
+    """``squared(a) @ varianceᵀ``, some rows at a time: what is squared never leaves the cache."""
+    found = a.new_empty(len(a), len(variance))
+    rows = max(64, CACHED // a.shape[-1])
+    for part, out in zip(a.split(rows), found.split(rows), strict=True):
+        torch.mm(squared(part), variance.mT, out=out)
+    return found
+
+
+def rotated_gram(term: Outer, right: Tensor, left: Tensor, variance: Tensor) -> Tensor:
+    """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
+    if term.positions == 1 and term.weight is not None and len(right) == 1:
+        basis, i = right[0], term.inputs.shape[-1]
+
+        def squared(part: Tensor) -> Tensor:
+            if len(basis) == i:
+                return (part @ basis).square_()
+            return torch.addmm(basis[-1], part, basis[:-1]).square_()
+
+        scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
+        return _scaled_gram(term.stacked().squeeze(3) @ left, scale)
+    turned = rotated(term, right, left)
+    if isinstance(turned, Outer):
+        return weighted_gram(turned, variance, None)
+    return flat_gram(turned, variance.unsqueeze(1))
 
 
 def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -208,13 +238,12 @@ def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
-    """⟨G_c ∘ σ², G_c'⟩ from ``[B, g, K, ...]`` and σ² ``[g, 1, ...]`` (broadcast), ``[B, K, K]``."""
-    weighted = columns * variance
-    if columns.shape[1] == 1:
-        return torch.bmm(weighted.squeeze(1).flatten(2), columns.squeeze(1).flatten(2).mT)
-    return torch.bmm(
-        weighted.transpose(1, 2).flatten(2), columns.transpose(1, 2).flatten(2).mT
-    )
+    """⟨G_c ∘ σ², G_c'⟩ from ``[B, g, K, ...]`` and σ² ``[g, 1, ...]`` (broadcast), ``[B, K, K]``.
+
+    Overwrites ``columns``.
+    """
+    flat = columns.mul_(variance.sqrt()).transpose(1, 2).flatten(2)
+    return torch.bmm(flat, flat.mT)
 
 
 def matrix_square_sum(term: Outer) -> Tensor:
@@ -226,7 +255,7 @@ def matrix_square_sum(term: Outer) -> Tensor:
 
 
 def rotated(term: Outer, right: Tensor, left: Tensor) -> Outer | Tensor:
-    """The term in the basis U_Gᵀ G U_A (``left`` = U_G ``[g, O, O]``, ``right`` = U_A ``[g, I', I']``).
+    """The term in the basis U_Gᵀ G U_A: ``right`` U_A ``[g, I', I']``, ``left`` U_G ``[g, O, O]``.
 
     Rotates a and d, giving an :class:`Outer`, or G itself, giving ``[B, g, K, O, I']``: whichever
     multiplies less. U_A has one more row than a where a bias is joined.
@@ -264,9 +293,7 @@ class Rows:
     grads: list[Tensor]
 
     @classmethod
-    def collect(
-        cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]
-    ) -> Rows:
+    def collect(cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]) -> Rows:
         """Add up the positions that share an id, within each example."""
         ordered, order = ids.sort(dim=1)
         fresh = torch.ones_like(ordered)
@@ -316,19 +343,16 @@ class Dense:
         return self.columns
 
     def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
-        return sum(
-            (torch.bmm(g.flatten(2) * variance[n].flatten(), g.flatten(2).mT)
-             for n, g in self.columns.items()),
-            start=torch.zeros((), dtype=next(iter(self.columns.values())).dtype,
-                              device=next(iter(self.columns.values())).device),
-        )
+        flat = {n: g.reshape(*g.shape[:2], -1) for n, g in self.columns.items()}
+        shares = [torch.bmm(g * variance[n].flatten(), g.mT) for n, g in flat.items()]
+        return torch.stack(shares).sum(0)
 
     def square_sum(self) -> dict[str, Tensor]:
         return {n: g.square().sum((0, 1)) for n, g in self.columns.items()}
 
 
 def merged(terms: list[Term]) -> list[Term]:
-    """Terms with every parameter in exactly one of them: shared weights added, not squared apart."""
+    """Terms with every parameter in exactly one of them: shared weights are added up first."""
     owner: dict[str, int] = {}
     result: list[Term | None] = []
     for term in terms:

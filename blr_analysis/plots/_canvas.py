@@ -17,7 +17,7 @@ from blr_analysis.errors import InputError
 # Okabe & Ito (2008): told apart with any kind of colour blindness. Markers and hatches differ
 # as well wherever colours do, so that a grey print says the same.
 BLACK, BLUE, ORANGE, VERMILLION = "#000000", "#0072B2", "#E69F00", "#D55E00"
-SKY, GREEN, GREY = "#56B4E9", "#009E73", "#7F7F7F"
+SKY, GREY = "#56B4E9", "#7F7F7F"
 
 
 def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
@@ -57,7 +57,7 @@ class Scale:
             low, high = (low / 2, 1.5 * high) if low else (0.0, 1.0)
         width = (high - low) / (1 - low_pad - high_pad)
         low, high = low - low_pad * width, high + high_pad * width
-        return (10**low, 10**high) if self.log else (low, high)
+        return (10 ** max(low, -307), 10 ** min(high, 308)) if self.log else (low, high)
 
     @property
     def name(self) -> Literal["linear", "log"]:

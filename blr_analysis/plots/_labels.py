@@ -56,6 +56,7 @@ def label_points(
             annotation_clip=False,
             zorder=5,
         )
+        box.set_in_layout(False)  # or the layout would move with the labels
         boxes.append(ax.add_artist(box))
     figure.draw_without_rendering()  # lays the figure out, so that pixels mean something
     extents = [box.get_window_extent() for box in boxes]

@@ -13,6 +13,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.plots._canvas import (
     BLUE,
     VERMILLION,
+    Scale,
     as_array,
     axes_or_new,
     choose_scale,
@@ -33,9 +34,9 @@ def plot_deviations(
     """Draw the deviations in falling order, the largest labelled by their index.
 
     A steep start means that a few examples shape the model; a flat curve, that all do alike.
-    Ranks are on a logarithmic axis from 100 examples on, deviations where they span more than
-    a factor of about 30. Where the scores carry no deviation (too many outputs), the self-influence
-    takes its place, and the axis says so.
+    Ranks are on a logarithmic axis from 100 examples on, deviations where the first is more
+    than a hundred times that at 5 % of the ranks. Where the scores carry no deviation (too many
+    outputs), the self-influence takes its place, and the axis says so.
 
     Args:
         scores: what :func:`blr_analysis.sensitivity` returns, or its table, or any part of it:
@@ -59,7 +60,8 @@ def plot_deviations(
     values, unit = _values(scores)
     index = as_array(scores["index"] if _is_table(scores) else np.arange(len(values))).astype(int)
     order = np.argsort(-values, kind="stable")
-    scale = choose_scale(values)
+    steep = values[order[0]] > 100 * values[order[len(values) // 20]]
+    scale = choose_scale(values) if steep else Scale(False)
     height = scale.draw(values[order])
     rank = np.arange(1, len(values) + 1)
     ax = axes_or_new(ax)

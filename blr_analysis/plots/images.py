@@ -51,7 +51,7 @@ def image_of(images: Any, index: int) -> np.ndarray:
 
 def plot_examples(
     images: Any,
-    indices: Iterable[int],
+    indices: Iterable[Any],
     titles: Sequence[str] | None = None,
     ax: Axes | None = None,
     *,

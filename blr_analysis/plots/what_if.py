@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import GREEN, ORANGE, SKY, as_array, axes_or_new
+from blr_analysis.plots._canvas import ORANGE, SKY, as_array, axes_or_new
 
 __all__ = ["plot_what_if"]
 
@@ -108,7 +108,7 @@ def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) ->
             ax.bar_label(pair, fmt="%.3g", padding=2, fontsize=8)
     there = np.isfinite(known)
     if there.any():
-        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc=GREEN,
+        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc="white", mew=1.5,
                 mec="black", label="after, retrained", zorder=3)  # fmt: skip
     highest = np.nanmax(np.concatenate([before, after, known]))
     ax.set_ylim(0, float(highest) * 1.3 or 1.0)
@@ -136,12 +136,8 @@ def _of(result: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
         )
     whole = as_array([getattr(result.before, measure), getattr(result, measure)])
     groups, before, after = ["all"], whole[:1], whole[1:]
-    try:
-        by_class = result.by_class
-    except InputError:  # no classes to tell apart: regression
-        by_class = None
-    if by_class is not None and len(by_class):
-        more, b, a = _from_table(by_class, measure)
+    if getattr(result, "accuracy", None) is not None:  # classes can be told apart
+        more, b, a = _from_table(result.by_class, measure)
         groups, before, after = groups + more, np.append(before, b), np.append(after, a)
     return groups, *_finite(before, after, measure)
 

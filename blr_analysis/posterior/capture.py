@@ -43,7 +43,8 @@ def from_optimizer(
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
 
-    The mean is the model's weights as they are now: call this outside ``sampled_params``.
+    The mean is the model's weights as they are now: call this outside ``sampled_params``, where
+    they are a sample (our IVON is asked and refuses; ``ivon-opt``'s cannot be asked).
     Frozen parameters are no part of the result, and neither are trainable ones that the
     optimizer does not train (the record's ``not_in_optimizer`` names them). A parameter that
     never got a gradient has the prior precision alone (``never_updated``).
@@ -81,6 +82,11 @@ def from_optimizer(
     """
     optimizer = _unwrap(optimizer)
     reader = reader_of(optimizer)
+    if getattr(optimizer, "_open", None) is not None:
+        raise OptimizerError(
+            "inside sampled_params the model's weights are a sample, not the mean: leave the "
+            "context before the posterior is captured."
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = optimizer.param_groups
     held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}

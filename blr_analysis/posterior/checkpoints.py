@@ -82,7 +82,9 @@ def from_checkpoint(
     saved = load_saved(Path(path).expanduser())
     groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
     reader = reader_of_saved(states.values(), groups)
-    order = name_states(model, saved.optimizer, names=names, trainer=saved.source == "trainer")
+    order = name_states(
+        model, saved.optimizer, key=reader.key, names=names, trainer=saved.source == "trainer"
+    )
     values = _values(saved, model)
     parameters = dict(model.named_parameters())
     flat = split_flat(groups, [[parameters[name].shape for name in run] for run in order.groups])

@@ -13,8 +13,16 @@ from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.kronecker import Block, Kronecker
 from blr_analysis.posterior.structures import Diagonal, Prior, Structure
 
-OWN_KEYS = ("structure", "prior_precision", "blocks", "shapes", "n_data", "parameters",
-            "format", "version")
+OWN_KEYS = (
+    "structure",
+    "prior_precision",
+    "blocks",
+    "shapes",
+    "n_data",
+    "parameters",
+    "format",
+    "version",
+)
 
 
 def encode(form: Structure, prior: Prior) -> tuple[dict[str, Tensor], dict[str, Any]]:

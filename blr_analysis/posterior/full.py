@@ -26,14 +26,15 @@ class Full(Structure):
     @property
     def factor(self) -> Tensor:
         """The Cholesky factor R of S = R Rᵀ, taken in float64 once."""
-        if self._factor is None:
-            factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
-            if bool(failed):
-                raise PosteriorError(
-                    "the full precision matrix is not positive definite; give a "
-                    "prior_precision above 0, or remove fewer examples"
-                )
-            self._factor = factor.to(self.matrix.dtype)
+        if self._factor is not None:
+            return self._factor
+        factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
+        if bool(failed):
+            raise PosteriorError(
+                "the full precision matrix is not positive definite; give a "
+                "prior_precision above 0, or remove fewer examples"
+            )
+        self._factor = factor.to(self.matrix.dtype)
         return self._factor
 
     def flat(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -119,7 +120,9 @@ class Full(Structure):
         like = self.matrix.new_zeros(())
         return torch.cat(
             [
-                torch.as_tensor(prior_of(prior, n), dtype=like.dtype, device=like.device).expand(s).flatten()
+                torch.as_tensor(prior_of(prior, n), dtype=like.dtype, device=like.device)
+                .expand(s)
+                .flatten()
                 for n, s in self.shapes.items()
             ]
         )

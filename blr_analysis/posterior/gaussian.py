@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Posterior:
 
     @property
     def structure(self) -> str:
-        """"diag", "kron" or "full"."""
+        """ "diag", "kron" or "full"."""
         return self.form.kind
 
     @classmethod
@@ -138,6 +138,7 @@ class Posterior:
         prior_precision: float | Mapping[str, float] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
+        names: Sequence[str] | None = None,
     ) -> Posterior:
         """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
 
@@ -151,6 +152,7 @@ class Posterior:
                 prior_precision=prior_precision,
                 scaling=scaling,
                 batch_size=batch_size,
+                names=names,
             ),
             model,
         )
@@ -211,7 +213,9 @@ class Posterior:
         curved = self.form.times(gap)
         size = sum(m.numel() for m in self.mean.values())
         quadratic = sum(
-            (gap[n] * curved[n]).flatten(gap[n].ndim - m.ndim).sum(-1)
+            (gap[n] * curved[n]).sum(tuple(range(gap[n].ndim - m.ndim, gap[n].ndim)))
+            if m.ndim
+            else gap[n] * curved[n]
             for n, m in self.mean.items()
         )
         constant = 0.5 * self.form.logdet() - 0.5 * size * math.log(2 * math.pi)

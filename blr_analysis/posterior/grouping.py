@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.posterior.readers import State, is_state
+from blr_analysis.posterior.readers import State
 from blr_analysis.posterior.records import some
 
 TRAINER = "Trainer's groups"
@@ -53,12 +53,18 @@ class Order:
 
 
 def name_states(
-    model: nn.Module, saved: Mapping[str, Any], *, names: Sequence[str] | None, trainer: bool
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    *,
+    key: str,
+    names: Sequence[str] | None,
+    trainer: bool,
 ) -> Order:
     """The parameter names behind a saved optimizer's numbers.
 
     Args:
         saved: an optimizer's ``state_dict()``.
+        key: the entry of each state that has its parameter's shape.
         names: given by the user, for every number in turn; None finds them.
         trainer: the file is from a Trainer folder, whose two groups follow Trainer's rule only.
 
@@ -68,11 +74,10 @@ def name_states(
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     orders = _candidates(model, saved["param_groups"], sizes, names, trainer)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    complaints = {order.rule: _complaint(order, saved, shapes) for order in orders}
-    fitting = [order for order in orders if not complaints[order.rule]]
-    different = {tuple(order.names): order for order in fitting}
+    checked = [(order, _complaint(order, saved, key, shapes)) for order in orders]
+    different = {tuple(order.names): order for order, text in reversed(checked) if not text}
     if len(different) == 1:
-        return fitting[0]
+        return next(iter(different.values()))
     if different:
         one, two, *_ = different.values()
         pairs = list(zip(one.names, two.names, strict=True))
@@ -83,10 +88,11 @@ def name_states(
             f"{one.rule!r} and {pairs[k][1]!r} by {two.rule!r}. Pass names=[...], every "
             "parameter's name in the order in which the optimizer got them."
         )
-    listed = "; ".join(f"by {rule!r}: {text}" for rule, text in complaints.items())
+    complaints = {text: order.rule for order, text in reversed(checked)}
+    listed = "; ".join(f"by {rule!r}: {text}" for text, rule in complaints.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
-        f"({len(shapes)} parameters): {listed or 'no rule makes such groups'}. Pass the model "
+        f"({len(shapes)} parameters): {listed}. Pass the model "
         "that was trained, with the same parameters frozen, or names=[...], every parameter's "
         "name in the order in which the optimizer got them."
     )
@@ -140,17 +146,19 @@ def _cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
     return [*runs, list(names[start:])]
 
 
-def _complaint(order: Order, saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str:
+def _complaint(
+    order: Order, saved: Mapping[str, Any], key: str, shapes: Mapping[str, torch.Size]
+) -> str:
     """What speaks against an order; nothing if all agrees."""
     groups = saved["param_groups"]
     unknown = [name for run in order.groups for name in run if name not in shapes]
     if unknown:
         return f"the model has no parameters {some(unknown)}"
     sizes = [len(group["params"]) for group in groups]
-    if [len(run) for run in order.groups] != sizes:
-        extra = f", the last of them {some(order.groups[-1][sizes[-1] :])}"
-        more = len(order.groups[-1]) > sizes[-1]
-        return f"groups of {[len(run) for run in order.groups]} parameters{extra if more else ''}"
+    found = [len(run) for run in order.groups]
+    if found != sizes:
+        k = next((k for k, (a, b) in enumerate(zip(found, sizes, strict=False)) if a != b), 0)
+        return f"groups of {found} parameters (group {k}: {some(order.groups[k])})"
     if len(set(order.names)) != sum(sizes):
         return "a name occurs twice"
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
@@ -161,18 +169,7 @@ def _complaint(order: Order, saved: Mapping[str, Any], shapes: Mapping[str, torc
         if isinstance(flat, Tensor) and flat.numel() != sum(shapes[name].numel() for name in run):
             return f"a flat Hessian of {flat.numel()} entries for {some(run)}"
         for number, name in zip(group["params"], run, strict=True):
-            held = _shapes_held(saved["state"].get(number))
-            if any(shape != shapes[name] for shape in held):
-                wrong.append(f"{name} {tuple(shapes[name])} with a state of {tuple(held[0])}")
+            held = saved["state"].get(number, {}).get(key)
+            if isinstance(held, Tensor) and held.shape != shapes[name]:
+                wrong.append(f"{name} {tuple(shapes[name])} with a state of {tuple(held.shape)}")
     return f"{len(wrong)} shapes differ ({some(wrong)})" if wrong else ""
-
-
-def _shapes_held(state: object) -> list[torch.Size]:
-    """The shapes of a state's tensors, counters left out."""
-    if not isinstance(state, Mapping) or not is_state(state):
-        return []
-    return [
-        value.shape
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key not in ("step", "mu_product")
-    ]

@@ -16,7 +16,7 @@ from blr_analysis.backprop.terms import (
     flat_gram,
     matrix_square_sum,
     rotated,
-    weighted_gram,
+    rotated_gram,
 )
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Prior, Spectral, Tree, prior_of, total
@@ -52,6 +52,11 @@ class Block:
             shape = (*bias.shape[:-1], self.layout.groups, self.layout.rows, 1)
             parts.append(bias.reshape(shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def turned(self, term: Term) -> Tensor:
+        """The gradients of a dense term in this block's basis, ``[B, g, K, O, I']``."""
+        joint = self.join(term.jacobian()).movedim(1, 2)
+        return self.left.mT.unsqueeze(1) @ joint @ self.right.unsqueeze(1)
 
     def split(self, joint: Tensor) -> Tree:
         """The inverse of :meth:`join`."""
@@ -126,54 +131,61 @@ class Kronecker(Spectral):
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
         parts = []
-        for term, block, turned in self._turned(terms):
+        for term, block in self._paired(terms):
             if block is None:
                 parts.append(term.gram({n: 1 / self.values[n] for n in term.names}))
-            elif isinstance(turned, Outer):
-                parts.append(weighted_gram(turned, 1 / self.values[block.key], None))
+                continue
+            variance = 1 / self.values[block.key]
+            if isinstance(term, Outer):
+                parts.append(rotated_gram(term, block.right, block.left, variance))
             else:
-                parts.append(flat_gram(turned, (1 / self.values[block.key]).unsqueeze(1)))
+                parts.append(flat_gram(block.turned(term), variance.unsqueeze(1)))
         return total(parts)
 
     def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for term, block, turned in self._turned(terms):
+        for term, block in self._paired(terms):
             if block is None:
                 found.update(term.square_sum())
-            elif isinstance(turned, Outer):
+                continue
+            if isinstance(term, Outer):
+                turned = rotated(term, block.right, block.left)
+            else:
+                turned = block.turned(term)
+            if isinstance(turned, Outer):
                 found[block.key] = matrix_square_sum(turned)
             else:
                 found[block.key] = turned.square().sum((0, 2))
         return found
 
-    def _turned(self, terms: Sequence[Term]) -> list[tuple[Term, Block | None, Outer | Tensor]]:
-        """Each term with its block and its gradients in the block's basis."""
+    def _paired(self, terms: Sequence[Term]) -> list[tuple[Term, Block | None]]:
+        """Each term with its block; None: its parameters are outside the blocks.
+
+        Terms that cover other parameters than one block does are made dense and regrouped.
+        """
         by_names = {block.names: block for block in self.blocks}
-        found: list[tuple[Term, Block | None, Outer | Tensor]] = []
+        found: list[tuple[Term, Block | None]] = []
         loose: Tree = {}
         for term in terms:
             block = by_names.get(term.names)
             if isinstance(term, Outer) and block is not None:
-                found.append((term, block, rotated(term, block.right, block.left)))
+                found.append((term, block))
             elif all(n in self.plain for n in term.names):
-                found.append((term, None, torch.empty(0)))
+                found.append((term, None))
             else:
                 loose.update(term.jacobian())
-        if loose:
-            for block in self.blocks:
-                if any(n in loose for n in block.names):
-                    like = next(loose[n] for n in block.names if n in loose)
-                    lead = like.shape[:2]
-                    filled = {
-                        n: loose.pop(n) if n in loose else like.new_zeros(*lead, *self.shapes[n])
-                        for n in block.names
-                    }
-                    joint = block.join(filled).movedim(1, 2)  # [B, g, K, O, I']
-                    turned = block.left.mT.unsqueeze(1) @ joint @ block.right.unsqueeze(1)
-                    found.append((Dense(filled), block, turned))
-            if loose:
-                found.append((Dense(loose), None, torch.empty(0)))
-        return found
+        for block in self.blocks:
+            held = [n for n in block.names if n in loose]
+            if held:
+                lead = loose[held[0]].shape[:2]
+                columns = {
+                    n: loose.pop(n)
+                    if n in held
+                    else self.values[block.key].new_zeros(*lead, *self.shapes[n])
+                    for n in block.names
+                }
+                found.append((Dense(columns), block))
+        return [*found, (Dense(loose), None)] if loose else found
 
     def tensors(self) -> dict[str, Tensor]:
         stored = {}

@@ -13,12 +13,13 @@ Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
-from blr_analysis.backprop.terms import MatrixShape, Outer
+from blr_analysis.backprop.terms import Outer
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.gaussian import Posterior
@@ -74,7 +75,7 @@ def fit_laplace(
     params = task.parameters()
     _check(task, params, structure, prior_precision, curvature, samples)
     columns, count = _columns(task, curvature, samples, generator)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         columns=count, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
     )
     form = _basis(task, params, structure, columns, settings)
@@ -84,12 +85,14 @@ def fit_laplace(
     record = {
         "kind": curvature,
         "source": "laplace",
-        "definition": "S = diag(prior_precision) + " + {
+        "definition": "S = diag(prior_precision) + "
+        + {
             "ggn": "sum_i J_i^T Lambda_i J_i",
             "empirical_fisher": "sum_i g_i g_i^T",
             "mc_fisher": f"sum_i mean over {samples} sampled labels of g_i g_i^T",
         }[curvature],
-        "likelihood": repr(task.likelihood) if hasattr(task.likelihood, "variance")
+        "likelihood": repr(task.likelihood)
+        if hasattr(task.likelihood, "variance")
         else task.likelihood.name,
         "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
     }
@@ -124,10 +127,16 @@ def _columns(
         first = int(chunk.indices[0])
         if first not in drawn:
             outputs = chunk.outputs.cpu()
-            drawn[first] = torch.stack(
-                [likelihood.error(outputs, likelihood.sample(outputs, source)) for _ in range(samples)],
-                dim=1,
-            ) / samples**0.5
+            drawn[first] = (
+                torch.stack(
+                    [
+                        likelihood.error(outputs, likelihood.sample(outputs, source))
+                        for _ in range(samples)
+                    ],
+                    dim=1,
+                )
+                / samples**0.5
+            )
         return drawn[first].to(chunk.outputs)
 
     return sampled, samples
@@ -138,7 +147,7 @@ def _basis(
     params: Mapping[str, Tensor],
     structure: str,
     columns: Columns,
-    settings: dict[str, object],
+    settings: dict[str, Any],
 ) -> Structure:
     """The zero matrix of this structure; for "kron" its basis takes a pass over the data."""
     if structure == "diag":
@@ -149,7 +158,7 @@ def _basis(
         size = sum(p.numel() for p in params.values())
         return Full(like.new_zeros(size, size), shapes)
     moments: dict[str, tuple[Outer, Tensor, Tensor]] = {}
-    for chunk in chunks(task, params, label="Kronecker factors", **settings):  # type: ignore[arg-type]
+    for chunk in chunks(task, params, label="Kronecker factors", **settings):
         for term in chunk.terms(columns(chunk)):
             if not isinstance(term, Outer):
                 continue

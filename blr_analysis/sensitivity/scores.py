@@ -140,9 +140,7 @@ def sensitivity(
     )
 
 
-def _chunk_scores(
-    task: Task, q: Posterior, chunk: Chunk, variance: bool
-) -> tuple[Tensor, ...]:
+def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:
     e = task.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
         influence = q.form.gram(chunk.terms(e.unsqueeze(1))).flatten()

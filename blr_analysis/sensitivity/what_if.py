@@ -116,8 +116,10 @@ class WhatIf:
             )
             if count
         ]
-        right = "" if self.accuracy is None else (
-            f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
+        right = (
+            ""
+            if self.accuracy is None
+            else (f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}")
         )
         return f"WhatIf({', '.join(change)}: nll {self.before.nll:.4f} -> {self.nll:.4f}{right})"
 
@@ -184,7 +186,7 @@ def what_if(
     """
     _check(remove, add, relabel, solver, steps)
     q = posterior.on(task)
-    settings = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=progress)
+    settings: dict[str, Any] = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=progress)
     leaving = None if remove is None else select(remove, task, q)
     changes: list[tuple[float, Share]] = []
     if leaving is not None:
@@ -236,7 +238,7 @@ def what_if_each(
     """
     q = posterior.on(task)
     where = task if evaluate is None else evaluate
-    settings = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=False)
+    settings: dict[str, Any] = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=False)
     groups = groups_by(by, task, q)
     before, _ = _evaluated(where, q.on(where, same_data=False).mean, False)
     rows = []
@@ -343,9 +345,7 @@ def task_like(new: Task, task: Task) -> Task:
     return other
 
 
-def _relabelled(
-    task: Task, q: Posterior, relabel: dict[int, Any], leaving: Tensor | None
-) -> Share:
+def _relabelled(task: Task, q: Posterior, relabel: dict[int, Any], leaving: Tensor | None) -> Share:
     """Old share out, new share in: Λ does not know the label, so that only e changes."""
     chosen = select(list(relabel), task, q, name="relabel")
     if leaving is not None and bool(torch.isin(chosen, leaving).any()):
@@ -394,9 +394,7 @@ def _step(q: Posterior, changes: list[tuple[float, Share]]) -> tuple[Posterior, 
     return perturbed, floored
 
 
-def _evaluated(
-    task: Task, params: Tree, progress: bool | None
-) -> tuple[Evaluation, Tensor]:
+def _evaluated(task: Task, params: Tree, progress: bool | None) -> tuple[Evaluation, Tensor]:
     outputs, targets = predict(task, params, progress=progress)
     losses = task.likelihood.nll(outputs, targets)
     return Evaluation(losses, task.likelihood.correct(outputs, targets)), targets
@@ -415,6 +413,6 @@ def _check(
         raise InputError(f"solver must be one of {SOLVERS}, got {solver!r}")
     if steps != 1:
         raise InputError(
-            f'steps={steps!r}: the posterior solver makes one step; apply the result and fit '
+            f"steps={steps!r}: the posterior solver makes one step; apply the result and fit "
             "again to go on"
         )

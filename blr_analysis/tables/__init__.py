@@ -12,7 +12,7 @@ from __future__ import annotations
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
 from blr_analysis.sensitivity.scores import Scores
-from blr_analysis.sensitivity.what_if import WhatIf
+from blr_analysis.sensitivity.what_if import ByClass, WhatIf
 from blr_analysis.tables.examples import leave_one_out_table, memory_map_table, scores_table
 from blr_analysis.tables.files import read_table, write_table
 from blr_analysis.tables.groups import class_table, each_table, what_if_table
@@ -32,5 +32,6 @@ __all__ = [
 make_table.register(Scores, scores_table)
 make_table.register(LeaveOneOut, leave_one_out_table)
 make_table.register(WhatIf, what_if_table)
+make_table.register(ByClass, what_if_table)
 make_table.register(MemoryMap, memory_map_table)
 make_table.register(GroupRows, lambda groups: each_table(groups.rows))

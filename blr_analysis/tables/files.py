@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow
@@ -19,7 +17,7 @@ __all__ = ["read_table", "write_table"]
 
 
 def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Path, Path]:
-    """Write ``folder/stem.csv`` and ``folder/stem.parquet``, each whole or not at all.
+    """Write ``folder/stem.csv`` and ``folder/stem.parquet``, both whole or neither.
 
     Both are written beside their targets and renamed into place. Parquet keeps every dtype;
     CSV is for eyes and spreadsheets. A column of mixed types, which Parquet cannot hold, is
@@ -39,8 +37,11 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
     storable = _storable(table)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_beside(csv, lambda path: table.to_csv(path, index=False))
-        _write_beside(parquet, lambda path: storable.to_parquet(path, index=False))
+        with tempfile.TemporaryDirectory(prefix=f".{stem}-", dir=folder) as beside:
+            table.to_csv(os.path.join(beside, csv.name), index=False)
+            storable.to_parquet(os.path.join(beside, parquet.name), index=False)
+            for path in (csv, parquet):
+                os.replace(os.path.join(beside, path.name), path)
     except OSError as fault:
         raise StorageError(
             f"the table {stem!r} cannot be written to {folder}: {fault.strerror or fault}; "
@@ -79,11 +80,3 @@ def _storable(table: pd.DataFrame) -> pd.DataFrame:
             )
             table = table.assign(**{name: table[name].map(str)})
     return table
-
-
-def _write_beside(target: Path, write: Callable[[str], Any]) -> None:
-    """Call ``write`` with a path beside the target, then rename it into place."""
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
-        path = os.path.join(beside, target.name)
-        write(path)
-        os.replace(path, target)

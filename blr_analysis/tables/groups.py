@@ -17,13 +17,8 @@ __all__ = ["class_table", "each_table", "what_if_table"]
 
 def what_if_table(result: Any) -> pd.DataFrame:
     """The evaluation set of a what-if, class by class; see :func:`class_table`."""
-    return class_table(
-        result.evaluate_targets,
-        result.losses_before,
-        result.losses_after,
-        result.correct_before,
-        result.correct_after,
-    )
+    before, after = result.before, result.after
+    return class_table(result.targets, before.losses, after.losses, before.correct, after.correct)
 
 
 def class_table(
@@ -73,7 +68,8 @@ def each_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
     Args:
         rows: mappings with group, n (examples in the group), nll_before, nll_after and, for
-            classification, accuracy_before, accuracy_after; further keys are kept, last.
+            classification, accuracy_before, accuracy_after; the changes are worked out here,
+            further keys are kept, last.
 
     Returns:
         Columns: group, n, nll_before, nll_after, nll_change, accuracy_before,
@@ -83,7 +79,8 @@ def each_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     Raises:
         InputError: a row lacks one of the first four keys.
     """
-    rows = [dict(row) for row in rows]
+    derived = ("nll_change", "accuracy_change")
+    rows = [{k: v for k, v in row.items() if k not in derived} for row in rows]
     order = ["group", "n", "nll_before", "nll_after", "accuracy_before", "accuracy_after"]
     for row in rows:
         missing = [key for key in order[:4] if key not in row]

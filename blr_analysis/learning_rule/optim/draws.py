@@ -1,5 +1,6 @@
 """One draw of the weights: perturb them with posterior noise, put them back bit for bit."""
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -56,8 +57,8 @@ class Draw:
             for params in group_by(trainable, lambda p: (p.device, state_dtype(p))).values():
                 flats, noises = buffers.take(params, state_dtype(params[0]))
                 self.noise_buffers += flats
-                _fill_normal(flats[0], generator)
-                _divide_by_root_precision(noises, params, group, state)
+                _fill_normal(flats[0], group["ess"] ** -0.5, generator)
+                _divide_by_root_hess(noises, params, group, state)
                 self.params += params
                 self.noises += noises
                 self.methods += [group["hess_approx"]] * len(params)
@@ -68,6 +69,11 @@ class Draw:
             torch._foreach_copy_(views, params)
             means.update(zip(params, views, strict=True))
         self.means = [means[p] for p in self.params]
+
+    @property
+    def numel(self) -> int:
+        """Weights drawn."""
+        return sum(noise.numel() for noise in self.noise_buffers)
 
     def perturb(self) -> None:
         """m → m + ε, in place, rounded once to the dtype of the weights."""
@@ -83,31 +89,27 @@ class Draw:
         self.closed = True
 
 
-def _fill_normal(flat: Tensor, generator: torch.Generator | None) -> None:
+def _fill_normal(flat: Tensor, std: float, generator: torch.Generator | None) -> None:
     if generator is None or generator.device == flat.device:
-        flat.normal_(generator=generator)
+        flat.normal_(0.0, std, generator=generator)
     else:  # one generator for parameters on several devices
-        flat.copy_(
-            torch.empty(flat.shape, dtype=flat.dtype, device=generator.device).normal_(
-                generator=generator
-            )
-        )
+        there = torch.empty(flat.shape, dtype=flat.dtype, device=generator.device)
+        flat.copy_(there.normal_(0.0, std, generator=generator))
 
 
-def _divide_by_root_precision(
+def _divide_by_root_hess(
     noises: list[Tensor],
     params: list[Tensor],
     group: Mapping[str, Any],
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Scale standard normal ``noises`` by 1/√(ess·(hess + weight_decay)), in place."""
-    ess, decay = group["ess"], group["weight_decay"]
+    """Divide ``noises`` by √(hess + weight_decay), in place."""
+    decay = group["weight_decay"]
     known = [(n, state[p]["hess"]) for n, p in zip(noises, params, strict=True) if p in state]
     fresh = [n for n, p in zip(noises, params, strict=True) if p not in state]
     if fresh:  # before its first step a parameter has the precision it was given
-        torch._foreach_div_(fresh, math.sqrt(ess * (group["hess_init"] + decay)))
+        torch._foreach_div_(fresh, math.sqrt(group["hess_init"] + decay))
     for noise, hess in blocks([[n for n, _ in known], [h for _, h in known]]):
         root = torch._foreach_add(hess, decay)
-        torch._foreach_mul_(root, ess)
         torch._foreach_sqrt_(root)
         torch._foreach_div_(noise, root)

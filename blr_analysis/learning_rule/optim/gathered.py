@@ -5,11 +5,14 @@ the step multiplies the two. So whatever happens to ``p.grad`` in between (``Gra
 ``clip_grad_norm_``) holds for the curvature estimate noise·gradient as well. From the second draw
 on there are means of their own, ``p.grad`` shows a copy of the mean gradient, and a change of that
 copy before the step is carried over: the gradient as it stands, the curvature by the factor by
-which the largest gradient of that parameter changed (squared for ``"gradsq"``).
+which the norm of that parameter's gradient changed (squared for ``"gradsq"``).
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +46,6 @@ class Gathered:
 
     def __init__(self, buffers: Buffers) -> None:
         self.count = 0
-        self.rescaled = False
         self.estimates: dict[Tensor, Estimate] = {}
         self._buffers = buffers
         self._held: list[Tensor] = []
@@ -51,18 +53,10 @@ class Gathered:
     def clear(self) -> None:
         """Forget everything: after a step, a skipped step, or a failed one."""
         self._buffers.give(self._held)
-        self.count, self.rescaled, self.estimates, self._held = 0, False, {}, []
+        self.count, self.estimates, self._held = 0, {}, []
 
     def begin(self) -> None:
         """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
-        self.settle()
-        self.rescaled = False
-        for param, estimate in self.estimates.items():
-            if param.grad is estimate.shown:
-                param.grad = None
-
-    def settle(self) -> None:
-        """Let the means own their memory, and carry over what was done to ``p.grad``."""
         if self.count == 1 and _all_were_zeroed(self.estimates.values()):
             self.clear()
             raise OptimizerError(
@@ -70,16 +64,22 @@ class Gathered:
                 "one; call zero_grad() of the optimizer, zero_grad(set_to_none=True) of the "
                 "model, or either of them inside sampled_params(train=True)"
             )
+        self.settle()
+        for param, estimate in self.estimates.items():
+            if param.grad is estimate.shown:
+                param.grad = None
+
+    def settle(self) -> None:
+        """Let the means own their memory, and carry over what was done to ``p.grad``."""
+        settled = [e for e in self.estimates.values() if e.curvature is not None]
+        for estimate, ratio in zip(settled, _ratios(settled), strict=True):
+            _carry_over(estimate, ratio)
         for param, estimate in self.estimates.items():
             if estimate.curvature is None:
                 estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
                 noise, grad = estimate.noise, estimate.grad
                 estimate.curvature = grad.square() if noise is None else noise.mul_(grad)
                 estimate.noise = None
-                self.rescaled |= estimate.is_changed()
-            elif estimate.is_changed():
-                self.rescaled = True
-                _carry_over(estimate)
             estimate.version = estimate.shown._version
 
     def add(self, draw: Draw) -> None:
@@ -105,12 +105,9 @@ class Gathered:
     def _average(self, got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
         """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
         weight = 1.0 / (self.count + 1)
-        for param, grad, method, _ in got:
+        for param, _, method, _ in got:
             if param not in self.estimates:
-                zeros = torch.zeros_like(grad, dtype=state_dtype(param))
-                self.estimates[param] = Estimate(
-                    method, zeros, grad, curvature=torch.zeros_like(zeros)
-                )
+                self.add_zeros(param, method)
         for rows in group_by(got, lambda row: (row[0].device, row[0].dtype, row[2])).values():
             params, grads, methods, noises = zip(*rows, strict=True)
             means = [self.estimates[p].grad for p in params]
@@ -128,12 +125,17 @@ class Gathered:
                 estimate.curvature.mul_(1 - weight)
         self.show()
 
+    def add_zeros(self, param: Tensor, method: str) -> Estimate:
+        """A settled estimate of zero, for a parameter that had no gradient so far."""
+        zeros = torch.zeros_like(param, dtype=state_dtype(param))
+        estimate = Estimate(method, zeros, zeros, curvature=torch.zeros_like(zeros))
+        self.estimates[param] = estimate
+        return estimate
+
     def show(self) -> None:
         """Let ``p.grad`` hold the mean gradient, for ``unscale_`` and ``clip_grad_norm_``."""
         for param, estimate in self.estimates.items():
-            if estimate.grad is estimate.shown:
-                param.grad = estimate.shown
-            elif param.grad is None:
+            if param.grad is None:
                 param.grad = estimate.grad.to(param.dtype, copy=True)
             else:
                 param.grad.detach().copy_(estimate.grad)
@@ -160,6 +162,17 @@ class Gathered:
             assert estimate.curvature is not None
             estimate.grad.mul_(factor)
             estimate.curvature.mul_(factor if estimate.method == "price" else factor**2)
+
+    def find_non_finite(self) -> Tensor | None:
+        """The first parameter whose gradient holds NaN or inf."""
+        rows = [(p, e.grad.detach()) for p, e in self.estimates.items()]
+        for alike in group_by(rows, lambda row: row[0].device).values():
+            sums = torch.stack([grad.sum(dtype=torch.float32) for _, grad in alike])
+            if not sums.isfinite().all():  # or a sum of finite numbers overflowed
+                for param, grad in alike:
+                    if not grad.isfinite().all():
+                        return param
+        return None
 
     def pack(self, param: Tensor) -> dict[str, Tensor]:
         """What a checkpoint needs of ``param`` to go on from here."""
@@ -192,15 +205,29 @@ class Gathered:
         self.estimates[param] = estimate
 
 
-def _carry_over(estimate: Estimate) -> None:
+def _ratios(estimates: Sequence[Estimate]) -> list[float]:
+    """By which factor the norm of each shown mean has changed.
+
+    Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
+    """
+    ratios: dict[int, float] = {}
+    for alike in group_by(estimates, lambda e: (e.shown.device, e.shown.dtype)).values():
+        dtype = state_dtype(alike[0].shown)
+        before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
+        now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
+        found = torch.stack(now) / torch.stack(before)
+        ratios.update(zip(map(id, alike), found.tolist(), strict=True))
+    return [ratios[id(estimate)] for estimate in estimates]
+
+
+def _carry_over(estimate: Estimate, ratio: float) -> None:
     """A change of the shown mean reaches the means; zeros in place of gradients do not."""
-    assert estimate.curvature is not None
-    before = estimate.grad.to(estimate.shown.dtype).abs().amax()
-    ratio = estimate.shown.abs().amax() / before
-    ratio = ratio.to(estimate.grad.dtype)
-    if ratio > 0:
+    if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
+        ratio = 1.0
+    if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed()):
+        assert estimate.curvature is not None
         estimate.grad.copy_(estimate.shown)
-        estimate.curvature.mul_(ratio if estimate.method == "price" else ratio.square())
+        estimate.curvature.mul_(ratio if estimate.method == "price" else ratio**2)
 
 
 def _all_were_zeroed(estimates: Any) -> bool:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.optim.blocks import Buffers, group_by
-from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
-from blr_analysis.learning_rule.optim.gathered import Gathered
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.optim.ivon_checks import (
     check_hyperparameters,
-    check_loadable,
     check_mc_samples,
     check_parameters,
 )
 from blr_analysis.learning_rule.optim.ivon_rule import start_state, update_group
+from blr_analysis.learning_rule.optim.sampled import SampledOptimizer
 
 
-class IVON(torch.optim.Optimizer):
+class IVON(SampledOptimizer):
     r"""Learn a Gaussian q(θ) = N(m, 1/S) over the weights at about the cost of AdamW.
 
     The weights of the model are the mean m. The precision is
@@ -107,8 +100,6 @@ class IVON(torch.optim.Optimizer):
     Algorithm 1; the curvature step is from Lin et al., ICML 2020.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
-
     def __init__(
         self,
         params: Any,
@@ -145,16 +136,7 @@ class IVON(torch.optim.Optimizer):
             params = list(params)
             if not params:
                 raise InputError("params is empty; pass model.parameters()")
-        self.mc_samples = mc_samples
-        self.sync = sync
-        self.generator = generator
-        self._begin_fresh()
-        super().__init__(params, defaults)
-
-    def _begin_fresh(self) -> None:
-        self._buffers = Buffers()
-        self._gathered = Gathered(self._buffers)
-        self._open: Draw | None = None
+        super().__init__(params, defaults, mc_samples, sync, generator)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with every hyperparameter and parameter checked (:class:`InputError`)."""
@@ -167,151 +149,10 @@ class IVON(torch.optim.Optimizer):
         self._buffers.clear()
         super().add_param_group(param_group)
 
-    # Drawing ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def sampled_params(self, train: bool = False) -> Iterator[None]:
-        """The model with weights drawn from q inside the context, and with their mean after it.
-
-        With ``train=True`` the gradients at the end of the context are one draw of the next
-        :meth:`step`. The mean comes back bit for bit, also when the body raises; then the draw
-        and its gradients are dropped.
-
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = IVON(model.parameters(), lr=0.1, ess=10)
-            >>> x = torch.ones(1, 2)
-            >>> with torch.no_grad():
-            ...     predictions = []
-            ...     for _ in range(8):
-            ...         with optimizer.sampled_params():
-            ...             predictions.append(model(x))
-            >>> torch.cat(predictions).std() > 0
-            tensor(True)
-        """
-        draw = self._draw(train)
-        try:
-            yield
-        except BaseException:
-            self._abandon(draw)
-            raise
-        self._finish(draw)
-
-    def _draw(self, train: bool, adoptable: bool = False) -> Draw:
-        if self._open is not None:
-            if not (self._open.adoptable and train):
-                raise OptimizerError(
-                    "sampled_params() inside sampled_params(): leave the first context before "
-                    "the weights are drawn again"
-                )
-            self._open.adoptable = False
-            return self._open
-        with torch.inference_mode(False), torch.no_grad():
-            if train:
-                self._gathered.begin()
-            draw = Draw(train, adoptable)
-            draw.fill(self.param_groups, self.state, self._buffers, self.generator)
-            self._open = draw
-            try:
-                draw.perturb()
-            except BaseException:
-                self._abandon(draw)
-                raise
-        return draw
-
-    def _restore(self, draw: Draw) -> None:
-        draw.restore(self._buffers)
-        self._open = None
-
-    def _abandon(self, draw: Draw) -> None:
-        if not draw.closed:
-            with torch.inference_mode(False), torch.no_grad():
-                self._restore(draw)
-                self._drop(draw)
-
-    def _drop(self, draw: Draw) -> None:
-        if draw.train:
-            self._gathered.drop(draw)
-        else:
-            self._buffers.give(draw.noise_buffers)
-
-    def _finish(self, draw: Draw) -> None:
-        if draw.closed:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self._restore(draw)
-            if not draw.train:
-                self._drop(draw)
-                return
-            try:
-                self._gathered.add(draw)
-            except BaseException:
-                self._drop(draw)
-                raise
-
-    # Stepping --------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move mean and precision by the draws since the last step.
-
-        A ``closure`` clears the gradients, computes the loss, calls ``backward`` and returns the
-        loss. It is called ``mc_samples`` times, each time with newly drawn weights, whether or
-        not it opens ``sampled_params(train=True)`` itself; the mean loss is returned.
-
-        Raises:
-            OptimizerError: there is no draw; a gradient is not finite; ``unscale_`` was called
-                between the draws of the step; inside ``sampled_params``.
-        """
-        if self._open is not None:
-            raise OptimizerError("step() inside sampled_params(): leave the context first")
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                loss = None if closure is None else self._evaluate(closure)
-                self._step()
-            finally:
-                self._gathered.clear()
-        return loss
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        losses = []
-        for _ in range(self.mc_samples):
-            draw = self._draw(True, adoptable=True)
-            try:
-                with torch.enable_grad():
-                    losses.append(closure())
-            except BaseException:
-                self._abandon(draw)
-                raise
-            self._finish(draw)
-        return None if losses[0] is None else sum(losses) / len(losses)
-
-    def _step(self) -> None:
-        gathered = self._gathered
-        if not gathered.count:
-            raise OptimizerError(
-                "step() without a draw: run the forward and backward pass inside "
-                "`with optimizer.sampled_params(train=True):`, or pass a closure"
-            )
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        together = self.sync and dist.is_available() and dist.is_initialized()
-        skip = found_inf is not None and bool(found_inf > 0)
-        if (self._any_rank([skip])[0] if together else skip):
-            return
-        if together or gathered.count > 1:
-            gathered.settle()
-        if found_inf is not None and scale is None and gathered.count > 1 and not gathered.rescaled:
-            raise OptimizerError(
-                "scaler.unscale_(optimizer) was called before the last draw of this step, whose "
-                "gradients are therefore scaled unlike the others; call it after the last draw"
-            )
-        inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
-        if together:
-            gathered.scale_by(inverse_scale)
-            inverse_scale = 1.0
-            self._average_over_ranks()
-        if found_inf is None:
-            self._check_finite()
+    def _update(self, inverse_scale: float) -> None:
+        estimates = self._gathered.estimates
         for group in self.param_groups:
             for param in group["params"]:
-                if param in gathered.estimates and param not in self.state:
+                if param in estimates and param not in self.state:
                     self.state[param] = start_state(param, group["hess_init"])
-            update_group(group, self.state, gathered.estimates, inverse_scale)
+            update_group(group, self.state, estimates, inverse_scale)

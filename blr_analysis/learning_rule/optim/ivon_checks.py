@@ -1,15 +1,14 @@
-"""Is what IVON was given usable? Hyperparameters, parameters, a state to load."""
+"""Is what IVON was given usable? Hyperparameters and parameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.errors import InputError
 
 HESS_APPROX = ("price", "gradsq")
 
@@ -58,37 +57,3 @@ def check_parameters(params: Sequence[Any]) -> None:
                 "a Gaussian over real floating-point parameters: leave it out, or split a complex "
                 "one into its real and imaginary parts"
             )
-
-
-def check_loadable(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise :class:`OptimizerError` unless ``state_dict`` is of an IVON over the same shapes."""
-    hint = "load a state_dict() of this class, made with the same parameters in the same order"
-    try:
-        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
-        saved = [list(group["params"]) for group in saved_groups]
-    except (KeyError, TypeError) as error:
-        raise OptimizerError(f"this is no optimizer state ({error!r} is missing); {hint}") from None
-    sizes, own = [len(ids) for ids in saved], [len(group["params"]) for group in param_groups]
-    if sizes != own:
-        raise OptimizerError(
-            f"the state has groups of {sizes} parameters, this optimizer of {own}; {hint}"
-        )
-    missing = [k for k in ("ess", "weight_decay", "hess_init") if any(k not in g for g in saved_groups)]
-    if missing:
-        raise OptimizerError(f"the state's groups have no {', '.join(missing)}; {hint}")
-    known = set(chain.from_iterable(saved))
-    if foreign := [key for key in saved_state if key not in known]:
-        raise OptimizerError(f"the state has entries of no parameter: {foreign}; {hint}")
-    params = chain.from_iterable(group["params"] for group in param_groups)
-    for key, param in zip(chain.from_iterable(saved), params, strict=True):
-        entry = saved_state.get(key, {})
-        if entry and not {"hess", "momentum", "step"} <= {*entry} and "sample_grad" not in entry:
-            raise OptimizerError(f"the state of parameter {key} holds {sorted(entry)}; {hint}")
-        for name, value in entry.items():
-            if name != "step" and value.shape != param.shape:
-                raise OptimizerError(
-                    f"{name} of parameter {key} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(param.shape)}; {hint}"
-                )

@@ -10,6 +10,7 @@ s = h + δ:
     m ← m − lr · clip( (u / (1 − beta1^t) + δ m) / (h + δ) )
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math

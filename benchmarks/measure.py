@@ -1,0 +1,69 @@
+"""Seconds and peak memory of a call, with two threads."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def threads(n: int = 2) -> None:
+    """Use ``n`` threads for everything in this process."""
+    torch.set_num_threads(n)
+
+
+def seconds(call: Callable[[], object], repeats: int = 7, warm: int = 2) -> float:
+    """The median of ``repeats`` calls after ``warm`` unmeasured ones."""
+    for _ in range(warm):
+        call()
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def interleaved(
+    calls: dict[str, Callable[[], object]], rounds: int = 7, warm: int = 2
+) -> dict[str, float]:
+    """Medians of several calls taken in turn, so that a busy moment hits all of them."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warm + rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if turn >= warm:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in taken.items()}
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_above(call: Callable[[], object]) -> int:
+    """Peak resident bytes during one call, above what was held before it."""
+    gc.collect()
+    before, highest, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.is_set():
+            highest = max(highest, resident())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    call()
+    highest = max(highest, resident())
+    done.set()
+    watcher.join()
+    return max(0, highest - before)

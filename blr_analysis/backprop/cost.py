@@ -1,0 +1,88 @@
+"""How much memory one example takes, measured on a plan's probe: what sets the chunk size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from blr_analysis.backprop.layout import probe_indices
+from blr_analysis.backprop.reading import Plan
+from blr_analysis.backprop.record import Visit, fetched, record
+from blr_analysis.backprop.terms import Outer, Rows, Term
+from blr_analysis.task import Task
+
+
+def cost_of(
+    plan: Plan,
+    task: Task,
+    params: Mapping[str, Tensor],
+    visits: list[Visit],
+    terms: list[Term],
+) -> Callable[[int], float]:
+    """Numbers held per example as a function of the columns K: graph, inputs, gradients."""
+    probe = probe_indices(task.n_data)[0]
+    batch = len(probe)
+    own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
+    graph = _saved(
+        own,
+        lambda: record(
+            task,
+            params,
+            fetched(task, probe),
+            plan.units,
+            shared=plan.shared,
+            size=batch,
+            indices=probe,
+        ),
+    )
+    # torch.func holds the graph of one module at a time, and a gradient of it for each column.
+    alone = max(
+        (_saved(own, lambda v=visit: _again(v)) for visit in visits if visit.unit.rule is None),
+        default=0,
+    )
+    inputs = matrices = 0.0
+    outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
+    for term in terms:
+        if isinstance(term, Outer):
+            inputs += term.inputs.numel() / batch
+            if term.positions > 1:
+                g, o, i = term.layout.groups, term.layout.rows, term.layout.columns
+                matrices = max(matrices, float(g * o * i))
+        elif isinstance(term, Rows):
+            inputs += term.ids.numel() / batch
+        else:
+            matrices += sum(c[:, 0].numel() for c in term.jacobian().values()) / batch
+
+    def floats(columns: int) -> float:
+        kept = (graph + (columns + 1) * alone) / batch + 2 * inputs
+        return kept + (columns + 3) * outputs + 2.5 * columns * matrices
+
+    return floats
+
+
+def _saved(own: list[Tensor], run: Callable[[], object]) -> int:
+    """How many numbers autograd keeps for a backward pass through ``run``, weights apart."""
+    kept: dict[int, int] = {}
+    weights = {t.untyped_storage().data_ptr() for t in own}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            size = min(tensor.numel(), storage.nbytes() // tensor.element_size())
+            kept[storage.data_ptr()] = max(size, kept.get(storage.data_ptr(), 0))
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(kept.values())
+
+
+def _again(visit: Visit) -> object:
+    module: nn.Module = visit.unit.module
+    with torch.enable_grad():
+        leaves = {n: p.detach().requires_grad_() for n, p in module.named_parameters()}
+        return functional_call(module, leaves, visit.args, visit.kwargs)

@@ -1,0 +1,125 @@
+"""Where the examples are in what every layer sees, found out by running batches of two sizes.
+
+A dimension belongs to the examples when it grows with the batch. What does not grow at all (a
+table of position embeddings) is made once for all examples; it is lifted to one row for each, so
+that each example gets its own gradient, wherever the model computes the same with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from blr_analysis.backprop.layers import axis_between
+from blr_analysis.backprop.reading import Axes
+from blr_analysis.backprop.record import Recording, Unit, Visit, fetched, record
+from blr_analysis.errors import BLRError
+from blr_analysis.task import Task
+
+Shared = frozenset[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recorded probe, where its examples are, and the parameters for which nobody can say."""
+
+    recording: Recording
+    axes: dict[tuple[str, int], Axes]
+    shared: Shared
+    unknown: frozenset[str]
+
+
+def probe_indices(n_data: int) -> tuple[Tensor, Tensor]:
+    """Three examples from all over the data, and the same ones as a batch of seven.
+
+    The same ones, so that a collate function that pads to the longest gives equal lengths;
+    seven and every example more often, so that whatever depends on an example changes in number.
+    """
+    spread = [0, n_data // 2, n_data - 1] if n_data > 2 else [i % n_data for i in range(3)]
+    return torch.tensor(spread), torch.tensor((spread * 3)[:7])
+
+
+def layout_of(task: Task, params: Mapping[str, Tensor], units: Sequence[Unit]) -> Layout:
+    """Run the probe in both sizes, lifting what the examples share as long as that works."""
+    probes = probe_indices(task.n_data)
+
+    def runs(shared: Shared) -> list[Recording]:
+        return [
+            record(task, params, fetched(task, p), units, size=len(p), indices=p, shared=shared)
+            for p in probes
+        ]
+
+    plain = current = runs(frozenset())
+    shared: Shared = frozenset()
+    while fresh := _first_shared(current):
+        try:
+            tried = runs(shared | fresh)
+        except BLRError:  # the model does not compute with one row per example there
+            break
+        if not agrees(tried[0].outputs, plain[0].outputs):
+            break
+        shared, current = shared | fresh, tried
+    sizes = (len(probes[0]), len(probes[1]))
+    axes: dict[tuple[str, int], Axes] = {}
+    unknown: set[str] = set()
+    for small, large in _pairs(current):
+        found = None if large is None or small.stale else _axes_between(small, large, sizes)
+        if found is None:
+            unknown.update(small.unit.names.values())
+        else:
+            axes[small.unit.path, small.occurrence] = found
+    return Layout(current[0], axes, shared, frozenset(unknown))
+
+
+def agrees(ours: Tensor | None, truth: Tensor, floor: float = 0.0) -> bool:
+    """Whether two tensors are equal up to rounding, relative to the truth's norm."""
+    truth = truth.detach()
+    if ours is not None and ours.shape != truth.shape:
+        return False
+    gap = truth if ours is None else ours.detach() - truth
+    tolerance = torch.finfo(truth.dtype).eps ** 0.6
+    bound = tolerance * torch.linalg.vector_norm(truth) + floor
+    return bool(torch.linalg.vector_norm(gap) <= bound)
+
+
+def _pairs(runs: Sequence[Recording]) -> list[tuple[Visit, Visit | None]]:
+    large = {(v.unit.path, v.occurrence): v for v in runs[1].visits}
+    return [(v, large.get((v.unit.path, v.occurrence))) for v in runs[0].visits]
+
+
+def _first_shared(runs: Sequence[Recording]) -> Shared:
+    """The outputs of the first visit that are the same, whatever the batch."""
+    for small, large in _pairs(runs):
+        if large is None or len(small.outputs) != len(large.outputs):
+            continue
+        found = [
+            (small.unit.path, small.occurrence, position)
+            for position, (a, b) in enumerate(zip(small.outputs, large.outputs, strict=True))
+            if a.shape == b.shape
+        ]
+        if found:
+            return frozenset(found)
+    return frozenset()
+
+
+def _axes_between(small: Visit, large: Visit, sizes: tuple[int, int]) -> Axes | None:
+    inputs = [tree_flatten((v.args, v.kwargs))[0] for v in (small, large)]
+    if len(inputs[0]) != len(inputs[1]) or len(small.outputs) != len(large.outputs):
+        return None
+    ins = [
+        axis_between(a.shape, b.shape, sizes)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else None
+        for a, b in zip(*inputs, strict=True)
+    ]
+    outs = [
+        axis_between(a.shape, b.shape, sizes)
+        for a, b in zip(small.outputs, large.outputs, strict=True)
+    ]
+    known = [a for a in outs if a is not None and not a.shared]
+    lost = any(a is None for a, x in zip(ins, inputs[0], strict=True) if isinstance(x, Tensor))
+    return None if lost or not outs or len(known) < len(outs) else (ins, known)

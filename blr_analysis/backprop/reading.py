@@ -1,0 +1,109 @@
+"""A recorded chunk read into terms: every parameter's gradients, by the way its plan chose.
+
+What a plan learned on a handful of examples is held against every chunk: a layer that sees other
+shapes than the plan expects (experts that a router fills, say) is differentiated through the whole
+model for that chunk, one example at a time, rather than misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from blr_analysis.backprop.fallback import module_columns, task_columns
+from blr_analysis.backprop.layers import Axis, Call
+from blr_analysis.backprop.record import Recording, Unit, Visit
+from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.task import Task
+
+Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Units with their rules, the batch axes of what they see, and the cost of one example."""
+
+    units: tuple[Unit, ...]
+    whole_model: tuple[str, ...]  # parameters differentiated through the whole model
+    axes: dict[tuple[str, int], Axes]  # by unit and occurrence
+    shared: frozenset[tuple[str, int, int]]  # outputs that are lifted to one row per example
+    floats: Callable[[int], float]  # K columns → numbers held per example
+    outputs: int = 0  # C
+
+    def chunk_size(self, columns: int, budget: int, itemsize: int, n_data: int) -> int:
+        """Examples per chunk so that the working memory stays within ``budget`` bytes."""
+        return int(max(1, min(n_data, budget // (itemsize * max(1.0, self.floats(columns))))))
+
+    def terms(
+        self,
+        task: Task,
+        params: Mapping[str, Tensor],
+        recording: Recording,
+        indices: Tensor,
+        cotangents: list[Tensor],
+    ) -> list[Term]:
+        """G_ic of every unit for these cotangents, each parameter in exactly one term."""
+        grads = recording.backward(cotangents)
+        values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
+        found: list[Term] = []
+        alone = set(self.whole_model)
+        with torch.inference_mode(False), torch.no_grad(), task.evaluation():
+            for visit, visited in zip(recording.visits, grads, strict=True):
+                axes = self.axes_of(visit, len(indices))
+                if axes is None:
+                    alone.update(visit.unit.names.values())
+                else:
+                    found += read(task.model, values, visit, axes, visited, len(indices))
+        result = []
+        for term in merged(found):
+            if alone.isdisjoint(term.names):
+                result.append(term)
+            else:
+                alone.update(term.names)
+        if alone:
+            result.append(task_columns(task, values, sorted(alone), indices, cotangents))
+        return result
+
+    def axes_of(self, visit: Visit, batch: int) -> Axes | None:
+        """Where the examples are in what a layer saw; None where the plan does not know.
+
+        A call beyond those that the plan saw (a loop over longer sequences) is read as the last
+        one that it did see.
+        """
+        known = (self.axes.get((visit.unit.path, o)) for o in range(visit.occurrence, -1, -1))
+        axes = next((found for found in known if found is not None), None)
+        if visit.stale or axes is None:
+            return None
+        leaves = [*tree_flatten((visit.args, visit.kwargs))[0], *visit.outputs]
+        layout = [*axes[0], *axes[1]]
+        fits = len(leaves) == len(layout) and all(
+            axis is None or (isinstance(leaf, Tensor) and axis.fits(leaf, batch))
+            for leaf, axis in zip(leaves, layout, strict=True)
+        )
+        return axes if fits else None
+
+
+def read(
+    model: nn.Module,
+    values: Mapping[str, Tensor],
+    visit: Visit,
+    axes: Axes,
+    grads: list[list[Tensor]],
+    batch: int,
+) -> list[Term]:
+    """G_ic of one visited unit, by its rule or by ``torch.func``; ``grads``: [leaf][column]."""
+    unit = visit.unit
+    if unit.rule is None:
+        canonical = {id(p): n for n, p in model.named_parameters()}
+        below = unit.module.named_parameters(remove_duplicate=False)
+        names = {a: canonical[id(p)] for a, p in below}
+        return [module_columns(visit, values, names, axes, grads, batch)]
+    axis = axes[0][0]
+    assert axis is not None
+    own = {a: values[n] for a, n in unit.names.items()}
+    call = Call(unit.module, visit.args, visit.kwargs, batch, axis, axes[1][0], unit.names, own)
+    return unit.rule(call, grads[0])

@@ -1,0 +1,262 @@
+"""IVON computes Algorithm 1 of Shen et al. (2024): oracles are a transcription in numpy, the
+package ``ivon-opt`` with the same noise, and the closed form of linear regression."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ivon as ivon_opt
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.optim import IVON
+
+
+def train_two_groups(
+    make: Any, *, dtype: torch.dtype, draws: int, steps: int = 50, **options: Any
+) -> dict[str, Tensor]:
+    """Weights, precision and momentum after ``steps``, as flat vectors over both groups."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    model.to(dtype)
+    x, y = torch.randn(64, 6, dtype=dtype), torch.randn(64, 2, dtype=dtype)
+    second = {"params": model[2].parameters(), "lr": 0.05, "weight_decay": 1e-2, "hess_init": 0.25}
+    optimizer = make(
+        [{"params": model[0].parameters()}, second], lr=0.1, ess=64, hess_init=0.5, **options
+    )
+    for _ in range(steps):
+        for _ in range(draws):
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    found = {"weights": torch.cat([p.detach().flatten() for p in model.parameters()])}
+    for name in ("hess", "momentum"):
+        if make is IVON:
+            found[name] = torch.cat(
+                [optimizer.state[p][name].flatten() for p in model.parameters()]
+            )
+        else:
+            found[name] = torch.cat([group[name] for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta1": 0.5, "beta2": 0.9, "debias": False},
+        {"beta2": 0.99, "rescale_lr": False, "clip_radius": 0.1},
+        {"beta1": 0.0, "beta2": 0.999, "clip_radius": 0.02},
+    ],
+)
+def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, Any]) -> None:
+    options = {"hess_approx": hess_approx, **options}
+    ours = train_two_groups(IVON, dtype=torch.float64, draws=draws, **options)
+    theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float64, draws=draws, **options)
+    for name in ("weights", "hess", "momentum"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
+def test_agrees_with_ivon_opt_in_single_precision(hess_approx: str) -> None:
+    """Up to rounding, which for a vector is relative to its length."""
+    options: dict[str, Any] = {"hess_approx": hess_approx, "beta2": 0.99}
+    ours = train_two_groups(IVON, dtype=torch.float32, draws=1, **options)
+    theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float32, draws=1, **options)
+    for name in ("weights", "hess", "momentum"):
+        assert (ours[name] - theirs[name]).norm() <= 1e-6 * theirs[name].norm()
+
+
+@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
+@pytest.mark.parametrize("rescale_lr", [True, False])
+@pytest.mark.parametrize("debias", [True, False])
+def test_is_algorithm_1(hess_approx: str, rescale_lr: bool, debias: bool) -> None:
+    """Line by line in numpy, on the loss Σ_j a_j θ_j²/2 − b_j θ_j, whose gradient is aθ − b."""
+    a, b = np.array([1.0, 0.3, 2.0]), np.array([0.5, -1.0, 0.2])
+    lr, ess, hess_init, beta1, beta2, decay, clip = 0.3, 20.0, 0.7, 0.8, 0.9, 0.05, 0.4
+    draws, steps = 2, 6
+
+    theta = torch.nn.Parameter(torch.tensor([1.0, -1.0, 0.1], dtype=torch.float64))
+    optimizer = IVON(
+        [theta],
+        lr,
+        ess,
+        hess_init,
+        beta1,
+        beta2,
+        decay,
+        hess_approx=hess_approx,
+        clip_radius=clip,
+        debias=debias,
+        rescale_lr=rescale_lr,
+        generator=torch.Generator().manual_seed(5),
+    )
+    for _ in range(steps):
+        for _ in range(draws):
+            with optimizer.sampled_params(train=True):
+                theta.grad = torch.from_numpy(a * theta.detach().numpy() - b)
+        optimizer.step()
+
+    normals = torch.Generator().manual_seed(5)
+    m, h, g = np.array([1.0, -1.0, 0.1]), np.full(3, hess_init), np.zeros(3)
+    for t in range(1, steps + 1):
+        variance = 1 / (ess * (h + decay))
+        g_hat, h_hat = np.zeros(3), np.zeros(3)
+        for _ in range(draws):
+            z = torch.empty(3, dtype=torch.float64).normal_(generator=normals).numpy()
+            sample = m + z * np.sqrt(variance)
+            gradient = a * sample - b
+            g_hat += gradient / draws
+            if hess_approx == "price":
+                h_hat += gradient * (sample - m) / variance / draws
+            else:
+                h_hat += ess * gradient**2 / draws
+        g = beta1 * g + (1 - beta1) * g_hat
+        h = (
+            beta2 * h
+            + (1 - beta2) * h_hat
+            + (1 - beta2) ** 2 * (h - h_hat) ** 2 / (2 * (h + decay))
+        )
+        g_bar = g / (1 - beta1**t) if debias else g
+        rate = lr * (hess_init + decay) if rescale_lr else lr
+        m = m - rate * np.clip((g_bar + decay * m) / (h + decay), -clip, clip)
+    np.testing.assert_allclose(theta.detach().numpy(), m, rtol=1e-12)
+    np.testing.assert_allclose(optimizer.state[theta]["hess"].numpy(), h, rtol=1e-12)
+    np.testing.assert_allclose(optimizer.state[theta]["momentum"].numpy(), g, rtol=1e-12)
+    assert optimizer.state[theta]["step"] == steps
+
+
+def test_converges_to_the_mean_field_posterior_of_linear_regression() -> None:
+    """S → diag(XᵀX/σ²) + δ, and m → (XᵀX/σ² + δ)⁻¹ Xᵀy/σ²."""
+    torch.manual_seed(0)
+    n, sigma2, delta = 200, 0.25, 3.0
+    x = torch.randn(n, 4, dtype=torch.float64) * torch.tensor([0.5, 1.0, 2.0, 1.5])
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64) + 0.5 * torch.randn(n)
+    theta = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = IVON([theta], lr=0.05, ess=n, hess_init=10.0, beta2=0.995, weight_decay=delta / n)
+    precisions, means = [], []
+    for step in range(4000):
+        with optimizer.sampled_params(train=True):
+            residual = x @ theta.detach() - y
+            theta.grad = x.T @ residual / sigma2 / n  # of the mean loss, as users have it
+        optimizer.step()
+        if step >= 2000:
+            precisions.append(n * (optimizer.state[theta]["hess"] + delta / n))
+            means.append(theta.detach().clone())
+    gram = x.T @ x / sigma2
+    # The standard error of the averages over 2000 steps is 3 % (price has a variance of about
+    # the squared precision) and 0.3 % of a standard deviation of q.
+    torch.testing.assert_close(
+        torch.stack(precisions).mean(0), gram.diagonal() + delta, rtol=0.1, atol=0.0
+    )
+    exact = torch.linalg.solve(gram + delta * torch.eye(4), x.T @ y / sigma2)
+    error = (torch.stack(means).mean(0) - exact) * (gram.diagonal() + delta).sqrt()
+    assert error.abs().max() < 0.1
+
+
+def test_draws_have_the_precision_of_the_state() -> None:
+    theta = torch.nn.Parameter(torch.full((2, 50_000), 3.0))
+    optimizer = IVON([theta], lr=0.0, ess=40, hess_init=0.5, weight_decay=0.1, beta2=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for expected in (0.5, None):
+        if expected is None:  # two rows of different precision, from the state
+            expected = optimizer.state[theta]["hess"].mean(1)
+            optimizer.state[theta]["hess"].copy_(expected[:, None].expand(2, 50_000))
+        with optimizer.sampled_params(train=True):
+            deviation = (theta.detach() - 3.0).std(1)
+            theta.grad = torch.randn(theta.shape, generator=generator) * 0.01
+        wanted = 1 / (40 * (torch.as_tensor(expected) + 0.1)).sqrt().expand(2)
+        torch.testing.assert_close(deviation, wanted, rtol=0.02, atol=0.0)
+        optimizer.step()
+
+
+def test_precision_stays_positive_under_adversarial_gradients() -> None:
+    """h + δ never falls below half of what it was, whatever the estimate."""
+    theta = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+    optimizer = IVON([theta], lr=0.0, ess=10, beta2=0.3, weight_decay=0.01)
+    before = torch.full_like(theta, 1.01)
+    for _ in range(20):
+        with optimizer.sampled_params(train=True):
+            theta.grad = -50.0 * theta.detach()  # negative curvature
+        optimizer.step()
+        after = optimizer.state[theta]["hess"] + 0.01
+        assert (after >= before / 2 * (1 - 1e-12)).all()
+        before = after.clone()
+
+
+def test_learning_rate_schedules() -> None:
+    """A schedule is the same as setting the learning rate by hand."""
+    finals = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        theta = torch.nn.Parameter(torch.ones(5))
+        optimizer = IVON([theta], lr=0.2, ess=100)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        for step in range(6):
+            with optimizer.sampled_params(train=True):
+                theta.grad = theta.detach().clone()
+            if by_hand:
+                optimizer.param_groups[0]["lr"] = 0.2 * 0.5 ** (step // 2)
+            optimizer.step()
+            if not by_hand:
+                schedule.step()
+        finals.append(theta.detach().clone())
+    assert torch.equal(*finals)
+    assert not torch.equal(finals[0], torch.ones(5))
+
+
+def test_arguments_and_defaults_are_those_of_ivon_opt() -> None:
+    from inspect import signature
+
+    theirs = list(signature(ivon_opt.IVON.__init__).parameters.values())
+    ours = list(signature(IVON.__init__).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -0.1),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("ess", 0.0),
+        ("ess", math.inf),
+        ("ess", "many"),
+        ("hess_init", 0.0),
+        ("beta1", 1.0),
+        ("beta1", -0.1),
+        ("beta2", 1.5),
+        ("weight_decay", -1e-4),
+        ("mc_samples", 0),
+        ("mc_samples", 1.5),
+        ("hess_approx", "exact"),
+        ("clip_radius", 0.0),
+    ],
+)
+def test_invalid_hyperparameters(name: str, value: Any) -> None:
+    theta = torch.nn.Parameter(torch.ones(2))
+    options = {"lr": 0.1, "ess": 10.0}
+    with pytest.raises(InputError, match=name):
+        IVON([theta], **{**options, name: value})
+    if name != "mc_samples":
+        with pytest.raises(InputError, match=name):
+            IVON([{"params": [theta], name: value}], **options)
+
+
+def test_invalid_parameters() -> None:
+    with pytest.raises(InputError, match="empty"):
+        IVON([], lr=0.1, ess=10)
+    complex_parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(InputError, match="complex64"):
+        IVON([complex_parameter], lr=0.1, ess=10)
+    named = IVON([("weight", torch.nn.Parameter(torch.ones(2)))], lr=0.1, ess=10)
+    assert named.param_groups[0]["param_names"] == ["weight"]

@@ -1,0 +1,640 @@
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.offsetbox import AnnotationBbox, OffsetImage, TextArea
+
+from blr_analysis.errors import InputError
+from blr_analysis.memory_map import REGIONS, MemoryMap, memory_map
+from blr_analysis.plots import (
+    extremes,
+    image_of,
+    plot_deviations,
+    plot_examples,
+    plot_leave_one_out,
+    plot_memory_map,
+    plot_what_if,
+)
+from blr_analysis.plots._canvas import choose_scale
+from blr_analysis.plots._labels import place
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.sensitivity import sensitivity, what_if
+from blr_analysis.task import Task
+from blr_analysis.views import make_plot
+
+
+def scores_of(error: Any, variance: Any) -> SimpleNamespace:
+    e = torch.as_tensor(np.asarray(error, dtype=np.float64)).reshape(-1, 1)
+    v = torch.as_tensor(np.asarray(variance, dtype=np.float64)).reshape(-1, 1, 1)
+    return SimpleNamespace(
+        error=e,
+        variance=v,
+        self_influence=(e * e * v[:, :, 0])[:, 0],
+        deviation=(e.abs() * v[:, :, 0])[:, 0],
+        likelihood=SimpleNamespace(is_classification=False),
+    )
+
+
+def some_scores(n: int = 200, spread: float = 2.0, seed: int = 0) -> SimpleNamespace:
+    generator = np.random.default_rng(seed)
+    return scores_of(*np.exp(spread * generator.normal(size=(2, n))))
+
+
+def some_map(n: int = 200, **options: Any) -> MemoryMap:
+    return memory_map(some_scores(n), **options)
+
+
+def each_table(n: int = 4) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "group": range(n),
+            "nll_before": 0.1,
+            "nll_after": 0.2 + np.arange(n) / 10,
+            "accuracy_before": 0.9,
+            "accuracy_after": 0.8 - np.arange(n) / 100,
+        }
+    )
+
+
+def one_what_if(classes: bool = True) -> SimpleNamespace:
+    table = each_table(3).rename(columns={"group": "class"})
+    return SimpleNamespace(
+        nll=0.5,
+        accuracy=0.75 if classes else None,
+        before=SimpleNamespace(nll=0.25, accuracy=0.9 if classes else None),
+        by_class=table,
+    )
+
+
+def small_model() -> tuple[Task, Posterior]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 2, generator=generator), torch.arange(40) % 3
+    task = Task(torch.nn.Linear(2, 3), (x, y))
+    return task, fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+
+
+IMAGES = np.random.default_rng(3).random((200, 8, 8))
+EVERY: dict[str, Callable[..., Axes]] = {
+    "memory map": lambda ax=None: plot_memory_map(some_map(), ax),
+    "memory map of images": lambda ax=None: plot_memory_map(some_map(), ax, images=IMAGES),
+    "memory map of a crowd": lambda ax=None: plot_memory_map(some_map(), ax, crowd=100),
+    "deviations": lambda ax=None: plot_deviations(some_scores(), ax),
+    "leave-one-out": lambda ax=None: plot_leave_one_out([3, 2, 1], [3, 2, 2], ax),
+    "leave-one-out bars": lambda ax=None: plot_leave_one_out(0.3, 0.4, ax),
+    "what-if": lambda ax=None: plot_what_if(one_what_if(), ax),
+    "what-if each": lambda ax=None: plot_what_if(each_table(), ax, truth={1: 0.3}),
+    "examples": lambda ax=None: plot_examples(IMAGES, [4, 2], ax=ax),
+}
+
+
+def xs_of(line: Any) -> list[float]:
+    return list(line.get_xdata())
+
+
+def ys_of(line: Any) -> list[float]:
+    return list(line.get_ydata())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_axes_given_are_the_axes_drawn_on(name: str) -> None:
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert EVERY[name](ax=right) is right
+    assert right.get_children() != []
+    assert not left.lines
+    assert not left.collections
+    assert not left.texts
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_without_axes_a_figure_that_can_be_saved(name: str, recwarn: Any) -> None:
+    ax = EVERY[name]()
+    assert isinstance(ax, Axes)
+    target = BytesIO()
+    assert isinstance(ax.figure, Figure)
+    ax.figure.savefig(target, format="png", dpi=50)
+    assert target.getvalue().startswith(b"\x89PNG")
+    assert not list(recwarn)  # no glyph is missing, nothing collapses
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_trace_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    before = matplotlib.rcParams.copy()
+    EVERY[name]()
+    assert "matplotlib.pyplot" not in sys.modules
+    assert matplotlib.rcParams.copy() == before
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_something_else_than_axes(name: str) -> None:
+    with pytest.raises(InputError, match="ax must be a matplotlib Axes"):
+        EVERY[name](ax=Figure())
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "examples"])
+def test_axes_say_what_they_show_and_which_way_is_worse(name: str) -> None:
+    ax = EVERY[name]()
+    labels = ax.get_xlabel() + ax.get_ylabel()
+    assert ax.get_title()
+    assert ax.get_ylabel()
+    assert "→" in labels or "shapes" in labels
+
+
+# ── memory map ──────────────────────────────────────────────────────────────────────────────
+
+
+def boxes_of(ax: Axes) -> list[AnnotationBbox]:
+    return [artist for artist in ax.artists if isinstance(artist, AnnotationBbox)]
+
+
+def text_of(box: AnnotationBbox) -> str:
+    (area,) = box.findobj(TextArea)
+    return area.get_text()  # type: ignore[union-attr]
+
+
+def test_every_example_is_drawn_once_in_its_region() -> None:
+    memory = some_map()
+    groups = {c.get_label(): c for c in plot_memory_map(memory).collections}
+    for region in REGIONS:
+        here = memory.region == region
+        expected = np.column_stack([memory.variance[here], memory.error[here]])
+        np.testing.assert_array_equal(groups[region].get_offsets(), expected)
+    markers = {str(groups[r].get_paths()[0].vertices) for r in REGIONS}
+    assert len(markers) == 4
+
+
+def test_regions_are_named_and_counted_in_their_corners() -> None:
+    memory = some_map()
+    texts = {t.get_text().split("\n")[0]: t for t in plot_memory_map(memory).texts}
+    assert set(texts) == set(REGIONS)
+    for region, (right, top) in zip(REGIONS, [(0, 0), (1, 0), (0, 1), (1, 1)], strict=True):
+        x, y = texts[region].get_position()
+        assert (x > 0.5, y > 0.5) == (right, top)
+        assert f"\n{(memory.region == region).sum()} (" in texts[region].get_text()
+
+
+def test_thresholds_are_drawn_where_they_are() -> None:
+    ax = plot_memory_map(some_map(error_threshold=1.5, variance_threshold=2.5))
+    upright, level = ax.lines
+    assert xs_of(upright) == [2.5, 2.5]
+    assert ys_of(level) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(("spread", "scale"), [(2.0, "log"), (0.2, "linear")])
+def test_axes_are_logarithmic_where_the_data_ask_for_it(spread: float, scale: str) -> None:
+    ax = plot_memory_map(memory_map(some_scores(spread=spread)))
+    assert (ax.get_xscale(), ax.get_yscale()) == (scale, scale)
+
+
+def test_each_axis_has_a_scale_of_its_own() -> None:
+    narrow = np.linspace(1, 2, 100)
+    wide = np.logspace(-3, 3, 100)
+    ax = plot_memory_map(memory_map(scores_of(narrow, wide)))
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
+
+
+def test_a_heavy_tail_asks_for_a_logarithmic_axis() -> None:
+    assert choose_scale(np.array([1.0] * 99 + [1000.0])).log
+    assert not choose_scale(np.array([1.0] * 99 + [20.0])).log
+    assert not choose_scale(np.zeros(5)).log
+    assert not choose_scale(np.array([0.0, 0.0, 3.0])).log
+
+
+ugly = st.lists(
+    st.tuples(*[st.sampled_from([0.0, 1e-300, 1e-9, 1e-4, 0.5, 1.0, 1.5, 1e4, 1e30])] * 2),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(ugly, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_every_point_is_seen_on_its_side_of_the_thresholds(
+    pairs: list[tuple[float, float]], quantile: float
+) -> None:
+    memory = memory_map(scores_of(*np.transpose(pairs)), quantile=quantile)
+    ax = plot_memory_map(memory, n_extremes=0)
+    line_x, line_y = xs_of(ax.lines[0])[0], ys_of(ax.lines[1])[0]
+    for code, region in enumerate(REGIONS):
+        (points,) = [c for c in ax.collections if c.get_label() == region]
+        for x, y in np.asarray(points.get_offsets()):
+            assert (x > line_x) == bool(code % 2)
+            assert (y > line_y) == bool(code >= 2)
+            assert ax.get_xlim()[0] < x < ax.get_xlim()[1]
+            assert ax.get_ylim()[0] < y < ax.get_ylim()[1]
+
+
+def test_what_lies_below_the_axis_is_drawn_at_its_edge_and_counted() -> None:
+    values = np.concatenate([np.zeros(7), np.logspace(-2, 2, 93)])
+    ax = plot_memory_map(memory_map(scores_of(values, np.linspace(1, 2, 100))))
+    assert "7 below 0.01 at the edge" in ax.get_ylabel()
+    assert "edge" not in ax.get_xlabel()
+    (regular,) = [c for c in ax.collections if c.get_label() == "regular"]
+    assert (np.asarray(regular.get_offsets())[:, 1] == 0.005).sum() == 7
+
+
+def test_a_crowd_is_counted_cell_by_cell() -> None:
+    memory = some_map(5000)
+    ax = plot_memory_map(memory)
+    (cells,) = [c for c in ax.collections if isinstance(c, PolyCollection)]
+    assert np.asarray(cells.get_array()).sum() == 5000
+    assert not [c for c in ax.collections if c.get_label() in REGIONS]
+    assert isinstance(ax.figure, Figure)
+    assert [a.get_ylabel() for a in ax.figure.axes if a is not ax] == ["examples per cell"]
+
+
+def test_extremes_are_the_largest_products_and_never_regular() -> None:
+    memory = some_map(n=1000)
+    product = (memory.error * memory.variance).tolist()
+    memorable = [i for i in range(1000) if memory.region[i] == "memorable"]
+    best = sorted(memorable, key=lambda i: -product[i])
+    assert len(best) > 5
+    assert extremes(memory, 5) == best[:5]
+    others = [i for i in range(1000) if memory.region[i] in ("uncertain", "unpredictable")]
+    expected = best + sorted(others, key=lambda i: -product[i])
+    assert extremes(memory, 2000) == expected
+    assert extremes(memory, 0) == []
+
+
+def test_extremes_are_labelled_where_they_are() -> None:
+    memory = some_map()
+    names = [f"name{i}" for i in range(200)]
+    ax = plot_memory_map(memory, labels=names, n_extremes=6)
+    boxes = boxes_of(ax)
+    assert [text_of(box) for box in boxes] == [f"{i}: name{i}" for i in extremes(memory, 6)]
+    for box, i in zip(boxes, extremes(memory, 6), strict=True):
+        assert tuple(box.xy) == (float(memory.variance[i]), float(memory.error[i]))
+    (rings,) = [c for c in ax.collections if c.get_label() == "extremes"]
+    assert isinstance(rings, PathCollection)
+    assert len(np.asarray(rings.get_offsets())) == 6
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "dataset"])
+def test_the_images_at_the_extremes_are_theirs(kind: str) -> None:
+    images: Any = {
+        "array": IMAGES,
+        "tensor": torch.from_numpy(IMAGES).unsqueeze(1),
+        "dataset": [(torch.from_numpy(image), 0) for image in IMAGES],
+    }[kind]
+    memory = some_map()
+    boxes = boxes_of(plot_memory_map(memory, images=images, n_extremes=5))
+    for box, i in zip(boxes, extremes(memory, 5), strict=True):
+        (shown,) = box.findobj(OffsetImage)
+        np.testing.assert_array_equal(shown.get_data(), IMAGES[i])  # type: ignore[union-attr]
+        assert text_of(box) == str(i)
+
+
+@pytest.mark.parametrize("n", [50, 5000])
+@pytest.mark.parametrize("images", [False, True])
+def test_labels_cover_neither_each_other_nor_the_names(n: int, images: bool) -> None:
+    pictures = np.resize(IMAGES, (n, 8, 8)) if images else None
+    ax = plot_memory_map(some_map(n), images=pictures)
+    assert isinstance(ax.figure, Figure)
+    ax.figure.draw_without_rendering()
+    labels = [box.patch.get_window_extent() for box in boxes_of(ax)]
+    assert len(labels) == 8
+    names = [text.get_window_extent() for text in ax.texts]
+    for a, b in itertools.combinations(labels + names, 2):
+        assert not a.overlaps(b)
+    frame = ax.get_window_extent()
+    for label in labels:
+        assert frame.x0 <= label.x0 <= label.x1 <= frame.x1
+        assert frame.y0 <= label.y0 <= label.y1 <= frame.y1
+
+
+@pytest.mark.parametrize(("n", "value"), [(1, 0.3), (40, 1.0), (40, 0.0)])
+def test_a_map_of_one_place(n: int, value: float) -> None:
+    memory = memory_map(scores_of([value] * n, [value] * n))
+    ax = plot_memory_map(memory)
+    assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
+    assert ax.get_title() == f"Memory map of {n} example{'s' * (n > 1)}"
+    assert boxes_of(ax) == []
+
+
+def test_a_memory_map_plots_itself() -> None:
+    ax = Figure().subplots()
+    memory = some_map()
+    assert memory.plot(ax=ax, n_extremes=3) is ax
+    assert len(boxes_of(ax)) == 3
+
+
+def test_a_map_without_the_variance_matrix_says_so() -> None:
+    scores = some_scores()
+    scores.variance = None
+    assert "eᵀVe / ‖e‖²" in plot_memory_map(memory_map(scores)).get_xlabel()
+    assert "tr V" in plot_memory_map(some_map()).get_xlabel()
+
+
+def test_a_map_of_something_else() -> None:
+    with pytest.raises(InputError, match="memory_map"):
+        plot_memory_map(some_scores())  # type: ignore[arg-type]
+
+
+def test_extremes_without_image_or_label() -> None:
+    with pytest.raises(InputError, match="one image per example"):
+        plot_memory_map(some_map(), images=IMAGES[:1])
+    with pytest.raises(InputError, match="labels do not cover"):
+        plot_memory_map(some_map(), labels=["a"])
+
+
+def test_placing_keeps_clear_of_what_is_there() -> None:
+    anchors = np.full((6, 2), 100.0)
+    sizes = np.tile([30.0, 12.0], (6, 1))
+    there = (102.0, 102.0, 200.0, 200.0)
+    centres = place(anchors, sizes, (0, 0, 200, 200), anchors, [there])
+    boxes = [(*(c - s / 2), *(c + s / 2)) for c, s in zip(centres, sizes, strict=True)]
+    for a, b in itertools.combinations([*boxes, there], 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
+    task, posterior = small_model()
+    scores = sensitivity(task, posterior, progress=False)
+    top = sorted(range(40), key=lambda i: -scores.deviation[i])[:3]  # type: ignore[index]
+    assert [text_of(box) for box in boxes_of(make_plot(scores, n_labels=3))] == list(map(str, top))
+    result = what_if(task, posterior, remove=[0, 1], progress=False)
+    ax = make_plot(result)
+    assert names_of(ax) == ["all", "0", "1", "2"]
+    assert heights_of(ax)["before"][0] == result.before.nll
+    assert heights_of(ax)["after, predicted"][0] == result.nll
+
+
+# ── deviations ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_deviations_fall_and_the_largest_are_labelled() -> None:
+    scores = some_scores(200)
+    scores.deviation = scores.deviation.clamp(min=0.01)
+    ax = plot_deviations(scores, n_labels=4)
+    expected = sorted(scores.deviation.tolist(), reverse=True)
+    assert ys_of(ax.lines[0]) == expected
+    assert xs_of(ax.lines[0]) == list(range(1, 201))
+    top = sorted(range(200), key=lambda i: -scores.deviation[i])[:4]
+    assert [text_of(box) for box in boxes_of(ax)] == [str(i) for i in top]
+    assert [box.xy for box in boxes_of(ax)] == [(k + 1.0, expected[k]) for k in range(4)]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_deviations_of_a_part_of_the_table_keep_their_index() -> None:
+    table = pd.DataFrame({"index": [30, 10, 20], "deviation": [0.2, 0.5, 0.3]})
+    ax = plot_deviations(table, n_labels=2, labels={10: "cat", 20: "dog"})
+    assert [text_of(box) for box in boxes_of(ax)] == ["10: cat", "20: dog"]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
+
+
+def test_deviations_are_linear_unless_a_few_tower_above_the_rest() -> None:
+    table = pd.DataFrame({"index": range(200), "deviation": np.logspace(0.3, -5, 200)})
+    assert plot_deviations(table).get_yscale() == "linear"
+    table.loc[0, "deviation"] = 200.0
+    assert plot_deviations(table).get_yscale() == "log"
+
+
+def test_units_follow_the_likelihood() -> None:
+    scores = some_scores()
+    assert "output" in plot_deviations(scores).get_ylabel()
+    scores.likelihood.is_classification = True
+    assert "0 to 2" in plot_deviations(scores).get_ylabel()
+
+
+@pytest.mark.parametrize("missing", [None, torch.full((200,), float("nan"))])
+def test_self_influence_where_there_is_no_deviation(missing: Any) -> None:
+    scores = some_scores(spread=1.0)
+    scores.deviation = missing
+    ax = plot_deviations(scores)
+    assert "self-influence" in ax.get_ylabel()
+    expected = sorted(scores.self_influence.tolist(), reverse=True)
+    assert ys_of(ax.lines[0]) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 150])
+def test_deviations_of_zero_are_not_labelled(n: int) -> None:
+    ax = plot_deviations(scores_of([0.0] * n, [0.0] * n))
+    assert boxes_of(ax) == []
+    assert ax.get_ylim()[0] <= 0 < ax.get_ylim()[1]
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (pd.DataFrame({"index": [0], "deviation": [float("inf")]}), "not finite"),
+        (pd.DataFrame({"index": [], "deviation": []}), "no examples"),
+        (pd.DataFrame({"index": [0]}), "with a deviation or a self_influence"),
+        (3.0, "got float"),
+    ],
+)
+def test_deviations_of_bad_input(scores: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plot_deviations(scores)
+
+
+# ── leave-one-out against test ──────────────────────────────────────────────────────────────
+
+
+def test_two_curves_over_epochs() -> None:
+    ax = plot_leave_one_out([3.0, 2.0, 1.0], torch.tensor([3.5, 2.5, 2.0]), epochs=[10, 20, 30])
+    loo, test = ax.lines
+    assert xs_of(loo) == xs_of(test) == [10, 20, 30]
+    assert ys_of(loo) == [3.0, 2.0, 1.0]
+    assert ys_of(test) == [3.5, 2.5, 2.0]
+    assert (loo.get_linestyle(), loo.get_marker()) != (test.get_linestyle(), test.get_marker())
+    assert "worse" in ax.get_ylabel()
+
+
+def test_pairs_of_bars_with_labels() -> None:
+    ax = plot_leave_one_out([0.1, 0.2], [0.3, 0.4], labels=["cat", "dog"], measure="accuracy")
+    heights = [[bar.get_height() for bar in group] for group in ax.containers]  # type: ignore[attr-defined]
+    assert heights == [[0.1, 0.2], [0.3, 0.4]]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["cat", "dog"]
+    hatches = {bar.get_hatch() for group in ax.containers for bar in group}  # type: ignore[attr-defined]
+    assert len(hatches) == 2
+    assert "better" in ax.get_ylabel()
+
+
+def test_results_speak_for_themselves() -> None:
+    loo = SimpleNamespace(nll=0.3, accuracy=0.9)
+    for measure, value in (("nll", 0.3), ("accuracy", 0.9)):
+        ax = plot_leave_one_out(loo, 0.5, measure=measure)
+        assert [group[0].get_height() for group in ax.containers] == [value, 0.5]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], [1, 2, 3]), "test_values holds 3 values for 2"),
+        (([1, 2], [1, 2], None, [1]), "epochs holds 1 values for 2"),
+        (([], []), "shape"),
+        (([[1]], [[1]]), "shape"),
+        (([float("nan")] * 2, [float("nan")] * 2), "finite"),
+        (([1.0, float("inf")], [1.0, 1.0]), "finite"),
+    ],
+)
+def test_leave_one_out_of_bad_input(arguments: tuple[Any, ...], message: str) -> None:
+    options = {"epochs": arguments[3]} if len(arguments) > 3 else {}
+    with pytest.raises(InputError, match=message):
+        plot_leave_one_out(*arguments[:2], **options)
+
+
+# ── what if ─────────────────────────────────────────────────────────────────────────────────
+
+
+def heights_of(ax: Axes) -> dict[str, list[float]]:
+    return {str(c.get_label()): [bar.get_height() for bar in c] for c in ax.containers}  # type: ignore[attr-defined]
+
+
+def names_of(ax: Axes) -> list[str]:
+    return [tick.get_text() for tick in ax.get_xticklabels()]
+
+
+@pytest.mark.parametrize("measure", ["nll", "accuracy"])
+def test_bars_before_and_after_each_group(measure: str) -> None:
+    table = each_table()
+    ax = plot_what_if(table, measure=measure)
+    assert heights_of(ax) == {
+        "before": table[f"{measure}_before"].tolist(),
+        "after, predicted": table[f"{measure}_after"].tolist(),
+    }
+    assert names_of(ax) == ["0", "1", "2", "3"]
+    assert ("worse" if measure == "nll" else "better") in ax.get_ylabel()
+
+
+def test_one_what_if_shows_the_whole_and_its_classes() -> None:
+    ax = plot_what_if(one_what_if(), truth=0.6)
+    assert names_of(ax) == ["all", "0", "1", "2"]
+    assert heights_of(ax)["before"] == [0.25, 0.1, 0.1, 0.1]
+    assert heights_of(ax)["after, predicted"] == pytest.approx([0.5, 0.2, 0.3, 0.4])
+    assert ys_of(ax.lines[0]) == [0.6]
+
+
+def test_one_what_if_without_classes() -> None:
+    assert names_of(plot_what_if(one_what_if(classes=False))) == ["all"]
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        ({1: 0.5, 3: 0.7}, {1: 0.5, 3: 0.7}),
+        ([0.1, 0.2, float("nan"), 0.4], {0: 0.1, 1: 0.2, 3: 0.4}),
+    ],
+)
+def test_truth_stands_over_the_bar_it_judges(truth: Any, expected: dict[int, float]) -> None:
+    ax = plot_what_if(each_table(), truth=truth)
+    (diamonds,) = ax.lines
+    assert ys_of(diamonds) == list(expected.values())
+    after = ax.containers[1]
+    middles = [after[k].get_x() + after[k].get_width() / 2 for k in expected]  # type: ignore[index]
+    assert xs_of(diamonds) == pytest.approx(middles)
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [t.get_text() for t in legend.get_texts()][-1] == "after, retrained"
+
+
+def test_of_many_groups_those_that_change_most() -> None:
+    generator = np.random.default_rng(0)
+    table = each_table(50).assign(nll_after=0.1 + generator.normal(size=50))
+    ax = plot_what_if(table, max_groups=5)
+    change = (table["nll_after"] - table["nll_before"]).abs().tolist()
+    most = sorted(sorted(range(50), key=lambda k: -change[k])[:5])
+    assert names_of(ax) == [str(k) for k in most]
+    assert heights_of(ax)["after, predicted"] == table["nll_after"][most].tolist()
+    assert "5 of 50 groups" in ax.get_title()
+
+
+def test_groups_can_be_named() -> None:
+    assert names_of(plot_what_if(each_table(2), names=["cat", "dog"])) == ["cat", "dog"]
+    assert names_of(plot_what_if(each_table(2), names={1: "dog"})) == ["0", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("result", "options", "message"),
+    [
+        (each_table(), {"measure": "loss"}, "measure must be"),
+        (each_table(), {"truth": {9: 0.1}}, r"not analysed: \[9\]"),
+        (each_table(), {"truth": [0.1]}, "1 values for 4 groups"),
+        (each_table(0), {}, "0 rows"),
+        (pd.DataFrame({"group": [1]}), {}, "nll_before"),
+        (each_table().assign(accuracy_after=float("nan")), {"measure": "accuracy"}, "no accuracy"),
+        (each_table().assign(nll_after=float("inf")), {}, "too large"),
+        (3.0, {}, "got float"),
+    ],
+)
+def test_what_if_of_bad_input(result: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plot_what_if(result, **options)
+
+
+# ── examples ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_examples_in_the_order_given() -> None:
+    ax = plot_examples(IMAGES, torch.tensor([7, 3, 5]), columns=2)
+    for shown, i in zip(ax.images, [7, 3, 5], strict=True):
+        np.testing.assert_array_equal(np.asarray(shown.get_array()), IMAGES[i])
+    assert [text.get_text() for text in ax.texts] == ["#7", "#3", "#5"]
+    (x0, x1, y0, y1), right, below = (image.get_extent() for image in ax.images)
+    assert x1 - x0 == pytest.approx(abs(y1 - y0))
+    assert right[0] > x1
+    assert right[2:] == pytest.approx((y0, y1))
+    assert below[:2] == pytest.approx((x0, x1))
+    assert min(below[2:]) > max(y0, y1)  # the axis runs downward
+
+
+def test_images_keep_their_proportions_and_stay_in_the_axes() -> None:
+    ax = plot_examples(np.zeros((3, 4, 10)), range(3), columns=2)
+    for image in ax.images:
+        x0, x1, y0, y1 = image.get_extent()
+        assert (x1 - x0) / abs(y1 - y0) == pytest.approx(10 / 4)
+        assert ax.get_xlim()[0] <= x0 < x1 <= ax.get_xlim()[1]
+        assert min(ax.get_ylim()) <= min(y0, y1) < max(y0, y1) <= max(ax.get_ylim())
+
+
+COLOUR = np.random.default_rng(0).random((3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (COLOUR[0], COLOUR[0]),
+        (COLOUR[:1], COLOUR[0]),
+        (COLOUR[0].reshape(64), COLOUR[0]),
+        (COLOUR, np.moveaxis(COLOUR, 0, -1)),
+        (np.moveaxis(COLOUR, 0, -1), np.moveaxis(COLOUR, 0, -1)),
+        (np.array([[0, 255]], dtype=np.uint8), [[0, 1]]),
+        (np.array([[0, 128]], dtype=np.uint8), [[0, 128 / 255]]),
+        (np.array([[-1.0, 3.0, 1.0]]), [[0, 1, 0.5]]),
+        (np.array([[7.0, 7.0]]), [[0, 0]]),
+        (np.array([[np.nan, 1.0]]), [[0, 1]]),
+    ],
+)
+def test_images_of_every_kind(image: np.ndarray, expected: Any) -> None:
+    np.testing.assert_array_equal(image_of([image], 0), expected)
+
+
+@pytest.mark.parametrize("image", [np.zeros(7), np.zeros((2, 2, 2, 2)), np.array(["a"]), 3.0])
+def test_what_is_no_image(image: Any) -> None:
+    with pytest.raises(InputError, match="is no image"):
+        image_of([image], 0)
+
+
+@pytest.mark.parametrize(
+    ("indices", "titles", "message"),
+    [([], None, "no indices"), ([1, 2], ["a"], "1 titles for 2"), ([500], None, "does not exist")],
+)
+def test_examples_of_bad_input(indices: list[int], titles: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plot_examples(IMAGES, indices, titles)
