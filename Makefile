@@ -18,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help demo test bench lint format parity-deps clean
 
 help:
@@ -25,7 +26,7 @@ help:
 	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
 	@echo 'make bench    measure side by side with other packages'
 	@echo 'make lint     check style and types;  make format rewrites the style'
-	@echo 'make clean    remove $(VENV) and the caches'
+	@echo 'make clean    remove the environments and the caches'
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/blr-analysis demo $(ARGS)
@@ -33,8 +34,8 @@ demo: $(VENV)/.demo
 test: parity-deps
 	$(PYTEST) $(ARGS)
 
-bench: parity-deps $(VENV)/.bench
-	$(RUN) -m benchmarks $(ARGS)
+bench: parity-deps $(VENV)-kronfluence/.done
+	$(RUN) -m benchmarks --kronfluence $(VENV)-kronfluence/bin/python $(ARGS)
 
 lint: parity-deps
 	$(RUN) -m ruff check .
@@ -49,12 +50,12 @@ format: parity-deps
 parity-deps: $(VENV)/.parity
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-kronfluence .pytest_cache .ruff_cache .hypothesis build dist
 
 # The environment, in steps; a stamp says that a step is done.
 $(RUN):
-	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: name one with \
-	make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or newer was found: name one, as in' \
+		'make demo PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@echo 'Setting up $(VENV): a few minutes at most, once'
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
@@ -70,6 +71,10 @@ $(VENV)/.parity: requirements/parity.txt $(VENV)/.test
 	$(INSTALL) --no-deps -r requirements/parity.txt
 	@touch $@
 
-$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.test
-	$(INSTALL) -c constraints.txt -e '.[bench]'
+# kronfluence asks for torchvision too, and lives in an environment of its own.
+$(VENV)-kronfluence/.done: constraints.txt | $(RUN)
+	@$(RUN) -m venv $(@D)
+	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) -c constraints.txt torch numpy accelerate einops \
+		einconv opt_einsum
+	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) -c constraints.txt --no-deps kronfluence
 	@touch $@

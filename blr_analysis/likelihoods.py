@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError, InputError, ModelError
 
 
 class Likelihood(ABC):
@@ -83,9 +83,12 @@ class Likelihood(ABC):
             return (self.mean(after) - self.mean(before)).abs().sum(-1)
         return torch.linalg.vector_norm(after - before, dim=-1)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def check_outputs(self, outputs: Tensor) -> None:
-        """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C that fits."""
-        if outputs.ndim != 2:
+        """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C ≥ 1 that fits."""
+        if outputs.ndim != 2 or outputs.shape[-1] == 0:
             raise DataError(
                 f"the {self.name} likelihood needs outputs of shape [batch, C], got "
                 f"{tuple(outputs.shape)}; reshape them in Task(..., forward=...)"
@@ -277,6 +280,15 @@ class Poisson(_Independent):
 
     name = "poisson"
     is_classification = False
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        super().check_outputs(outputs)
+        highest = math.log(torch.finfo(outputs.dtype).max)
+        if bool((outputs > highest).any()):
+            raise ModelError(
+                f"the model's log-rates reach {float(outputs.max()):.3g}, whose exp overflows "
+                f"{outputs.dtype}; check the weights (the poisson likelihood takes the rate's log)"
+            )
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         if not bool(((targets >= 0) & (targets == targets.round())).all()):

@@ -14,7 +14,8 @@ comes in and out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
 
+from blr_analysis.data import chosen_indices, describe, moved, read_data, read_metadata
 from blr_analysis.errors import BLRError, DataError, DeviceError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood, resolve
 
@@ -47,7 +38,8 @@ class Task:
         model: any ``torch.nn.Module``. It is never changed: weights are swapped functionally,
             and mode, hooks, ``requires_grad`` and gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
-            in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors.
+            in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
+            index must give the same example on every visit: no random augmentation.
         likelihood: "categorical", "bernoulli", "gaussian", "poisson", or a
             :class:`~blr_analysis.likelihoods.Likelihood`.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
@@ -58,7 +50,8 @@ class Task:
             value per example; they come back in every table and can be selected by.
 
     Raises:
-        DataError: empty data, iterable-style data, samplers that subset or reweight.
+        DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
+            fails on an index or changes between two visits.
         InputError: unknown likelihood, bad batch size, metadata of another length.
         DeviceError: a device that this machine does not have.
     """
@@ -76,19 +69,21 @@ class Task:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError(f"batch_size must be a positive integer, got {batch_size!r}")
+        if forward is not None and not callable(forward):
+            raise InputError(
+                "forward must be a function (model, batch) -> (outputs, targets), got "
+                f"{type(forward).__name__}"
+            )
         self.model = model
         self.likelihood = resolve(likelihood)
-        self.dataset, self._collate = _dataset(data)
-        self.n_data = len(self.dataset)
-        if self.n_data == 0:
-            raise DataError("the data hold no examples; a task needs at least one")
-        self.forward: Forward = forward or default_forward
-        self.batch_size = batch_size
+        self.batch_size = _batch_size(batch_size)
         self.device = _device(device, model)
-        self.metadata = _metadata(metadata, self.n_data)
+        self.examples = read_data(data)
+        self.n_data = len(self.examples)
+        self.forward: Forward = forward or default_forward
+        self.metadata = read_metadata(metadata, self.n_data)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
+        self._overwrites = True  # whether the model works in place on its inputs: see after a run
 
     def __len__(self) -> int:
         return self.n_data
@@ -99,12 +94,23 @@ class Task:
             f"device={self.device})"
         )
 
+    @property
+    def dataset(self) -> Any:
+        """The examples, by index."""
+        return self.examples.dataset
+
     def subset(self, indices: Sequence[int] | Tensor) -> Task:
-        """The same task on some of its examples, in the order given."""
-        chosen = [int(i) for i in indices]
+        """The same task on some of its examples (indices, or a boolean mask), in that order.
+
+        Raises:
+            InputError: a mask of another length, or an index out of range.
+        """
+        chosen = chosen_indices(indices, self.n_data)
+        if not chosen:
+            raise InputError(f"indices select none of the {self.n_data} examples")
         return Task(
             self.model,
-            DataLoader(Subset(self.dataset, chosen), collate_fn=self._collate),
+            self.examples.subset(chosen),
             likelihood=self.likelihood,
             forward=self.forward,
             batch_size=self.batch_size,
@@ -112,16 +118,27 @@ class Task:
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
         )
 
+    def with_model(self, task: Task) -> Task:
+        """These examples, read as they are here, under another task's model and device."""
+        if self.model is task.model and self.device == task.device:
+            return self
+        return Task(
+            task.model,
+            self.examples,
+            likelihood=self.likelihood,
+            forward=self.forward,
+            batch_size=self.batch_size,
+            device=task.device,
+            metadata=self.metadata,
+        )
+
     def fetch(self, indices: Tensor) -> Any:
-        """The collated batch of these examples, on the task's device."""
-        if isinstance(self.dataset, TensorDataset) and self._collate is default_collate:
-            if _is_range(indices):
-                batch: Any = self.dataset[int(indices[0]) : int(indices[-1]) + 1]
-            else:
-                batch = self.dataset[indices]
-        else:
-            batch = self._collate([self.dataset[int(i)] for i in indices])
-        return _to(batch, self.device)
+        """The collated batch of these examples, on the task's device.
+
+        Raises:
+            DataError: the dataset fails on an index, or its collate function on a batch.
+        """
+        return moved(self.examples.batch(indices), self.device)
 
     def batches(
         self, size: int | None = None, indices: Tensor | None = None
@@ -135,53 +152,91 @@ class Task:
         """The model's trainable parameters by name, detached; tied tensors once."""
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
+    def check_parameters(self, names: Iterable[str]) -> torch.dtype:
+        """The one dtype of these parameters.
+
+        Raises:
+            ModelError: half precision, several dtypes, complex or whole numbers, no values.
+        """
+        own = dict(self.model.named_parameters())
+        kinds: dict[torch.dtype, str] = {}
+        for name in names:
+            kinds.setdefault(own[name].dtype, name)
+            if own[name].is_meta:
+                raise ModelError(
+                    f"parameter {name!r} is on the meta device, without values; load the weights"
+                )
+        for dtype, name in kinds.items():
+            if dtype not in (torch.float32, torch.float64):
+                raise ModelError(
+                    f"parameter {name!r} is {dtype}; the analyses need float32 or float64 "
+                    "(model.float(), or requires_grad_(False) to leave it out)"
+                )
+        if len(kinds) > 1:
+            raise ModelError(
+                f"the parameters are of several dtypes ({_each(kinds)}); make them one with "
+                "model.float() or model.double()"
+            )
+        return next(iter(kinds))
+
     def run(
         self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Outputs ``[B, C]`` and checked targets at these parameters (others: the model's own).
 
         Raises:
-            ModelError: the model fails on the batch, or its outputs contain NaN or inf.
-            DataError: targets out of the likelihood's range, shape or dtype.
+            ModelError: the model fails on the batch, does not return one row of finite numbers
+                per example, or returns something else than outputs and targets.
+            DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
+                dtype.
         """
+        if self.forward is default_forward:
+            _check_inputs(batch, indices)
         values = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
         values.update({f"model.{n}": p for n, p in params.items()})
         try:
             outputs, targets = functional_call(_Runner(self.model, self.forward), values, (batch,))
-        except (BLRError, torch.OutOfMemoryError):
+        except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        except Exception as error:  # the user's own code
             raise ModelError(
-                f"the model failed on a batch of {_describe(batch)}: {error}; check that "
-                "data, forward= and the posterior belong to this model"
+                f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
+                f"{error}; check that data, forward= and the posterior belong to this model"
             ) from error
         return self._checked(outputs, targets, indices)
 
     def _checked(self, outputs: Any, targets: Any, indices: Tensor | None) -> tuple[Tensor, Tensor]:
         outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
             raise ModelError(
-                f"the model must return a floating-point tensor, got {type(outputs).__name__}; "
-                "pick it in Task(..., forward=...)"
+                "the model must return a float32 or float64 tensor (or an object with .logits), "
+                f"got {describe(outputs)}; pick or convert it in Task(..., forward=...)"
             )
         if outputs.ndim == 1 and not self.likelihood.integer_targets:
             outputs = outputs.unsqueeze(-1)
         self.likelihood.check_outputs(outputs)
-        if not isinstance(targets, Tensor):
+        if indices is not None and len(outputs) != len(indices):
+            raise ModelError(
+                f"the model returned {len(outputs)} rows of outputs for {len(indices)} examples; "
+                "return one row per example (forward= can reshape)"
+            )
+        try:
             targets = torch.as_tensor(targets, device=outputs.device)
-        if len(targets) != len(outputs):
+        except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"{len(outputs)} outputs but {len(targets)} targets in one batch; the model must "
-                "return one row per example"
+                f"the targets must be a tensor of numbers, got {describe(targets)}: {error}"
+            ) from error
+        if targets.ndim == 0 or len(targets) != len(outputs):
+            raise DataError(
+                f"{len(outputs)} rows of outputs but targets of shape {tuple(targets.shape)} in "
+                "one batch; give one output row and one target per example"
             )
         targets = self.likelihood.prepare_targets(targets, outputs)
-        finite = torch.isfinite(outputs.detach()).all(-1)
-        if not bool(finite.all()):
-            bad = (~finite).nonzero().flatten().cpu()
-            where = bad if indices is None else indices[bad]
+        bad = ~torch.isfinite(outputs.detach()).all(-1)
+        if bool(bad.any()):
             raise ModelError(
-                f"the model's outputs are NaN or inf for {len(bad)} examples, the first at index "
-                f"{int(where[0])}; check the weights and those inputs"
+                f"the model's outputs are NaN or inf {_where(bad, indices)}; check the weights "
+                "and those inputs"
             )
         return outputs, targets
 
@@ -226,8 +281,8 @@ class _Runner(nn.Module):
         result = self._call(self.model, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise InputError(
-                "forward must return (outputs, targets), got "
-                f"{type(result).__name__}; see Task(..., forward=...)"
+                f"forward must return a tuple (outputs, targets), got {describe(result)}; see "
+                "Task(..., forward=...)"
             )
         return result
 
@@ -254,60 +309,30 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     )
 
 
-def _dataset(data: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
-    if isinstance(data, DataLoader):
-        collate = data.collate_fn if data.batch_size is not None else default_collate
-        if not isinstance(data.dataset, IterableDataset):
-            _check_sampler(data)
-        return _dataset(data.dataset)[0], collate
-    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data, Dataset):
-        x, y = (torch.as_tensor(part) if hasattr(part, "__array__") else part for part in data)
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-                raise DataError(
-                    f"X and y must have the same length, got shapes {tuple(x.shape)} and "
-                    f"{tuple(y.shape)}"
-                )
-            return TensorDataset(x, y), default_collate
-    if isinstance(data, IterableDataset) or not (
-        hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    ):
-        raise DataError(
-            f"data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
-            f"{type(data).__name__}; examples are addressed by index, so list an iterable first"
-        )
-    return data, default_collate
+def _each(kinds: Mapping[torch.dtype, str]) -> str:
+    return ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
 
 
-def _check_sampler(loader: DataLoader[Any]) -> None:
-    sampler = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    if isinstance(sampler, BatchSampler):
-        sampler = sampler.sampler
-    ordinary = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if sampler is not None and not ordinary:
-        raise DataError(
-            f"the DataLoader draws its examples through {type(sampler).__name__}, so that the "
-            "training set and its order are not those of its dataset; pass the dataset itself, "
-            "or torch.utils.data.Subset of it"
-        )
+def find_device(device: str | torch.device) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        DeviceError: this machine, or this build of torch, does not have it.
+    """
+    try:
+        return torch.empty(0, device=torch.device(device)).device  # "cuda" → "cuda:0"
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise DeviceError(
+            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
+            'use device="cpu" or install a matching torch build'
+        ) from error
 
 
 def _device(device: str | torch.device | None, model: nn.Module) -> torch.device:
     if device is None:
         first = next(model.parameters(), None)
         return first.device if first is not None else torch.device("cpu")
-    try:
-        wanted = torch.device(device)
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(
-            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
-            'use device="cpu" or install a matching torch build'
-        ) from error
+    wanted = find_device(device)
     elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
     if elsewhere is not None:
         raise DeviceError(
@@ -317,35 +342,32 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
     return wanted
 
 
-def _metadata(metadata: Mapping[str, Sequence[Any]] | None, n_data: int) -> dict[str, list[Any]]:
-    columns = {str(k): list(v) for k, v in dict(metadata or {}).items()}
-    for name, column in columns.items():
-        if len(column) != n_data:
-            raise InputError(
-                f"metadata column {name!r} has {len(column)} values for {n_data} examples"
-            )
-    return columns
+def _batch_size(size: Any) -> int:
+    try:
+        found = 0 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise InputError(f"batch_size must be a positive integer, got {size!r}")
+    return found
 
 
-def _is_range(indices: Tensor) -> bool:
-    return len(indices) > 0 and bool((indices.diff() == 1).all())
+def _check_inputs(batch: Any, indices: Tensor | None) -> None:
+    """Refuse NaN and inf in the x of (x, y) pairs, which a saturated layer would hide."""
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0:
+        return
+    if bool(torch.isfinite(x.sum())):
+        return
+    bad = (~torch.isfinite(x)).flatten(1).any(1) if x.ndim > 1 else ~torch.isfinite(x)
+    if bool(bad.any()):
+        raise DataError(
+            f"the inputs hold NaN or inf {_where(bad, indices)}; drop or mend those examples (a "
+            "model that takes them needs its own forward=)"
+        )
 
 
-def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {k: _to(v, device) for k, v in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_to(v, device) for v in batch) if type(batch) in (list, tuple) else batch
-    return batch
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in batch.items()) + "}"
-    if isinstance(batch, (list, tuple)):
-        return "(" + ", ".join(_describe(v) for v in batch) + ")"
-    return type(batch).__name__
+def _where(bad: Tensor, indices: Tensor | None) -> str:
+    rows = bad.nonzero().flatten().cpu()
+    named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
+    return f"in {len(rows)} examples, the first at index {int(named[0])}"

@@ -24,7 +24,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views"},
-    {"likelihoods"},
+    {"likelihoods", "data"},
     {"task"},
     {"backprop"},
     {"posterior"},

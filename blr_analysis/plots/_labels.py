@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextArea, VPacker
 
 _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
-_GAPS = np.array([4.0, 10.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
+_GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
 
 
 def label_points(

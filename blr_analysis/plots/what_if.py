@@ -108,8 +108,8 @@ def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) ->
             ax.bar_label(pair, fmt="%.3g", padding=2, fontsize=8)
     there = np.isfinite(known)
     if there.any():
-        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc="white", mew=1.5,
-                mec="black", label="after, retrained", zorder=3)  # fmt: skip
+        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc="white",
+                mec="black", mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     highest = np.nanmax(np.concatenate([before, after, known]))
     ax.set_ylim(0, float(highest) * 1.3 or 1.0)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import capture, checkpoints, codec, storage
+from blr_analysis.posterior.checks import check_prior, count_of, differences, real_tensors
 from blr_analysis.posterior.structures import Diagonal, Prior, Structure, Tree
-from blr_analysis.task import Task
+from blr_analysis.task import Task, find_device
 
 
 class Posterior:
@@ -51,40 +52,31 @@ class Posterior:
         n_data: int,
         record: Mapping[str, Any] | None = None,
     ) -> None:
-        self.mean: Tree = {n: t.detach() for n, t in mean.items()}
+        self.mean: Tree = real_tensors("mean", mean)
         if isinstance(precision, Structure):
             self.form: Structure = precision
         else:
-            self.form = Diagonal({n: t.detach() for n, t in precision.items()})
+            self.form = Diagonal(real_tensors("precision", precision))
         self.prior_precision = prior_precision
-        self.n_data = n_data
+        self.n_data = count_of(n_data)
         self.record: dict[str, Any] = dict(record or {})
         self._check()
 
     def _check(self) -> None:
-        if isinstance(self.n_data, bool) or not isinstance(self.n_data, int) or self.n_data < 0:
-            raise PosteriorError(
-                f"n_data must be the number of training examples, got {self.n_data!r}"
-            )
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
         if not shapes:
             raise PosteriorError("a posterior needs at least one parameter, got none")
         if shapes != self.form.shapes:
             raise PosteriorError(
-                "mean and precision disagree: " + _differences(shapes, self.form.shapes)
+                "mean and precision disagree: "
+                + differences(shapes, self.form.shapes, ("mean", "precision"))
             )
         for name, tensor in self.mean.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise PosteriorError(
                     f"the mean of {name!r} holds NaN or inf; was the training run stable?"
                 )
-        each = self.prior_precision
-        for value in each.values() if isinstance(each, Mapping) else [each]:
-            delta = torch.as_tensor(value, dtype=torch.float64)
-            if not bool((torch.isfinite(delta) & (delta >= 0)).all()):
-                raise PosteriorError(
-                    f"prior_precision must be finite and at least 0, got {value!r}"
-                )
+        check_prior(self.prior_precision, shapes)
         self.form.check()
 
     def __repr__(self) -> str:
@@ -191,13 +183,14 @@ class Posterior:
         >>> q.sample(generator=torch.Generator().manual_seed(0), n=2)["w"].shape
         torch.Size([2, 3])
         """
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise InputError(f"n must be a positive number of draws, got {n!r}")
         lead = () if n is None else (n,)
-        noise = {
-            name: torch.empty((*lead, *m.shape), dtype=m.dtype, device=m.device).normal_(
-                generator=generator
-            )
-            for name, m in self.mean.items()
-        }
+        noise = {}
+        for name, m in self.mean.items():
+            source = m.device if generator is None else generator.device
+            drawn = torch.empty((*lead, *m.shape), dtype=m.dtype, device=source)
+            noise[name] = drawn.normal_(generator=generator).to(m.device)
         draw = self.form.root_solve(noise)
         return {name: m + draw[name] for name, m in self.mean.items()}
 
@@ -206,9 +199,7 @@ class Posterior:
 
         Leading dimensions of the parameters are batch dimensions of the result.
         """
-        missing = [n for n in self.mean if n not in params]
-        if missing:
-            raise InputError(f"params lack {missing[:5]}; give every parameter of the posterior")
+        self.form._take(dict(params))
         gap = {n: params[n] - m for n, m in self.mean.items()}
         curved = self.form.times(gap)
         size = sum(m.numel() for m in self.mean.values())
@@ -238,8 +229,12 @@ class Posterior:
         return self.form.root_solve(v)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
-        """The same posterior on another device (and in another floating dtype)."""
-        target = torch.device(device)
+        """The same posterior on another device (and in another floating dtype).
+
+        Raises:
+            DeviceError: this machine does not have it.
+        """
+        target = find_device(device)
         kind = dtype or next(iter(self.mean.values())).dtype
         if self._is_on(target, kind):
             return self
@@ -260,17 +255,23 @@ class Posterior:
         Raises:
             PosteriorError: it belongs to another model (names and shapes are listed) or, with
                 ``same_data``, to another number of examples.
+            ModelError: the model's parameters are in half precision or of several dtypes.
         """
-        own = {n: tuple(p.shape) for n, p in task.model.named_parameters()}
-        mine = {n: tuple(m.shape) for n, m in self.mean.items()}
-        strange = {n: s for n, s in mine.items() if own.get(n) != s}
+        if not isinstance(task, Task):
+            raise InputError(f"task must be a blr_analysis.Task, got {type(task).__name__}")
+        parameters = dict(task.model.named_parameters())
         fixed = self.record.get("fixed", ())
-        trainable = {n: tuple(p.shape) for n, p in task.model.named_parameters() if p.requires_grad}
-        missing = {n: s for n, s in trainable.items() if n not in mine and n not in fixed}
-        if strange or missing:
-            expected = {**{n: own[n] for n in strange if n in own}, **missing}
+        mine = {n: tuple(m.shape) for n, m in self.mean.items()}
+        theirs = {
+            n: tuple(p.shape)
+            for n, p in parameters.items()
+            if n in mine or (p.requires_grad and n not in fixed)
+        }
+        if mine != theirs:
             raise PosteriorError(
-                "the posterior belongs to another model: " + _differences(mine, {**own, **expected})
+                "the posterior belongs to another model: "
+                + differences(mine, theirs, ("posterior", "model"))
+                + "; pass the model that it was captured from or fitted to"
             )
         if same_data and self.n_data != task.n_data:
             raise PosteriorError(
@@ -278,8 +279,7 @@ class Posterior:
                 f"{task.n_data}; use the training data themselves, or give the right n_data when "
                 "capturing the posterior"
             )
-        dtype = next(p.dtype for n, p in task.model.named_parameters() if n in mine)
-        return self.to(task.device, dtype)
+        return self.to(task.device, task.check_parameters(mine))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
@@ -305,15 +305,3 @@ class Posterior:
         tensors, record = storage.read(path)
         mean, form, prior, n_data, rest = codec.decode(tensors, record, str(path))
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)
-
-
-def _differences(
-    mine: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], most: int = 8
-) -> str:
-    lines = [
-        f"{n}: {mine.get(n, 'absent')} in the posterior's mean, {theirs.get(n, 'absent')} expected"
-        for n in {**mine, **theirs}
-        if mine.get(n) != theirs.get(n)
-    ]
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more

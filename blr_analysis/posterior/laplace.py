@@ -21,6 +21,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.terms import Outer
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.kronecker import Block, Kronecker
@@ -72,8 +73,15 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
+    if not isinstance(task, Task):
+        raise InputError(f"task must be a blr_analysis.Task, got {type(task).__name__}")
     params = task.parameters()
     _check(task, params, structure, prior_precision, curvature, samples)
+    if isinstance(prior_precision, Mapping):
+        prior_precision = {
+            n: v.detach().to(params[n]) if isinstance(v, Tensor) else float(v)
+            for n, v in prior_precision.items()
+        }
     columns, count = _columns(task, curvature, samples, generator)
     settings: dict[str, Any] = dict(
         columns=count, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
@@ -216,18 +224,11 @@ def _check(
         raise ModelError(
             "the model has no trainable parameters; set requires_grad on those to be analysed"
         )
+    task.check_parameters(params)
     for name, p in params.items():
-        if not p.is_floating_point():
-            raise ModelError(f"parameter {name!r} is {p.dtype}; only floating-point can be learned")
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
-    for value in prior.values() if isinstance(prior, Mapping) else [prior]:
-        try:
-            delta = torch.as_tensor(value, dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"prior_precision must be a number, got {value!r}") from error
-        if not bool((torch.isfinite(delta) & (delta > 0)).all()):
-            raise InputError(f"prior_precision must be finite and above 0, got {value!r}")
+    check_prior(prior, {n: tuple(p.shape) for n, p in params.items()}, positive=True)
     size = sum(p.numel() for p in params.values())
     if structure == "full" and size > FULL_LIMIT:
         raise InputError(

@@ -21,7 +21,7 @@ from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.scores import leverage
+from blr_analysis.sensitivity.scores import check_finite, fitted, leverage
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -126,7 +126,7 @@ def leave_one_out(
     """
     if correction not in CORRECTIONS:
         raise InputError(f"correction must be one of {CORRECTIONS}, got {correction!r}")
-    q = posterior.on(task)
+    q = fitted(task, posterior)
     wants_cavity = correction == "cavity" or (correction == "auto" and q.structure in BEARS_CAVITY)
     likelihood = task.likelihood
     parts: list[tuple[Tensor, ...]] = []
@@ -142,6 +142,7 @@ def leave_one_out(
         f, y = chunk.outputs, chunk.targets
         e = likelihood.error(f, y)
         v = q.form.gram(chunk.jacobian_terms())
+        check_finite(v)
         height = leverage(v, likelihood.hessian_root(f))
         cavity = (
             height < HIGHEST_LEVERAGE

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
-from blr_analysis.errors import ModelError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
+from blr_analysis.views import Plottable, Tabular
 
 MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
 MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
 
 
 @dataclass(frozen=True)
-class Scores(Tabular):
+class Scores(Tabular, Plottable):
     """What :func:`sensitivity` found; tensors on the CPU, in the order of the dataset.
 
     Attributes:
@@ -92,8 +92,8 @@ def sensitivity(
 
     Raises:
         PosteriorError: a posterior of another model, or of another number of examples.
-        ModelError: NaN or inf outputs, BatchNorm in training mode.
-        DataError: targets out of range.
+        ModelError: NaN or inf outputs, BatchNorm in training mode, half precision.
+        DataError: NaN or inf inputs, targets out of range.
 
     Source: Nickl et al., NeurIPS 2023, Eqs. 5–8; MATH: V_i layer by layer as
     Σ_o d_co d_c'o Σ_k σ²_ok a_k².
@@ -107,7 +107,7 @@ def sensitivity(
         >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """
-    q = posterior.on(task)
+    q = fitted(task, posterior)
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS
@@ -149,13 +149,28 @@ def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tup
         v = q.form.gram(chunk.jacobian_terms())
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
         found = (e, chunk.outputs, chunk.targets, (move * e).sum(-1), v, move)
-    if not bool(torch.isfinite(found[3]).all()):
+    check_finite(found[3] if not variance else found[4])
+    return tuple(t.cpu() for t in found)
+
+
+def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Posterior:
+    """The posterior, checked against the task; see :meth:`Posterior.on`."""
+    if not isinstance(posterior, Posterior):
+        raise InputError(
+            "posterior must be a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, "
+            f"or fit_laplace), got {type(posterior).__name__}"
+        )
+    return posterior.on(task, same_data=same_data)
+
+
+def check_finite(variance: Tensor) -> None:
+    """Raise :class:`ModelError` where a prediction variance overflowed."""
+    if not bool(torch.isfinite(variance).all()):
         raise ModelError(
             "the prediction variance overflows: the posterior's variances or the model's "
             "gradients are too large for "
-            f"{str(e.dtype).removeprefix('torch.')}; raise prior_precision or use float64"
+            f"{str(variance.dtype).removeprefix('torch.')}; raise prior_precision or use float64"
         )
-    return tuple(t.cpu() for t in found)
 
 
 def leverage(variance: Tensor, hessian_root: Tensor) -> Tensor:

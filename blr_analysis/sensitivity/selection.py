@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import predict
-from blr_analysis.errors import InputError
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.task import Task
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
+CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
+RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage")
+
+SEVERAL = ("target_", "prediction_")
 
 
 class Columns:
-    """The table's columns, each computed when first asked for."""
-
-    CHEAP = ("index", "target", "prediction", "loss")
-    SCORED = ("error", "variance", "deviation", "self_influence")
+    """The columns of the scores' table, by their names there, computed when first asked for."""
 
     def __init__(self, task: Task, posterior: Posterior) -> None:
         self._task, self._posterior = task, posterior
-        self._known: dict[str, Sequence[Any]] = {
-            name if name not in (*self.CHEAP, *self.SCORED) else f"{name}_metadata": column
-            for name, column in task.metadata.items()
-        }
+        clash = any(n in RESERVED or n.startswith(SEVERAL) for n in task.metadata)  # renamed there
+        self._known: dict[str, Sequence[Any]] = {} if clash else dict(task.metadata)
+        self._whole = False
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        if name not in self._known:
-            if name in self.CHEAP:
-                self._predict()
-            elif name in self.SCORED:
-                self._score()
-            else:
-                raise InputError(
-                    f"the table has no column {name!r}; it has "
-                    f"{[*self.CHEAP, *self.SCORED, *self._known]}"
-                )
+        if name not in self._known and name in CHEAP and not self._whole:
+            self._predict()
+        if name not in self._known and name not in self.names():
+            raise InputError(f"the table has no column {name!r}; it has {self.names()}")
         return self._known[name]
+
+    def names(self) -> list[str]:
+        """Every column of the table."""
+        if not self._whole:
+            table = sensitivity(self._task, self._posterior, progress=False).table
+            self._known = {str(name): table[name].tolist() for name in table}
+            self._whole = True
+        return list(self._known)
 
     def _predict(self) -> None:
         likelihood = self._task.likelihood
-        outputs, targets = predict(self._task, self._posterior.mean)
-        if targets.ndim > 1 and targets.shape[-1] == 1:
-            targets = targets.squeeze(-1)
-        self._known.update(
-            index=range(self._task.n_data),
-            target=targets.tolist(),
-            prediction=likelihood.prediction(outputs).tolist(),
-        )
-        self._known["loss"] = likelihood.nll(
-            outputs, likelihood.prepare_targets(targets, outputs)
-        ).tolist()
-
-    def _score(self) -> None:
-        scores = sensitivity(self._task, self._posterior)
-        norm = torch.linalg.vector_norm(scores.error, dim=-1)
-        self._known["error"] = norm.tolist()
-        self._known["self_influence"] = scores.self_influence.tolist()
-        nothing = [float("nan")] * len(scores)
-        v, d = scores.variance, scores.deviation
-        trace = nothing if v is None else v.diagonal(dim1=-2, dim2=-1).sum(-1).tolist()
-        self._known["variance"] = trace
-        self._known["deviation"] = nothing if d is None else d.tolist()
+        outputs, targets = predict(self._task, self._posterior.mean, progress=False)
+        columns: dict[str, Any] = {
+            "index": torch.arange(self._task.n_data),
+            "target": targets,
+            "prediction": likelihood.prediction(outputs),
+            "loss": likelihood.nll(outputs, targets),
+        }
+        for name, values in columns.items():
+            flat = values.squeeze(-1) if values.ndim == 2 and values.shape[-1] == 1 else values
+            if flat.ndim == 1:  # several per example have names of their own in the table
+                self._known[name] = flat.tolist()
 
 
 class Row(Mapping[str, Any]):
@@ -79,15 +74,15 @@ class Row(Mapping[str, Any]):
         return self._columns[name][self._index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__"):
             raise AttributeError(name)
         return self._columns[name][self._index]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*Columns.CHEAP, *Columns.SCORED, *self._columns._known))
+        return iter(self._columns.names())
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._columns.names())
 
 
 def select(
@@ -97,7 +92,8 @@ def select(
 
     Raises:
         InputError: a mask of another length, indices that repeat or lie outside the data,
-            something that is neither, or a selection of nothing.
+            something that is neither, a function that does not answer true or false, or a
+            selection of nothing.
     """
     n = task.n_data
     if callable(selection):
@@ -105,61 +101,76 @@ def select(
     else:
         if hasattr(selection, "to_numpy"):
             selection = selection.to_numpy()
-        try:
-            values = torch.as_tensor(
-                list(selection) if isinstance(selection, (range, set)) else selection
-            )
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{name} must be a boolean mask, indices, or a function of a row, got "
-                f"{type(selection).__name__}"
-            ) from error
-        values = values.reshape(1) if values.ndim == 0 else values
-        if values.ndim != 1:
-            raise InputError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
-        if values.dtype == torch.bool:
-            if len(values) != n:
-                raise InputError(f"the mask {name} has {len(values)} entries for {n} examples")
-            chosen = values.nonzero().flatten()
-        elif len(values) and (values.is_floating_point() or values.is_complex()):
-            raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
-        else:
-            chosen = values.long()
-    if len(chosen) == 0:
+        chosen = chosen_indices(selection, n, name)
+    if not chosen:
         raise InputError(f"{name} selects none of the {n} examples")
-    if int(chosen.min()) < 0 or int(chosen.max()) >= n:
-        bad = int(chosen.min()) if int(chosen.min()) < 0 else int(chosen.max())
-        raise InputError(f"{name} names example {bad}, but the examples are 0 … {n - 1}")
-    chosen = chosen.cpu().sort().values
-    if bool((chosen.diff() == 0).any()):
-        twice = int(chosen[1:][chosen.diff() == 0][0])
-        raise InputError(f"{name} names example {twice} more than once")
-    return chosen
+    found = torch.tensor(sorted(chosen))
+    if bool((found.diff() == 0).any()):
+        twice = int(found[1:][found.diff() == 0][0])
+        raise InputError(f"{name} names example {twice} more than once; name each example once")
+    return found
 
 
-def _asked(question: Callable[[Row], Any], columns: Columns, n: int, name: str) -> Tensor:
-    answers = []
+def _asked(question: Callable[[Row], Any], columns: Columns, n: int, name: str) -> list[int]:
+    found = []
     for i in range(n):
-        answer = question(Row(columns, i))
         try:
-            answers.append(bool(answer))
-        except (TypeError, ValueError, RuntimeError) as error:
+            answer = question(Row(columns, i))
+        except BLRError:
+            raise
+        except Exception as error:  # the user's own code
             raise InputError(
-                f"the function {name} must answer true or false for a row, got {answer!r}"
+                f"the function {name} failed on the row of example {i}: "
+                f"{type(error).__name__}: {error}"
             ) from error
-    return torch.tensor(answers, dtype=torch.bool).nonzero().flatten()
+        if _yes(answer, i, name):
+            found.append(i)
+    return found
+
+
+def _yes(answer: Any, index: int, name: str) -> bool:
+    arrays = isinstance(answer, (Tensor, np.ndarray, np.generic))
+    value = answer.item() if arrays and math.prod(answer.shape) == 1 else answer
+    if isinstance(value, Integral) and value in (0, 1):  # True and False are integers
+        return bool(value)
+    raise InputError(
+        f"the function {name} must answer True or False for a row, got {answer!r} for example "
+        f"{index}"
+    )
 
 
 def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
-    """Indices of the examples that share a value of a column, by value in sorted order."""
-    column = Columns(task, posterior)[by]
+    """Indices of the examples that share a value of a column, by value in sorted order.
+
+    Missing values (NaN) make one group, the last.
+
+    Raises:
+        InputError: no such column, or one that holds several values per example.
+    """
+    if not isinstance(by, str):
+        raise InputError(f"by must be the name of a column, got {by!r}")
     found: dict[Any, list[int]] = {}
-    for i, value in enumerate(column):
-        if isinstance(value, list):
-            raise InputError(f"column {by!r} holds several values per example; group by another")
-        found.setdefault(value.item() if hasattr(value, "item") else value, []).append(i)
+    missing: list[int] = []
+    for i, value in enumerate(Columns(task, posterior)[by]):
+        try:
+            value = value.item() if hasattr(value, "item") else value
+            hash(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"column {by!r} holds several values per example (a {type(value).__name__}); "
+                "group by another"
+            ) from error
+        (missing if _is_missing(value) else found.setdefault(value, [])).append(i)
     try:
         keys = sorted(found)
     except TypeError:
         keys = sorted(found, key=str)
-    return {key: torch.tensor(found[key]) for key in keys}
+    groups = {key: torch.tensor(found[key]) for key in keys}
+    return {**groups, float("nan"): torch.tensor(missing)} if missing else groups
+
+
+def _is_missing(value: Any) -> bool:
+    try:
+        return bool(value != value)
+    except TypeError:  # pandas.NA compares as NA
+        return True

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import chunks, predict
-from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
-from blr_analysis.likelihoods import Likelihood
+from blr_analysis.backprop.engine import predict
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import curvature_root
-from blr_analysis.posterior.structures import Structure, Tree
+from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
+from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
-from blr_analysis.views import GroupRows, make_table
+from blr_analysis.views import GroupRows, Plottable, make_table
 
 SOLVERS = ("auto", "posterior")
 
@@ -48,7 +49,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class WhatIf(Plottable):
     """What :func:`what_if` found.
 
     Attributes:
@@ -94,6 +95,8 @@ class WhatIf:
         Raises:
             ModelError: the model lacks a parameter or has another shape; nothing is written.
         """
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         own = dict(model.named_parameters())
         for name, value in self.parameters.items():
             if name not in own or own[name].shape != value.shape:
@@ -119,7 +122,7 @@ class WhatIf:
         right = (
             ""
             if self.accuracy is None
-            else (f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}")
+            else f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
         )
         return f"WhatIf({', '.join(change)}: nll {self.before.nll:.4f} -> {self.nll:.4f}{right})"
 
@@ -131,15 +134,6 @@ class ByClass:
     targets: Tensor
     before: Evaluation
     after: Evaluation
-
-
-@dataclass(frozen=True)
-class Share:
-    """A group's share of the posterior: Σ J_iᵀ e_i and Σ J_iᵀ Λ_i J_i."""
-
-    gradient: Tree
-    curvature: Structure
-    count: int
 
 
 def what_if(
@@ -158,6 +152,8 @@ def what_if(
 ) -> WhatIf:
     """The model that other data would have given, predicted without retraining.
 
+    m' = m + (S ∓ S_G)⁻¹ (± Σ_{i∈G} J_iᵀ e_i), then forward passes at m' on ``evaluate``.
+
     Args:
         task: the model and the data it was trained on.
         posterior: learned on those data.
@@ -165,15 +161,19 @@ def what_if(
             (``lambda row: row.target == 3``; metadata columns included).
         add: a task with examples to be added (its model is not used, its data and forward are).
         relabel: index → new target.
-        evaluate: where to measure; default: ``task`` itself.
+        evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
+            and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step in the posterior's structure), or "auto".
         steps: 1.
 
     Raises:
-        InputError: nothing to change, a bad selection, an unknown solver, steps ≠ 1, an example
-            both removed and relabelled.
+        InputError: nothing to change, nothing left, a bad selection, an unknown solver,
+            steps ≠ 1, an example both removed and relabelled, ``add`` of another likelihood.
         DataError: a new target out of range.
-        PosteriorError: S − S_G is not positive definite.
+        PosteriorError: a posterior of another model or number of examples, S − S_G that is not
+            positive definite, weights at which the model breaks down.
+
+    Source: Nickl et al., NeurIPS 2023, Eq. 11; Khan & Rue, "The Bayesian Learning Rule", Eq. 58.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -185,30 +185,37 @@ def what_if(
         (True, True)
     """
     _check(remove, add, relabel, solver, steps)
-    q = posterior.on(task)
-    settings: dict[str, Any] = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=progress)
-    leaving = None if remove is None else select(remove, task, q)
-    changes: list[tuple[float, Share]] = []
-    if leaving is not None:
-        changes.append((-1.0, share(task, q, leaving, **settings)))
+    q = fitted(task, posterior)
+    where = _evaluated_on(evaluate, task, q)
+    settings: dict[str, Any] = dict(
+        chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
+    )
+    changes: list[tuple[int, Share]] = []
+    leaving = torch.empty(0, dtype=torch.long)
+    if remove is not None:
+        leaving = select(remove, task, q)
+        if len(leaving) == task.n_data and add is None:
+            raise InputError(
+                f"remove selects all {task.n_data} examples; leave at least one, or add others"
+            )
+        changes.append((-1, share(task, q, leaving, **settings)))
     if add is not None:
-        new = task_like(add, task)
-        changes.append((1.0, share(new, q.on(new, same_data=False), None, **settings)))
-    if relabel:
-        changes.append((1.0, _relabelled(task, q, dict(relabel), leaving)))
-    perturbed, floored = _step(q, changes)
-    where = task if evaluate is None else evaluate
-    before = _evaluated(where, q.on(where, same_data=False).mean, progress)
-    after = _evaluated(where, perturbed.on(where, same_data=False).mean, progress)
+        changes.append((1, share(_added(add, task), q, None, **settings)))
+    labels = _new_labels(relabel, task, leaving)
+    if labels:
+        changes.append((1, relabelled(task, q, labels)))
+    perturbed, floored = step(q, changes)
+    before, targets = _measured(where, q, progress)
+    after, _ = _measured(where, perturbed, progress, moved=True)
     return WhatIf(
         parameters={n: m.cpu() for n, m in perturbed.mean.items()},
         posterior=perturbed,
-        after=after[0],
-        before=before[0],
-        targets=before[1],
-        removed=0 if leaving is None else len(leaving),
+        after=after,
+        before=before,
+        targets=targets,
+        removed=len(leaving),
         added=0 if add is None else add.n_data,
-        relabelled=len(relabel or {}),
+        relabelled=len(labels),
         floored=floored,
     )
 
@@ -231,187 +238,127 @@ def what_if_each(
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
-        accuracy_after, accuracy_change; one pass over the training data in all.
+        accuracy_after, accuracy_change; one pass over the training data in all. Changes are
+        after − before: a positive nll_change means that the model is worse without the group.
 
     Raises:
-        InputError: no such column.
+        InputError: no such column, or one with the same value everywhere.
+        PosteriorError, DataError: as :func:`what_if`.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(60, 2), torch.randint(3, (60,))
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y), metadata={"source": ["a", "b"] * 30})
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> table = what_if_each(task, q, by="source", progress=False)
+        >>> table.group.tolist(), table.n.tolist()
+        (['a', 'b'], [30, 30])
     """
-    q = posterior.on(task)
-    where = task if evaluate is None else evaluate
-    settings: dict[str, Any] = dict(chunk_size=chunk_size, memory_budget=memory_budget, progress=False)
+    q = fitted(task, posterior)
+    where = _evaluated_on(evaluate, task, q)
     groups = groups_by(by, task, q)
-    before, _ = _evaluated(where, q.on(where, same_data=False).mean, False)
+    if len(groups) == 1:
+        raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
+    before, _ = _measured(where, q, False)
     rows = []
     for value, indices in track(
         groups.items(), total=len(groups), label=f"without each {by}", show=progress
     ):
-        perturbed, _ = _step(q, [(-1.0, share(task, q, indices, **settings))])
-        after, _ = _evaluated(where, perturbed.on(where, same_data=False).mean, False)
+        leaving = share(
+            task, q, indices, chunk_size=chunk_size, memory_budget=memory_budget, progress=False
+        )
+        after, _ = _measured(where, step(q, [(-1, leaving)])[0], False, moved=True)
         rows.append(
             {
                 "group": value,
                 "n": len(indices),
                 "nll_before": before.nll,
                 "nll_after": after.nll,
-                "nll_change": after.nll - before.nll,
                 "accuracy_before": before.accuracy,
                 "accuracy_after": after.accuracy,
-                "accuracy_change": None
-                if after.accuracy is None or before.accuracy is None
-                else after.accuracy - before.accuracy,
             }
         )
     return GroupRows(rows).table
 
 
-def share(
-    task: Task,
-    q: Posterior,
-    indices: Tensor | None,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
-) -> Share:
-    """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
-    curvature = q.form.zeros()
-    passes = chunks(
-        task,
-        q.mean,
-        indices=indices,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="the group's share",
-        progress=progress,
-    )
-    for chunk in passes:
-        curvature = curvature.add(chunk.terms(curvature_root(task, chunk)))
-    count = task.n_data if indices is None else len(indices)
-    return Share(loss_gradient(task, q.mean, indices), curvature, count)
-
-
-def loss_gradient(
-    task: Task,
-    params: Tree,
-    indices: Tensor | None = None,
-    errors: Tensor | None = None,
-) -> Tree:
-    """Σ_i J_iᵀ e_i over the examples: the gradient of their summed loss, by plain autograd.
-
-    ``errors`` ``[M, C]`` replaces the e_i.
-    """
-    total = {n: torch.zeros_like(p) for n, p in params.items()}
-    start = 0
-    for chosen, batch in task.batches(indices=indices):
-        with torch.enable_grad(), task.evaluation():
-            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-            outputs, targets = task.run(batch, leaves, chosen)
-        if errors is None:
-            e = task.likelihood.error(outputs.detach(), targets)
-        else:
-            e = errors[start : start + len(chosen)].to(outputs)
-        start += len(chosen)
-        if not outputs.requires_grad:
-            continue
-        grads = torch.autograd.grad(
-            outputs, list(leaves.values()), e, allow_unused=True, materialize_grads=True
-        )
-        for name, grad in zip(total, grads, strict=True):
-            total[name] += grad
-    return total
-
-
-def task_like(new: Task, task: Task) -> Task:
-    """The new examples under the old task's model and likelihood."""
-    if not isinstance(new, Task):
-        raise InputError(f"add must be a Task with the new examples, got {type(new).__name__}")
-    same: Likelihood = task.likelihood
-    if type(new.likelihood) is not type(same):
+def _evaluated_on(evaluate: Task | None, task: Task, q: Posterior) -> Task:
+    """The examples to measure on, under the trained model (buffers, frozen weights and all)."""
+    if evaluate is None:
+        return task
+    if not isinstance(evaluate, Task):
         raise InputError(
-            f"the added examples have the {new.likelihood.name} likelihood, the task the "
-            f"{same.name}; build them with the same one"
+            f"evaluate must be a Task with the examples to measure on, got "
+            f"{type(evaluate).__name__}; build one with Task(model, data, ...)"
         )
-    if new.model is task.model:
-        return new
-    other = Task(
-        task.model,
-        new.dataset,
-        likelihood=same,
-        forward=new.forward,
-        batch_size=new.batch_size,
-        device=task.device,
-    )
-    other._collate = new._collate
-    return other
+    q.on(evaluate, same_data=False)
+    return evaluate.with_model(task)
 
 
-def _relabelled(task: Task, q: Posterior, relabel: dict[int, Any], leaving: Tensor | None) -> Share:
-    """Old share out, new share in: Λ does not know the label, so that only e changes."""
-    chosen = select(list(relabel), task, q, name="relabel")
-    if leaving is not None and bool(torch.isin(chosen, leaving).any()):
-        both = int(chosen[torch.isin(chosen, leaving)][0])
-        raise InputError(f"example {both} is both removed and relabelled; choose one")
-    outputs, targets = [], []
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in task.batches(indices=chosen):
-            f, y = task.run(batch, q.mean, indices)
-            outputs.append(f)
-            targets.append(y)
-    f, y = torch.cat(outputs), torch.cat(targets)
+def _added(add: Task, task: Task) -> Task:
+    """The new examples under the old task's model."""
+    if not isinstance(add, Task):
+        raise InputError(
+            f"add must be a Task with the new examples, got {type(add).__name__}; build one with "
+            "Task(model, data, ...)"
+        )
+    new, old = add.likelihood, task.likelihood
+    if type(new) is not type(old) or str(vars(new)) != str(vars(old)):
+        raise InputError(
+            f"the added examples have the likelihood {new!r}, the task {old!r}; build them with "
+            "the same one"
+        )
+    return add.with_model(task)
+
+
+def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
+    """Index → new target with plain integers as indices, checked."""
+    if relabel is None:
+        return {}
     try:
-        values = torch.stack([torch.as_tensor(relabel[int(i)]).cpu() for i in chosen])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"relabel must map indices to targets: {error}") from error
-    new = task.likelihood.prepare_targets(values.to(f.device), f)
-    change = task.likelihood.error(f, new) - task.likelihood.error(f, y)
-    return Share(loss_gradient(task, q.mean, chosen, change), q.form.zeros(), 0)
+        indices = list(relabel.keys())
+        labels = [relabel[index] for index in indices]
+    except (AttributeError, TypeError, KeyError) as error:
+        raise InputError(
+            f"relabel must be a dict from index to new target, got {type(relabel).__name__}"
+        ) from error
+    chosen = chosen_indices(indices, task.n_data, "relabel") if indices else []
+    if len(set(chosen)) < len(indices):
+        raise InputError("relabel names an example more than once, or by booleans; use its index")
+    both = set(chosen) & set(leaving.tolist())
+    if both:
+        raise InputError(f"example {min(both)} is both removed and relabelled; choose one")
+    return dict(zip(chosen, labels, strict=True))
 
 
-def _step(q: Posterior, changes: list[tuple[float, Share]]) -> tuple[Posterior, float]:
-    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1)."""
-    form, n_data = q.form, q.n_data
-    pull = {n: torch.zeros_like(m) for n, m in q.mean.items()}
-    for sign, part in changes:
-        form = form.plus(part.curvature, sign)
-        n_data += int(sign) * part.count
-        for name, grad in part.gradient.items():
-            pull[name] -= sign * grad
-    form, floored = form.floored(q.prior_precision)
-    move = form.solve(pull)
-    mean = {n: m + move[n] for n, m in q.mean.items()}
-    if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
+def _measured(
+    task: Task, q: Posterior, progress: bool | None, *, moved: bool = False
+) -> tuple[Evaluation, Tensor]:
+    """Losses and hits at the posterior's mean, by forward passes, and the targets."""
+    try:
+        outputs, targets = predict(task, q.mean, progress=progress)
+    except ModelError as error:
+        if not moved:
+            raise
         raise PosteriorError(
-            "the step is not finite; the posterior's precision is too small for this group: "
-            "raise prior_precision, or remove fewer examples"
-        )
-    perturbed = Posterior(
-        mean,
-        form,
-        prior_precision=q.prior_precision,
-        n_data=max(n_data, 0),
-        record={**q.record, "kind": "what_if"},
-    )
-    return perturbed, floored
-
-
-def _evaluated(task: Task, params: Tree, progress: bool | None) -> tuple[Evaluation, Tensor]:
-    outputs, targets = predict(task, params, progress=progress)
+            f"at the weights after the change {error}. The step is too long for this posterior: "
+            "raise prior_precision, change fewer examples, or use a structure with correlations"
+        ) from error
     losses = task.likelihood.nll(outputs, targets)
     return Evaluation(losses, task.likelihood.correct(outputs, targets)), targets
 
 
+def _is_nothing(relabel: Any) -> bool:
+    return relabel is None or (hasattr(relabel, "__len__") and len(relabel) == 0)
+
+
 def _check(
-    remove: Selection | None,
-    add: Task | None,
-    relabel: Mapping[int, Any] | None,
-    solver: str,
-    steps: int,
+    remove: Selection | None, add: Task | None, relabel: Any, solver: str, steps: int
 ) -> None:
-    if remove is None and add is None and not relabel:
+    if remove is None and add is None and _is_nothing(relabel):
         raise InputError("nothing to change: give remove=, add= or relabel=")
     if solver not in SOLVERS:
         raise InputError(f"solver must be one of {SOLVERS}, got {solver!r}")
-    if steps != 1:
+    if isinstance(steps, bool) or steps != 1:
         raise InputError(
             f"steps={steps!r}: the posterior solver makes one step; apply the result and fit "
             "again to go on"

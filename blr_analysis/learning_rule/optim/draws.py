@@ -81,9 +81,8 @@ class Draw:
             torch._foreach_add_(params, noises)
 
     def restore(self, buffers: Buffers) -> None:
-        """Put the means back, last perturbed first: two parameters may share memory."""
-        for params, means in blocks([self.params[::-1], self.means[::-1]]):
-            torch._foreach_copy_(params, means)
+        """Put the means back."""
+        torch._foreach_copy_(self.params, self.means)
         buffers.give(self.mean_buffers)
         self.means, self.mean_buffers = [], []
         self.closed = True

@@ -35,6 +35,7 @@ def train(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, torch.Ten
                     params[1].grad = gradient(rank, step, 5)
         optimizer.step()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
     for rank in ranks:  # inf on one process: all skip
         with optimizer.sampled_params(train=True):
             params[0].grad = torch.full((5,), torch.inf if rank == 1 else 1.0)

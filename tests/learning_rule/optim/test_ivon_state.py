@@ -60,7 +60,7 @@ class Run:
     def tensors(self) -> list[Tensor]:
         params = list(self.model.parameters())
         state = self.optimizer.state
-        return params + [state[p][name] for p in params for name in ("hess", "momentum")]
+        return [*params, *(state[p][name] for p in params for name in ("hess", "momentum"))]
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 6])
@@ -87,6 +87,21 @@ def test_resumes_to_the_bit(
             assert tensor.dtype == expected.dtype
     param = resumed.model[0].weight
     assert resumed.optimizer.state[param]["step"] == 5
+
+
+def test_what_was_done_to_the_gradients_is_saved() -> None:
+    """Clipped after two of three draws, saved, resumed."""
+    runs = [Run(torch.float32, 3, True) for _ in range(2)]
+    for run in runs:
+        run.advance(0, 2)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    resumed = Run(torch.float32, 3, True)
+    resumed.load(runs[0].save())
+    for run in (*runs, resumed):
+        run.advance(2, 3)
+    for run in (runs[0], resumed):
+        for tensor, expected in zip(run.tensors(), runs[1].tensors(), strict=True):
+            assert torch.equal(tensor, expected)
 
 
 def test_the_step_count_is_saved() -> None:
@@ -193,5 +208,5 @@ def test_a_damaged_entry_is_named() -> None:
     state = broken("exp_avg", torch.ones(6))
     del state["state"][1]["hess"]
     run = Run(torch.float32, 1, True)
-    with pytest.raises(OptimizerError, match="parameter 1 holds .*exp_avg"):
+    with pytest.raises(OptimizerError, match=r"parameter 1 holds .*exp_avg"):
         run.optimizer.load_state_dict(state)

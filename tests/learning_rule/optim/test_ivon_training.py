@@ -99,6 +99,24 @@ def test_several_contexts_average_wherever_gradients_are_cleared(
     assert equal(problem.everything(), expected.everything())
 
 
+def test_gradients_put_in_place_before_the_context_count() -> None:
+    results = []
+    for inside in (True, False):
+        theta = torch.nn.Parameter(torch.ones(4))
+        generator = torch.Generator().manual_seed(0)
+        optimizer = IVON([theta], lr=0.1, ess=10, generator=generator)
+        for value in (1.0, 2.0, 6.0):
+            if not inside:
+                theta.grad = torch.full((4,), value)
+            with optimizer.sampled_params(train=True):
+                if inside:
+                    theta.grad = torch.full((4,), value)
+        optimizer.step()
+        results.append(torch.stack([theta.detach(), optimizer.state[theta]["momentum"]]))
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0][1], torch.full((4,), 0.3))
+
+
 def test_p_grad_holds_the_mean_gradient_of_the_draws() -> None:
     problem = Problem()
     gradients = []
@@ -134,7 +152,17 @@ def test_evaluation_between_draw_and_step_changes_nothing() -> None:
     problem.optimizer.step()
     assert equal(problem.everything(), expected.everything())
     draw_and_step(expected, steps=1)
-    draw_and_step(problem, steps=1)  # buffers made in inference mode serve in training
+    draw_and_step(problem, steps=1)
+    assert equal(problem.everything(), expected.everything())
+
+
+def test_buffers_made_in_inference_mode_serve_in_training() -> None:
+    expected, problem = Problem(), Problem()
+    with torch.inference_mode(), problem.optimizer.sampled_params():
+        problem.loss()
+    problem.optimizer.generator = torch.Generator().manual_seed(1)
+    draw_and_step(problem)
+    draw_and_step(expected)
     assert equal(problem.everything(), expected.everything())
 
 
@@ -346,6 +374,16 @@ def test_mixed_dtypes_are_trained_side_by_side() -> None:
     for param, kind in zip(mixed, dtypes, strict=True):
         assert param.dtype == kind
         torch.testing.assert_close(param, train([kind])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_noise_of_each_parameter_has_its_precision() -> None:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    params = [torch.nn.Parameter(torch.zeros(64, dtype=dtype)) for dtype in dtypes]
+    with IVON(params, lr=0.1, ess=10).sampled_params():
+        single, double, half = (param.detach().clone() for param in params)
+    assert single.unique().numel() == 64
+    assert not torch.equal(double, double.float().double())
+    assert half.abs().max() > 0
 
 
 # Failures

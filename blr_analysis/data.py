@@ -1,0 +1,286 @@
+"""How examples are reached: by index, in the dataset's own order, the same on every visit.
+
+Datasets, loaders and tensors are read into :class:`Examples`; what cannot be addressed by index,
+or is drawn anew on every visit, is refused here with a word on what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from blr_analysis.errors import BLRError, DataError, InputError
+
+REPEATS = 8  # examples that are read twice to find out whether the data stand still
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A map-style dataset and the function that makes a batch of its items.
+
+    >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
+    >>> data.batch(torch.tensor([2, 0]))[1]
+    tensor([2, 0])
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any] = default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> Any:
+        """The collated batch of these examples.
+
+        Raises:
+            DataError: the dataset or the collate function raises; the index is named.
+        """
+        if self.is_tensors:
+            if _is_range(indices):
+                return self.dataset[int(indices[0]) : int(indices[-1]) + 1]
+            return self.dataset[indices.to(self.dataset.tensors[0].device)]
+        items = [self._item(int(i)) for i in indices]
+        try:
+            return self.collate(items)
+        except (BLRError, MemoryError):
+            raise
+        except Exception as error:  # the user's own code
+            raise DataError(
+                f"the collate function failed on examples {_some(indices.tolist())}: "
+                f"{_said(error)}; pass a DataLoader with the collate_fn that fits the dataset"
+            ) from error
+
+    def subset(self, indices: Sequence[int]) -> Examples:
+        """Some of the examples, in the order given."""
+        return Examples(Subset(self.dataset, list(indices)), self.collate)
+
+    @property
+    def is_tensors(self) -> bool:
+        """Whether batches are slices of tensors."""
+        return isinstance(self.dataset, TensorDataset) and self.collate is default_collate
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except (BLRError, MemoryError):
+            raise
+        except Exception as error:  # the user's own code
+            raise DataError(
+                f"the dataset failed on example {index} of {len(self)}: {_said(error)}; each "
+                f"index 0 … {len(self) - 1} must give an example"
+            ) from error
+
+
+def read_data(data: Any) -> Examples:
+    """Examples from a map-style dataset, a loader over one, or a pair (X, y).
+
+    Raises:
+        DataError: empty or iterable-style data, samplers that subset, reorder or reweight,
+            tensors that are no pair, data that change from one visit to the next.
+    """
+    if isinstance(data, Examples):
+        return data
+    examples = _examples(data)
+    if len(examples) == 0:
+        raise DataError("the data hold no examples; a task needs at least one")
+    if not examples.is_tensors:
+        _check_repeatable(examples)
+    return examples
+
+
+def _examples(data: Any) -> Examples:
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset):
+            raise _not_indexed(data.dataset)
+        _check_sampler(data)
+        return Examples(_examples(data.dataset).dataset, data.collate_fn)
+    several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
+    if several and any(hasattr(part, "__array__") for part in data):
+        return Examples(_pair(data))
+    unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
+    if unfit or not hasattr(data, "__getitem__"):
+        raise _not_indexed(data)
+    try:
+        len(data)
+    except (TypeError, NotImplementedError) as error:
+        raise _not_indexed(data) from error
+    return Examples(data)
+
+
+def _not_indexed(data: Any) -> DataError:
+    return DataError(
+        "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
+        f"{type(data).__name__}; examples are addressed by index, so list an iterable first, and "
+        "take one split of a dictionary of datasets"
+    )
+
+
+def _pair(data: Sequence[Any]) -> TensorDataset:
+    if len(data) != 2:
+        raise DataError(
+            f"data must be a pair (X, y), got {len(data)} arrays; for more than two give "
+            "torch.utils.data.TensorDataset(*tensors) and forward= to Task"
+        )
+    tensors = []
+    for name, part in zip("Xy", data, strict=True):
+        try:
+            tensors.append(part if isinstance(part, Tensor) else torch.as_tensor(np.asarray(part)))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"{name} of the pair (X, y) cannot become a tensor: {_said(error)}; give numbers"
+            ) from error
+    x, y = tensors
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
+        raise DataError(
+            f"X and y must have the same length, got shapes {tuple(x.shape)} and {tuple(y.shape)}"
+        )
+    return TensorDataset(x, y)
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    if loader.batch_sampler is None:
+        raise DataError(
+            "the DataLoader has batch_size=None, so that each index of its dataset may be a whole "
+            "batch; pass a dataset of single examples"
+        )
+    sampler: Any = loader.batch_sampler
+    if isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    ordinary = (isinstance(sampler, SequentialSampler) and len(sampler) == size) or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == size
+    )
+    if not ordinary:
+        raise DataError(
+            f"the DataLoader draws its examples through {type(sampler).__name__}, so that the "
+            "training set and its order are not those of its dataset; pass the dataset itself, "
+            "or torch.utils.data.Subset of it"
+        )
+
+
+def _check_repeatable(examples: Examples) -> None:
+    n = len(examples)
+    indices = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
+    if not _same(examples.batch(indices), examples.batch(indices)):
+        raise DataError(
+            "the same examples are different when they are read again: a random augmentation in "
+            "the dataset, or a collate_fn that masks at random; give the data without it (the "
+            "transform used for evaluation)"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return True  # nothing that could be compared without knowing it
+
+
+def chosen_indices(indices: Any, n_data: int, name: str = "indices") -> list[int]:
+    """Indices or a boolean mask as a list of indices, checked, in the order given.
+
+    Raises:
+        InputError: a mask of another length, an index out of range, or something else.
+    """
+    try:
+        values = torch.as_tensor(
+            list(indices) if isinstance(indices, (range, set, Mapping)) else indices
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} must be a boolean mask or integer indices, got {type(indices).__name__}"
+        ) from error
+    values = values.reshape(1) if values.ndim == 0 else values
+    if values.ndim != 1:
+        raise InputError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
+    if values.dtype == torch.bool:
+        if len(values) != n_data:
+            raise InputError(f"the mask {name} has {len(values)} entries for {n_data} examples")
+        return values.nonzero().flatten().tolist()
+    if len(values) and (values.is_floating_point() or values.is_complex()):
+        raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
+    found = [int(i) for i in values.tolist()]
+    bad = next((i for i in found if not 0 <= i < n_data), None)
+    if bad is not None:
+        raise InputError(f"{name} names example {bad}, but the examples are 0 … {n_data - 1}")
+    return found
+
+
+def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
+    """Columns by name, one value per example, from a mapping or a DataFrame."""
+    try:
+        given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
+    except (TypeError, KeyError, IndexError) as error:
+        raise InputError(
+            "metadata must be columns by name ({'source': [...]}, or a DataFrame), got "
+            f"{type(metadata).__name__}"
+        ) from error
+    columns: dict[str, list[Any]] = {}
+    for name, column in given.items():
+        if isinstance(column, str) or not hasattr(column, "__iter__"):
+            raise InputError(
+                f"metadata column {name!r} must be a sequence with one value per example, got "
+                f"{column!r}"
+            )
+        columns[name] = column.tolist() if isinstance(column, Tensor) else list(column)
+        if len(columns[name]) != n_data:
+            raise InputError(
+                f"metadata column {name!r} has {len(columns[name])} values for {n_data} examples"
+            )
+    return columns
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on a device: tensors inside lists, tuples and mappings, and what has ``.to``."""
+    if isinstance(batch, Mapping):
+        return {k: moved(v, device) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(v, device) for v in batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(moved(v, device) for v in batch)
+    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
+
+
+def describe(batch: Any) -> str:
+    """Shapes and dtypes of a batch, for messages."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, (list, tuple)):
+        return "(" + ", ".join(describe(v) for v in batch[:8]) + ")"
+    return type(batch).__name__
+
+
+def _is_range(indices: Tensor) -> bool:
+    return len(indices) > 0 and bool((indices.diff() == 1).all())
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _some(values: list[int], most: int = 5) -> str:
+    shown = ", ".join(map(str, values[:most]))
+    return shown if len(values) <= most else f"{shown}, …"

@@ -1,0 +1,151 @@
+"""A group's share of the posterior, λ̃_G = Σ_{i∈G} λ̃_i, and the posterior without or with it.
+
+    λ^{\\G} = λ − λ̃_G:    S^{\\G} = S − S_G,    m^{\\G} = m + (S^{\\G})⁻¹ Σ_{i∈G} J_iᵀ e_i
+
+with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's own structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.record import fetched
+from blr_analysis.errors import DataError, PosteriorError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import curvature_root
+from blr_analysis.posterior.structures import Structure, Tree
+from blr_analysis.task import Task
+
+
+@dataclass(frozen=True)
+class Share:
+    """A group's share of the posterior: Σ J_iᵀ e_i and Σ J_iᵀ Λ_i J_i."""
+
+    gradient: Tree
+    curvature: Structure
+    count: int
+
+
+def share(
+    task: Task,
+    q: Posterior,
+    indices: Tensor | None,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Share:
+    """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
+    curvature = q.form.zeros()
+    passes = chunks(
+        task,
+        q.mean,
+        indices=indices,
+        chunk_size=chunk_size,
+        memory_budget=memory_budget,
+        label="the group's share",
+        progress=progress,
+    )
+    for chunk in passes:
+        curvature = curvature.add(chunk.terms(curvature_root(task, chunk)))
+    count = task.n_data if indices is None else len(indices)
+    return Share(loss_gradient(task, q.mean, indices), curvature, count)
+
+
+def loss_gradient(
+    task: Task,
+    params: Tree,
+    indices: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> Tree:
+    """Σ_i J_iᵀ e_i over the examples: the gradient of their summed loss, by plain autograd.
+
+    ``errors`` ``[M, C]`` replaces the e_i.
+    """
+    total = {n: torch.zeros_like(p) for n, p in params.items()}
+    order = torch.arange(task.n_data) if indices is None else indices
+    parts = order.split(task.batch_size)
+    given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
+    with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        for chosen, e in zip(parts, given, strict=True):
+            outputs, targets = task.run(fetched(task, chosen), leaves, chosen)
+            if not outputs.requires_grad:
+                continue
+            if e is None:
+                e = task.likelihood.error(outputs.detach(), targets)
+            grads = torch.autograd.grad(
+                outputs, list(leaves.values()), e, allow_unused=True, materialize_grads=True
+            )
+            for name, grad in zip(total, grads, strict=True):
+                total[name] += grad
+    return total
+
+
+def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
+    """Old shares out, new ones in: Λ does not know the label, so that only the e_i change.
+
+    Raises:
+        DataError: a new label that is no target of the likelihood.
+    """
+    chosen = torch.tensor(sorted(labels))
+    outputs, targets = [], []
+    with torch.no_grad(), task.evaluation():
+        for indices, batch in task.batches(indices=chosen):
+            f, y = task.run(batch, q.mean, indices)
+            outputs.append(f)
+            targets.append(y)
+    f, y = torch.cat(outputs), torch.cat(targets)
+    try:
+        new = torch.stack([_target(labels[int(i)]) for i in chosen])
+        new = task.likelihood.prepare_targets(new.to(f.device), f)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"relabel must map indices to targets: {error}") from error
+    change = task.likelihood.error(f, new) - task.likelihood.error(f, y)
+    return Share(loss_gradient(task, q.mean, chosen, change), q.form.zeros(), 0)
+
+
+def _target(value: Any) -> Tensor:
+    """A label as a tensor; Python's floats keep their 64 bits."""
+    return value.cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior, float]:
+    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1).
+
+    Returns:
+        The new posterior, and the fraction of its precision that had to be raised to the prior.
+
+    Raises:
+        PosteriorError: the new mean is not finite, the new precision not positive.
+    """
+    form, n_data = q.form, q.n_data
+    pull = {n: torch.zeros_like(m) for n, m in q.mean.items()}
+    for sign, part in changes:
+        form = form.plus(part.curvature, sign)
+        n_data += sign * part.count
+        for name, grad in part.gradient.items():
+            pull[name] -= sign * grad
+    form, floored = form.floored(q.prior_precision)
+    move = form.solve(pull)
+    mean = {n: m + move[n] for n, m in q.mean.items()}
+    if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
+        raise PosteriorError(
+            "the step is not finite; the posterior's precision is too small for this group: "
+            "raise prior_precision, or remove fewer examples"
+        )
+    perturbed = Posterior(
+        mean,
+        form,
+        prior_precision=q.prior_precision,
+        n_data=n_data,
+        record={**q.record, "kind": "what_if"},
+    )
+    return perturbed, floored
