@@ -70,7 +70,8 @@ def module_columns(
     def one(inputs: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
         filled = _filled(moved, inputs, mapped)
         pull = vjp(lambda own_values: outputs(own_values, filled), values)[1]
-        return vmap(lambda c: pull(c)[0])(cotangents)
+        columns = [pull(list(c))[0] for c in zip(*(t.unbind(0) for t in cotangents), strict=True)]
+        return {a: torch.stack([c[a] for c in columns]) for a in values}
 
     batched = [x for x, m in zip(moved, mapped, strict=True) if m]
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():

@@ -59,6 +59,11 @@ class Scores(Tabular, Plottable):
     def __len__(self) -> int:
         return len(self.self_influence)
 
+    def __repr__(self) -> str:
+        n, c = self.error.shape
+        held = "" if self.variance is not None else ", without V"
+        return f"Scores(N={n}, C={c}, {self.likelihood.name}{held}; see .table, .plot())"
+
     @cached_property
     def leverage(self) -> Tensor | None:
         """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
