@@ -34,8 +34,9 @@ class Full(Structure):
                 "the full precision matrix is not positive definite; give a "
                 "prior_precision above 0, or remove fewer examples"
             )
-        self._factor = factor.to(self.matrix.dtype)
-        return self._factor
+        kept: Tensor = factor.to(self.matrix.dtype)
+        self._factor = kept
+        return kept
 
     def flat(self, v: Mapping[str, Tensor]) -> Tensor:
         """``[..., P]`` from tensors by name."""
@@ -48,7 +49,7 @@ class Full(Structure):
         """Tensors by name from ``[..., P]``."""
         parts = flat.split(self._sizes, dim=-1)
         return {
-            n: part.reshape(*flat.shape[:-1], *s)
+            n: part.reshape((*flat.shape[:-1], *s))
             for (n, s), part in zip(self.shapes.items(), parts, strict=True)
         }
 

@@ -2,36 +2,81 @@
 
 An elementwise rule of ten operations reads and writes main memory ten times if each operation
 runs over all parameters before the next one starts. On a CPU the rules of this package run
-therefore block by block: all operations on some 2¹⁹ elements, which stay in the cache, then the
-next block. An accelerator gets everything at once, for it counts kernel launches.
+therefore block by block: all operations on one block, which stays in the cache, then the next.
+torch would split each of these operations over its threads and wait for the slowest of them, some
+thousand times a step; on a busy machine nearly all time goes into waiting. So the pieces are too
+small for torch to split, and whole blocks go to the threads. An accelerator gets everything at
+once, for it counts kernel launches.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 19
-"""Elements per block on a CPU (measured: 2¹⁸ to 2²⁰ are about as fast, 2²⁴ three times slower)."""
+PIECE = 1 << 15
+"""Elements of a tensor that torch works on without splitting them over threads."""
+
+BLOCK = 1 << 17
+"""Elements per block on a CPU."""
+
+THREADS = 8
+"""At most so many: beyond it they wait for Python's lock."""
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 
-def blocks(columns: Sequence[Sequence[Tensor]], size: int = BLOCK) -> Iterator[list[list[Tensor]]]:
-    """Yield ``columns`` in pieces that fit the cache.
+def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]]) -> None:
+    """Call ``rule(*block)`` for every block of ``columns``, on torch's number of threads.
 
     ``columns[j][i]`` is the ``j``-th quantity (weight, gradient, …) of the ``i``-th parameter; all
-    tensors of one parameter have its shape, all tensors one device. On a CPU, contiguous tensors
-    are cut into views of at most ``size`` elements and small ones are put together; elsewhere the
-    columns come back as one block. Writing to a piece writes to the tensor.
+    tensors of one parameter have its shape, all tensors one device. ``rule`` gets as many lists as
+    there are columns, and writes to their tensors elementwise and in place, without gradients.
+
+        >>> x = [torch.zeros(3), torch.ones(2)]
+        >>> for_blocks(lambda tensors: torch._foreach_add_(tensors, 1), [x])
+        >>> x
+        [tensor([1., 1., 1.]), tensor([2., 2.])]
+    """
+    waiting = deque(blocks(columns))
+    threads = min(torch.get_num_threads(), THREADS, len(waiting))
+
+    def work() -> None:
+        with torch.no_grad():
+            while True:
+                try:
+                    block = waiting.popleft()
+                except IndexError:
+                    return
+                rule(*block)
+
+    if threads < 2:
+        work()
+        return
+    with ThreadPoolExecutor(threads - 1) as pool:
+        helpers = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+    for helper in helpers:
+        helper.result()
+
+
+def blocks(
+    columns: Sequence[Sequence[Tensor]], size: int = BLOCK, piece: int = PIECE
+) -> Iterator[list[list[Tensor]]]:
+    """Yield ``columns`` in blocks of about ``size`` elements.
+
+    On a CPU, contiguous tensors are cut into views of at most ``piece`` elements; elsewhere the
+    columns come back as one block. Writing to a view writes to the tensor.
 
         >>> x = [torch.zeros(5), torch.zeros(2), torch.zeros(1)]
-        >>> [[piece.numel() for piece in block[0]] for block in blocks([x], size=3)]
-        [[3], [2], [2, 1]]
+        >>> [[view.numel() for view in block[0]] for block in blocks([x], size=4, piece=3)]
+        [[3], [2, 2], [1]]
     """
     if not columns or not columns[0]:
         return
@@ -41,20 +86,20 @@ def blocks(columns: Sequence[Sequence[Tensor]], size: int = BLOCK) -> Iterator[l
     gathered: list[tuple[Tensor, ...]] = []
     filled = 0
     for row in zip(*columns, strict=True):
-        for piece in _cut(row, size):
-            count = piece[0].numel()
+        for views in _cut(row, piece):
+            count = views[0].numel()
             if gathered and filled + count > size:
                 yield [list(column) for column in zip(*gathered, strict=True)]
                 gathered, filled = [], 0
-            gathered.append(piece)
+            gathered.append(views)
             filled += count
     yield [list(column) for column in zip(*gathered, strict=True)]
 
 
-def _cut(row: tuple[Tensor, ...], size: int) -> Iterable[tuple[Tensor, ...]]:
-    if row[0].numel() <= size or not all(tensor.is_contiguous() for tensor in row):
+def _cut(row: tuple[Tensor, ...], piece: int) -> Iterable[tuple[Tensor, ...]]:
+    if row[0].numel() <= piece or not all(tensor.is_contiguous() for tensor in row):
         return [row]
-    return zip(*(tensor.detach().view(-1).split(size) for tensor in row), strict=True)
+    return zip(*(tensor.detach().view(-1).split(piece) for tensor in row), strict=True)
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.learning_rule.optim.blocks import Buffers, blocks, group_by
+from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
@@ -66,7 +66,7 @@ class Draw:
         for params in group_by(self.params, lambda p: (p.device, p.dtype)).values():
             flats, views = buffers.take(params, params[0].dtype)
             self.mean_buffers += flats
-            torch._foreach_copy_(views, params)
+            for_blocks(torch._foreach_copy_, [views, params])
             means.update(zip(params, views, strict=True))
         self.means = [means[p] for p in self.params]
 
@@ -77,15 +77,22 @@ class Draw:
 
     def perturb(self) -> None:
         """m → m + ε, in place, rounded once to the dtype of the weights."""
-        for params, noises in blocks([self.params, self.noises]):
-            torch._foreach_add_(params, noises)
+        _on_each_device(torch._foreach_add_, self.params, self.noises)
 
     def restore(self, buffers: Buffers) -> None:
         """Put the means back."""
-        torch._foreach_copy_(self.params, self.means)
+        _on_each_device(torch._foreach_copy_, self.params, self.means)
         buffers.give(self.mean_buffers)
         self.means, self.mean_buffers = [], []
         self.closed = True
+
+
+def _on_each_device(
+    rule: Callable[..., object], targets: list[Tensor], sources: list[Tensor]
+) -> None:
+    pairs = zip(targets, sources, strict=True)
+    for alike in group_by(pairs, lambda pair: pair[0].device).values():
+        for_blocks(rule, [*zip(*alike, strict=True)])
 
 
 def _fill_normal(flat: Tensor, std: float, generator: torch.Generator | None) -> None:
@@ -108,7 +115,10 @@ def _divide_by_root_hess(
     fresh = [n for n, p in zip(noises, params, strict=True) if p not in state]
     if fresh:  # before its first step a parameter has the precision it was given
         torch._foreach_div_(fresh, math.sqrt(group["hess_init"] + decay))
-    for noise, hess in blocks([[n for n, _ in known], [h for _, h in known]]):
+
+    def divide(noise: list[Tensor], hess: list[Tensor]) -> None:
         root = torch._foreach_add(hess, decay)
         torch._foreach_sqrt_(root)
         torch._foreach_div_(noise, root)
+
+    for_blocks(divide, [[n for n, _ in known], [h for _, h in known]])

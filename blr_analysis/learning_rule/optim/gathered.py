@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim.blocks import Buffers, blocks, group_by
+from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
 
 
@@ -111,12 +112,9 @@ class Gathered:
         for rows in group_by(got, lambda row: (row[0].device, row[0].dtype, row[2])).values():
             params, grads, methods, noises = zip(*rows, strict=True)
             means = [self.estimates[p].grad for p in params]
-            curvatures = [self.estimates[p].curvature for p in params]
-            for grad, noise, mean, curvature in blocks([grads, noises, means, curvatures]):  # type: ignore[list-item]
-                new = [g.to(m.dtype) for g, m in zip(grad, mean, strict=True)]
-                torch._foreach_lerp_(mean, new, weight)
-                estimate = torch._foreach_mul(new, noise if methods[0] == "price" else new)
-                torch._foreach_lerp_(curvature, estimate, weight)
+            curvatures = [c for p in params if (c := self.estimates[p].curvature) is not None]
+            rule = partial(_move_means, weight=weight, price=methods[0] == "price")
+            for_blocks(rule, [grads, noises, means, curvatures])
         seen = {param for param, *_ in got}
         for param, estimate in self.estimates.items():
             if param not in seen:
@@ -203,6 +201,20 @@ class Gathered:
         param.grad = estimate.shown
         estimate.version = estimate.shown._version
         self.estimates[param] = estimate
+
+
+def _move_means(
+    grad: list[Tensor],
+    noise: list[Tensor],
+    mean: list[Tensor],
+    curvature: list[Tensor],
+    *,
+    weight: float,
+    price: bool,
+) -> None:
+    new = [g.to(m.dtype) for g, m in zip(grad, mean, strict=True)]
+    torch._foreach_lerp_(mean, new, weight)
+    torch._foreach_lerp_(curvature, torch._foreach_mul(new, noise if price else new), weight)
 
 
 def _ratios(estimates: Sequence[Estimate]) -> list[float]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.learning_rule.optim.blocks import blocks, group_by
+from blr_analysis.learning_rule.optim.blocks import for_blocks, group_by
 from blr_analysis.learning_rule.optim.draws import state_dtype
 from blr_analysis.learning_rule.optim.gathered import Estimate
 
@@ -63,10 +63,17 @@ def _update(
 
     grads = [estimates[p].grad.detach() for p in params]
     raw = estimates[params[0]].curvature is None
-    extra = [_curvature_source(estimates[p], raw) for p in params]
+    sources = [_curvature_source(estimates[p], raw) for p in params]
     hesses = [state[p]["hess"] for p in params]
     momenta = [state[p]["momentum"] for p in params]
-    for theta, grad, source, hess, momentum in blocks([params, grads, extra, hesses, momenta]):
+
+    def move(
+        theta: list[Tensor],
+        grad: list[Tensor],
+        source: list[Tensor],
+        hess: list[Tensor],
+        momentum: list[Tensor],
+    ) -> None:
         grad = [g.to(h.dtype) for g, h in zip(grad, hess, strict=True)]
         # The gap h − ĥ, with s = h + δ as it was before the step.
         scale = torch._foreach_add(hess, decay)
@@ -96,6 +103,8 @@ def _update(
             torch._foreach_clamp_min_(direction, -clip / debias)
             torch._foreach_clamp_max_(direction, clip / debias)
             torch._foreach_add_(theta, direction, alpha=-lr * debias)
+
+    for_blocks(move, [params, grads, sources, hesses, momenta])
 
 
 def _curvature_source(estimate: Estimate, raw: bool) -> Tensor:

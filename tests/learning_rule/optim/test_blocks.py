@@ -1,0 +1,91 @@
+"""Cutting tensors into blocks and spreading them over threads changes no bit."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.learning_rule.optim.blocks import BLOCK, Buffers, blocks, for_blocks
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 30), st.integers(1, 30))
+def test_every_element_is_visited_once_and_in_step(
+    counts: list[int], size: int, piece: int
+) -> None:
+    one = [torch.zeros(count) for count in counts]
+    other = [torch.arange(float(count)) for count in counts]
+    for left, right in blocks([one, other], size=size, piece=piece):
+        assert sum(view.numel() for view in left) <= max(size, piece)
+        assert all(view.numel() <= piece for view in left)
+        for view, twin in zip(left, right, strict=True):
+            view += twin + 1
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right + 1)
+
+
+def test_what_cannot_be_cut_stays_whole() -> None:
+    strided = torch.zeros(10, 10).t()
+    (block,) = blocks([[strided], [torch.zeros(10, 10)]], piece=5)
+    assert [column[0].shape for column in block] == [(10, 10), (10, 10)]
+
+
+@pytest.fixture
+def three_threads() -> None:
+    torch.set_num_threads(3)  # the fixture of conftest.py sets it back
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_an_error_in_any_thread_is_raised() -> None:
+    main = threading.current_thread()
+    seen = threading.Event()
+
+    def fail_elsewhere(tensors: list[Tensor]) -> None:
+        if threading.current_thread() is not main:
+            seen.set()
+            raise RuntimeError("no")
+        seen.wait(10)
+
+    with pytest.raises(RuntimeError, match="no"):
+        for_blocks(fail_elsewhere, [[torch.zeros(4 * BLOCK)]])
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_threads_change_no_bit(draws: int) -> None:
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        generator = torch.Generator().manual_seed(0)
+        sizes = (5 * BLOCK + 77, 3, 1000)
+        params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        optimizer = IVON(params, lr=0.1, ess=10, beta2=0.9, generator=generator)
+        for _ in range(2):
+            for _ in range(draws):
+                with optimizer.sampled_params(train=True):
+                    for param in params:
+                        param.grad = param.detach().clone()
+            optimizer.step()
+        state = [optimizer.state[param] for param in params]
+        results.append([*params, *(s["hess"] for s in state), *(s["momentum"] for s in state)])
+    assert all(map(torch.equal, *results))
+    assert not (results[0][0] == 1).any()
+
+
+def test_buffers_are_used_again() -> None:
+    buffers = Buffers()
+    like = [torch.zeros(2, 3), torch.zeros(4)]
+    flats, views = buffers.take(like, torch.float32)
+    again, _ = buffers.take(like, torch.float32)
+    assert again[0] is not flats[0]
+    assert [view.shape for view in views] == [(2, 3), (4,)]
+    buffers.give(flats)
+    assert buffers.take(like, torch.float64)[0][0] is not flats[0]
+    assert buffers.take(like, torch.float32)[0][0] is flats[0]
+    buffers.give(flats)
+    buffers.clear()
+    assert buffers.take(like, torch.float32)[0][0] is not flats[0]
