@@ -53,7 +53,7 @@ class Examples:
         if self.is_tensors:
             if _is_range(indices):
                 return self.dataset[int(indices[0]) : int(indices[-1]) + 1]
-            return self.dataset[indices.to(self.dataset.tensors[0].device)]
+            return self.dataset[indices]
         items = [self._item(int(i)) for i in indices]
         try:
             return self.collate(items)
@@ -139,7 +139,8 @@ def _pair(data: Sequence[Any]) -> TensorDataset:
     tensors = []
     for name, part in zip("Xy", data, strict=True):
         try:
-            tensors.append(part if isinstance(part, Tensor) else torch.as_tensor(np.asarray(part)))
+            whole = part if isinstance(part, Tensor) else np.require(part, requirements="W")
+            tensors.append(torch.as_tensor(whole))
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"{name} of the pair (X, y) cannot become a tensor: {_said(error)}; give numbers"
@@ -203,10 +204,10 @@ def chosen_indices(indices: Any, n_data: int, name: str = "indices") -> list[int
     Raises:
         InputError: a mask of another length, an index out of range, or something else.
     """
+    if isinstance(indices, np.ndarray):
+        indices = np.require(indices, requirements="W")
     try:
-        values = torch.as_tensor(
-            list(indices) if isinstance(indices, (range, set, Mapping)) else indices
-        )
+        values = torch.as_tensor(list(indices) if isinstance(indices, (range, set)) else indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} must be a boolean mask or integer indices, got {type(indices).__name__}"
@@ -238,7 +239,8 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
         ) from error
     columns: dict[str, list[Any]] = {}
     for name, column in given.items():
-        if isinstance(column, str) or not hasattr(column, "__iter__"):
+        whole = isinstance(column, str) or getattr(column, "ndim", 1) == 0
+        if whole or not hasattr(column, "__iter__"):
             raise InputError(
                 f"metadata column {name!r} must be a sequence with one value per example, got "
                 f"{column!r}"
@@ -259,7 +261,8 @@ def moved(batch: Any, device: torch.device) -> Any:
         return type(batch)(*(moved(v, device) for v in batch))
     if type(batch) in (list, tuple):
         return type(batch)(moved(v, device) for v in batch)
-    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
+    send = getattr(batch, "to", None)
+    return send(device) if callable(send) else batch
 
 
 def describe(batch: Any) -> str:

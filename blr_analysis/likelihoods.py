@@ -283,11 +283,11 @@ class Poisson(_Independent):
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
-        highest = math.log(torch.finfo(outputs.dtype).max)
-        if bool((outputs > highest).any()):
+        found = outputs.detach()
+        if bool((found > math.log(torch.finfo(found.dtype).max)).any()):
             raise ModelError(
-                f"the model's log-rates reach {float(outputs.max()):.3g}, whose exp overflows "
-                f"{outputs.dtype}; check the weights (the poisson likelihood takes the rate's log)"
+                f"the model's log-rates reach {float(found.max()):.3g}, whose exp overflows "
+                f"{found.dtype}; check the weights (the poisson likelihood takes the rate's log)"
             )
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:

@@ -14,7 +14,6 @@ comes in and out.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
+from blr_analysis.checks import instance, positive_int
 from blr_analysis.data import chosen_indices, describe, moved, read_data, read_metadata
 from blr_analysis.errors import BLRError, DataError, DeviceError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood, resolve
@@ -67,23 +69,28 @@ class Task:
         device: str | torch.device | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        instance("model", model, nn.Module, "a torch.nn.Module")
         if forward is not None and not callable(forward):
             raise InputError(
                 "forward must be a function (model, batch) -> (outputs, targets), got "
                 f"{type(forward).__name__}"
             )
+        lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise ModelError(
+                f"parameter {lazy[0]!r} of a lazy module has no shape yet; run a batch through "
+                "the model first"
+            )
         self.model = model
         self.likelihood = resolve(likelihood)
-        self.batch_size = _batch_size(batch_size)
+        self.batch_size = positive_int("batch_size", batch_size)
         self.device = _device(device, model)
         self.examples = read_data(data)
         self.n_data = len(self.examples)
         self.forward: Forward = forward or default_forward
         self.metadata = read_metadata(metadata, self.n_data)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
-        self._overwrites = True  # whether the model works in place on its inputs: see after a run
+        self._overwrites = True  # whether the model works in place on its inputs; a run will tell
 
     def __len__(self) -> int:
         return self.n_data
@@ -138,7 +145,10 @@ class Task:
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
-        return moved(self.examples.batch(indices), self.device)
+        batch = moved(self.examples.batch(indices), self.device)
+        if not self._overwrites:
+            return batch
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
 
     def batches(
         self, size: int | None = None, indices: Tensor | None = None
@@ -192,10 +202,12 @@ class Task:
         """
         if self.forward is default_forward:
             _check_inputs(batch, indices)
-        values = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        values.update({f"model.{n}": p for n, p in params.items()})
+        own = {id(p): params.get(n, p.detach()) for n, p in self.model.named_parameters()}
+        values = {f"model.{n}": own[id(p)] for n, p in parameter_places(self.model).items()}
+        before = _versions(batch)
         try:
-            outputs, targets = functional_call(_Runner(self.model, self.forward), values, (batch,))
+            runner = _Runner(self.model, self.forward)
+            outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code
@@ -203,6 +215,7 @@ class Task:
                 f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
                 f"{error}; check that data, forward= and the posterior belong to this model"
             ) from error
+        self._overwrites = _versions(batch) != before
         return self._checked(outputs, targets, indices)
 
     def _checked(self, outputs: Any, targets: Any, indices: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -268,6 +281,27 @@ class Task:
                 module.training = mode
 
 
+def _versions(batch: Any) -> list[int]:
+    """A count for every tensor of a batch, which rises when the tensor is written to."""
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every place below a module that holds a parameter, by name, each place once.
+
+    What ``functional_call(..., tie_weights=False)`` must be given: tied tensors have several
+    places, and a module that is registered twice has its own only once, because
+    ``functional_call`` would swap those twice and give back the wrong ones.
+    """
+    return {
+        f"{path}.{attribute}" if path else attribute: p
+        for path, part in module.named_modules()
+        for attribute, p in part._parameters.items()
+        if p is not None
+    }
+
+
 class _Runner(nn.Module):
     """Calls ``forward(model, batch)`` with the model as a child, for ``functional_call``."""
 
@@ -321,7 +355,7 @@ def find_device(device: str | torch.device) -> torch.device:
     """
     try:
         return torch.empty(0, device=torch.device(device)).device  # "cuda" → "cuda:0"
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise DeviceError(
             f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
             'use device="cpu" or install a matching torch build'
@@ -340,16 +374,6 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
             f"move the model first: model.to({str(wanted)!r})"
         )
     return wanted
-
-
-def _batch_size(size: Any) -> int:
-    try:
-        found = 0 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        found = 0
-    if found < 1:
-        raise InputError(f"batch_size must be a positive integer, got {size!r}")
-    return found
 
 
 def _check_inputs(batch: Any, indices: Tensor | None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,7 +67,7 @@ class Volumes(nn.Module):
 
 
 class Words(nn.Module):
-    """Embeddings (tied to the read-out, shared positions), norms, Conv1D, attention, a parameter."""
+    """Embeddings (tied to the read-out; positions), norms, Conv1D, attention, a parameter."""
 
     def __init__(self, tied: bool = True, vocabulary: int = 7, width: int = 4) -> None:
         super().__init__()
@@ -114,6 +117,14 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(x.transpose(0, 1))[0][-1])
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Layers built inside have the same weights every time; the global generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     """The model in float64 eval mode with generic weights and running statistics."""
     generator = torch.Generator().manual_seed(seed)
@@ -128,9 +139,9 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def mlp(inputs: int = 4, hidden: int = 5, outputs: int = 3, seed: int = 0) -> nn.Module:
     """A tanh MLP with generic weights."""
-    return randomised(
-        nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed
-    )
+    with seeded(seed):
+        layers = [nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)]
+    return randomised(nn.Sequential(*layers), seed)
 
 
 def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -141,6 +152,11 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     ids = torch.randint(0, 7, (7, 6), generator=g)
+    with seeded(3):
+        return _built(normal, ids)
+
+
+def _built(normal: Callable[..., Tensor], ids: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
     return {
         "mlp": (mlp(), normal(7, 4)),
         "images": (randomised(Images()), normal(7, 2, 8, 8)),

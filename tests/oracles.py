@@ -35,12 +35,23 @@ def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
             batch = torch.utils._pytree.tree_map(
                 lambda x: x.clone() if isinstance(x, Tensor) else x, task.fetch(torch.tensor([i]))
             )
-            swapped = {f"model.{n}": v for n, v in leaves.items()}
-            outputs = functional_call(_Call(task), swapped, (batch,)).reshape(-1)
+            outputs = _swapped(task, leaves, batch).reshape(-1)
             rows.append(torch.stack([_gradient(f, leaves) for f in outputs]))
     for module, mode in modes.items():
         module.training = mode
     return torch.stack(rows)
+
+
+def _swapped(task: Task, params: Mapping[str, Tensor], batch: object) -> Tensor:
+    """The outputs of a batch at these parameters, every holder of a tied one given the same."""
+    names = {id(p): n for n, p in task.model.named_parameters()}
+    places = {
+        f"model.{path}.{key}" if path else f"model.{key}": params[names[id(p)]]
+        for path, module in task.model.named_modules()
+        for key, p in module._parameters.items()
+        if p is not None and names[id(p)] in params
+    }
+    return functional_call(_Call(task), places, (batch,), tie_weights=False)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -54,6 +65,27 @@ def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([g.to_dense().flatten() for g in grads])
 
 
+def outputs_of(task: Task, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The model's outputs on the whole task, ``[N, C]``."""
+    with torch.no_grad(), task.evaluation():
+        values = task.parameters() if params is None else params
+        return torch.cat([task.run(batch, values)[0] for _, batch in task.batches()])
+
+
+def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
+    """Σ_i J_iᵀ Λ_i J_i, ``[P, P]``, with Λ by automatic differentiation of the loss."""
+    total = jacobian.new_zeros(jacobian.shape[-1], jacobian.shape[-1])
+    for i, f in enumerate(outputs_of(task)):
+        _, target = task.run(task.fetch(torch.tensor([i])), task.parameters())
+
+        def loss(output: Tensor, target: Tensor = target) -> Tensor:
+            return task.likelihood.nll(output.unsqueeze(0), target).sum()
+
+        hessian = torch.func.hessian(loss)(f)
+        total = total + jacobian[i].mT @ hessian @ jacobian[i]
+    return total
+
+
 def flatten(tree: dict[str, Tensor]) -> Tensor:
     """One vector from a dict of parameter-shaped tensors, in the dict's order."""
     return torch.cat([v.flatten() for v in tree.values()])
@@ -64,7 +96,7 @@ def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = vector.split([v.numel() for v in like.values()], dim=-1)
     lead = vector.shape[:-1]
     return {
-        n: part.reshape(*lead, *v.shape) for (n, v), part in zip(like.items(), parts, strict=True)
+        n: part.reshape((*lead, *v.shape)) for (n, v), part in zip(like.items(), parts, strict=True)
     }
 
 

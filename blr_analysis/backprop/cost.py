@@ -11,8 +11,8 @@ from torch.func import functional_call
 from blr_analysis.backprop.layout import probe_indices
 from blr_analysis.backprop.reading import Plan
 from blr_analysis.backprop.record import Visit, fetched, record
-from blr_analysis.backprop.terms import Outer, Rows, Term
-from blr_analysis.task import Task
+from blr_analysis.backprop.terms import MatrixShape, Outer, Rows, Term, gram_numbers
+from blr_analysis.task import Task, parameter_places
 
 
 def cost_of(
@@ -38,27 +38,27 @@ def cost_of(
             indices=probe,
         ),
     )
-    # torch.func holds the graph of one module at a time, and a gradient of it for each column.
-    alone = max(
-        (_saved(own, lambda v=visit: _again(v)) for visit in visits if visit.unit.rule is None),
-        default=0,
-    )
-    inputs = matrices = 0.0
+    # torch.func holds the graph of one module at a time, and its gradients of one column.
+    loose = [visit for visit in visits if visit.unit.rule is None]
+    with task.evaluation():
+        alone = max((_saved(own, lambda v=visit: _again(v)) for visit in loose), default=0)
+    inputs = dense = 0.0
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
+    layers: list[tuple[MatrixShape, int]] = []
     for term in terms:
         if isinstance(term, Outer):
             inputs += term.inputs.numel() / batch
-            if term.positions > 1:
-                g, o, i = term.layout.groups, term.layout.rows, term.layout.columns
-                matrices = max(matrices, float(g * o * i))
+            layers.append((term.layout, term.positions))
         elif isinstance(term, Rows):
             inputs += term.ids.numel() / batch
         else:
-            matrices += sum(c[:, 0].numel() for c in term.jacobian().values()) / batch
+            dense += sum(c[:, 0].numel() for c in term.jacobian().values()) / batch
 
     def floats(columns: int) -> float:
-        kept = (graph + (columns + 1) * alone) / batch + 2 * inputs
-        return kept + (columns + 3) * outputs + 2.5 * columns * matrices
+        kept = (graph + 2 * alone) / batch + 2 * inputs
+        gradients = (columns + 3) * outputs + 2.5 * columns * dense
+        layer = max((gram_numbers(*shape, columns) for shape in layers), default=0)
+        return kept + gradients + layer
 
     return floats
 
@@ -84,5 +84,5 @@ def _saved(own: list[Tensor], run: Callable[[], object]) -> int:
 def _again(visit: Visit) -> object:
     module: nn.Module = visit.unit.module
     with torch.enable_grad():
-        leaves = {n: p.detach().requires_grad_() for n, p in module.named_parameters()}
-        return functional_call(module, leaves, visit.args, visit.kwargs)
+        leaves = {n: p.detach().requires_grad_() for n, p in parameter_places(module).items()}
+        return functional_call(module, leaves, visit.args, visit.kwargs, tie_weights=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from blr_analysis.backprop.plan import Plan, plan_for
 from blr_analysis.backprop.record import Recording, fetched, record
 from blr_analysis.backprop.terms import Term
-from blr_analysis.errors import InputError
+from blr_analysis.checks import positive_int
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -70,8 +70,8 @@ def chunks(
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
     for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-            raise InputError(f"{name} must be a positive integer, got {value!r}")
+        if value is not None:
+            positive_int(name, value)
     plan = plan_for(task, params)
     n = task.n_data if indices is None else len(indices)
     size = chunk_size

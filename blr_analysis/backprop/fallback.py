@@ -26,7 +26,7 @@ from blr_analysis.task import Task
 def module_columns(
     visit: Visit,
     params: Mapping[str, Tensor],
-    canonical: Mapping[str, str],
+    places: Mapping[str, str],
     axes: tuple[Sequence[Axis | None], Sequence[Axis]],
     grads: list[list[Tensor]],
     batch: int,
@@ -35,16 +35,13 @@ def module_columns(
 
     Args:
         params: every parameter's value by canonical name.
-        canonical: the parameter names below this module → canonical names.
+        places: every place below this module that holds a parameter → its canonical name.
         axes: batch axes of the input leaves (None: not a tensor) and of the output leaves; the
             inputs are copied, because a module may work on them in place.
         grads: ``[output leaf][column]`` gradients.
     """
-    own = {
-        n: a for a, n in visit.unit.names.items()
-    }  # one alias each: functional_call ties the rest
-    values = {a: params[n] for n, a in own.items()}
-    rest = {a: params[n] for a, n in canonical.items() if n not in own}
+    names = set(visit.unit.names.values())
+    values = {n: params[n] for n in names}
     leaves, spec = tree_flatten((visit.args, visit.kwargs))
     in_axes, out_axes = axes
     moved = [
@@ -63,7 +60,8 @@ def module_columns(
             for x, axis, m in zip(inputs, in_axes, mapped, strict=True)
         ]
         args, kwargs = tree_unflatten(whole, spec)
-        out = functional_call(visit.unit.module, {**rest, **own_values}, args, kwargs)
+        placed = {a: own_values.get(n, params[n]) for a, n in places.items()}
+        out = functional_call(visit.unit.module, placed, args, kwargs, tie_weights=False)
         found = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()]
         return [t.reshape(c.shape[2:]) for t, c in zip(found, stacked, strict=True)]
 
@@ -81,7 +79,7 @@ def module_columns(
             columns = vmap(one, randomness="same")(batched, stacked)
         except Exception:  # vmap fails in as many ways as there are operations
             columns = _one_by_one(outputs, values, moved, batched, mapped, stacked)
-    return Dense({n: columns[a].detach() for n, a in own.items()})
+    return Dense({n: c.detach() for n, c in columns.items()})
 
 
 def _one_by_one(

@@ -17,12 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.cost import cost_of
-from blr_analysis.backprop.fallback import pulled, task_columns
+from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices
 from blr_analysis.backprop.reading import Plan, read
-from blr_analysis.backprop.record import Unit, fetched
+from blr_analysis.backprop.record import Unit
 from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.backprop.truth import (
+    autograd_gradients,
+    check_independent,
+    not_differentiable,
+)
 from blr_analysis.errors import ModelError
 from blr_analysis.task import Task
 
@@ -49,22 +54,27 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
 
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     probe = probe_indices(task.n_data)[0]
-    _check_independent(task, params, probe)
+    check_independent(task, params, probe)
     units, whole = _units(task.model, set(params)), frozenset[str]()
-    truth, cotangent = _autograd(task, params, probe)
+    truth, cotangents = autograd_gradients(task, params, probe)
     adopted: set[str] = set()
     while True:
         layout = layout_of(task, params, units)
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
-        terms, broken = _read_all(plan, task, params, layout, probe, cotangent)
-        ours = {n: g[:, 0] for term in terms for n, g in term.jacobian().items()}
-        floor = torch.finfo(cotangent.dtype).eps ** 0.85 * max(
+        terms, broken = _read_all(plan, task, params, layout, probe, cotangents)
+        ours = {n: g for term in terms for n, g in term.jacobian().items()}
+        floor = torch.finfo(cotangents[0].dtype).eps ** 0.85 * max(
             float(torch.linalg.vector_norm(t)) for t in truth.values()
         )
         wrong = broken | {n for n in params if not agrees(ours.get(n), truth[n], floor)}
         if not wrong:
             cost = cost_of(plan, task, params, layout.recording.visits, terms)
-            return replace(plan, floats=cost, outputs=cotangent.shape[-1])
+            return replace(
+                plan,
+                floats=cost,
+                outputs=cotangents[0].shape[-1],
+                routes=layout.recording.routes(),
+            )
         if wrong & whole:
             raise ModelError(
                 f"per-example gradients of {sorted(wrong & whole)[:5]} disagree with autograd's "
@@ -86,7 +96,7 @@ def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:
             for a, p in module._parameters.items()
             if p is not None and canonical[id(p)] in wanted
         }
-        if own:
+        if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             rule = rule_for(module) if set(own) <= {"weight", "bias"} else None
             units.append(Unit(path, module, own, rule))
     return units
@@ -111,16 +121,16 @@ def _read_all(
     params: Mapping[str, Tensor],
     layout: Layout,
     probe: Tensor,
-    cotangent: Tensor,
+    cotangents: list[Tensor],
 ) -> tuple[list[Term], set[str]]:
     """The probe's terms, and the names that some visit could not read at all."""
     broken = set(layout.unknown)
     found: list[Term] = []
     values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     try:
-        grads = layout.recording.backward([cotangent])
+        grads = layout.recording.backward(cotangents)
     except RuntimeError as error:
-        raise _not_differentiable(error) from error
+        raise not_differentiable(error) from error
     with torch.no_grad(), task.evaluation():
         for visit, visited in zip(layout.recording.visits, grads, strict=True):
             axes = plan.axes_of(visit, len(probe))
@@ -136,7 +146,7 @@ def _read_all(
                 broken |= names
     kept = [term for term in merged(found) if broken.isdisjoint(term.names)]
     if plan.whole_model:
-        kept.append(task_columns(task, values, plan.whole_model, probe, [cotangent]))
+        kept.append(task_columns(task, values, plan.whole_model, probe, cotangents))
     return kept, broken
 
 
@@ -166,9 +176,7 @@ def _rerouted(
         ]
         adopter = _adopter(holders, {path for path, m in modules.items() if id(m) in called})
         if adopter is not None:
-            below = modules[adopter].named_parameters(remove_duplicate=False)
-            alias = next(a for a, p in below if canonical[id(p)] == name)
-            given.setdefault(adopter, {})[alias] = name
+            given.setdefault(adopter, {})[name] = name
     taken = {n for names in given.values() for n in names.values()}
     result: list[Unit] = []
     for unit in units:
@@ -206,55 +214,10 @@ def _called(task: Task, params: Mapping[str, Tensor]) -> set[int]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(task.evaluation())
         for module in task.model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             handle = module.register_forward_hook(lambda m, *_: seen.add(id(m)))
             stack.callback(handle.remove)
         first = torch.zeros(1, dtype=torch.long)
         task.run(task.fetch(first), params, first)
     return seen
-
-
-def _autograd(
-    task: Task, params: Mapping[str, Tensor], probe: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Every probe example's gradient of a random combination of outputs, by plain autograd.
-
-    ``[k, *shape]`` per name, and the combination ``[k, C]``.
-    """
-    with torch.enable_grad(), task.evaluation():
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        outputs, _ = task.run(fetched(task, probe), leaves, probe)
-    generator = torch.Generator().manual_seed(0)
-    cotangent = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
-    try:
-        rows = [pulled([outputs[i]], [cotangent[i]], leaves) for i in range(len(probe))]
-    except RuntimeError as error:
-        raise _not_differentiable(error) from error
-    columns = zip(*rows, strict=True)
-    return {n: torch.stack(c) for n, c in zip(leaves, columns, strict=True)}, cotangent
-
-
-def _not_differentiable(error: RuntimeError) -> ModelError:
-    return ModelError(
-        f"autograd cannot differentiate the model: {error}; operations in place on what the "
-        "backward pass needs, and gradient checkpointing, must be switched off for the analysis"
-    )
-
-
-def _check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> None:
-    """Raise :class:`ModelError` when an example's output depends on its batch or on chance."""
-    with torch.no_grad(), task.evaluation():
-        together, _ = task.run(task.fetch(probe), params, probe)
-        alone, _ = task.run(task.fetch(probe[:1]), params, probe[:1])
-    if len(together) != len(probe) or len(alone) != 1:
-        raise ModelError(
-            f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
-            "return one row per example (forward= can reshape)"
-        )
-    if alone.shape[1:] != together.shape[1:]:
-        raise ModelError("the number of outputs of an example changes with its batch")
-    scale = together.abs().amax().clamp_min(1e-30)
-    if bool((together[0] - alone[0]).abs().amax() > 1e-2 * scale):
-        raise ModelError(
-            "the output of an example changes with the batch it comes in, or from call to call; "
-            "the analyses need a deterministic dataset and model that treat examples one by one"
-        )

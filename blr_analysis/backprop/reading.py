@@ -18,7 +18,7 @@ from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call
 from blr_analysis.backprop.record import Recording, Unit, Visit
 from blr_analysis.backprop.terms import Term, merged
-from blr_analysis.task import Task
+from blr_analysis.task import Task, parameter_places
 
 Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
 
@@ -33,6 +33,7 @@ class Plan:
     shared: frozenset[tuple[str, int, int]]  # outputs that are lifted to one row per example
     floats: Callable[[int], float]  # K columns → numbers held per example
     outputs: int = 0  # C
+    routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
 
     def chunk_size(self, columns: int, budget: int, itemsize: int, n_data: int) -> int:
         """Examples per chunk so that the working memory stays within ``budget`` bytes."""
@@ -51,6 +52,8 @@ class Plan:
         values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
         found: list[Term] = []
         alone = set(self.whole_model)
+        if self.routes:
+            alone |= self._misplaced(recording, cotangents[0], grads)
         with torch.inference_mode(False), torch.no_grad(), task.evaluation():
             for visit, visited in zip(recording.visits, grads, strict=True):
                 axes = self.axes_of(visit, len(indices))
@@ -67,6 +70,30 @@ class Plan:
         if alone:
             result.append(task_columns(task, values, sorted(alone), indices, cotangents))
         return result
+
+    def _misplaced(
+        self, recording: Recording, cotangent: Tensor, grads: list[list[list[Tensor]]]
+    ) -> set[str]:
+        """The names of layers with a row that is not of the example that its place says.
+
+        Where every example's cotangent is multiplied by a number of its own, so must be the
+        gradients of its rows: one backward pass more.
+        """
+        batch = len(cotangent)
+        steps = torch.arange(batch, dtype=torch.float64) * 0.6180339887498949
+        scales = (1 + steps.frac()).to(cotangent)
+        scaled = recording.backward([cotangent * scales.unsqueeze(1)])
+        found: set[str] = set()
+        for visit, before, after in zip(recording.visits, grads, scaled, strict=True):
+            axes = self.axes_of(visit, batch)
+            for axis, (g, *_), (h,) in zip(axes[1] if axes else [], before, after, strict=False):
+                rows = axis.first(g, batch).reshape(batch * axis.repeats, -1)
+                rows = rows * scales.repeat_interleave(axis.repeats).unsqueeze(1)
+                gap = axis.first(h, batch).reshape(rows.shape) - rows
+                bound = torch.finfo(g.dtype).eps ** 0.6 * torch.linalg.vector_norm(rows, dim=1)
+                if bool((torch.linalg.vector_norm(gap, dim=1) > bound).any()):
+                    found.update(visit.unit.names.values())
+        return found
 
     def axes_of(self, visit: Visit, batch: int) -> Axes | None:
         """Where the examples are in what a layer saw; None where the plan does not know.
@@ -99,9 +126,8 @@ def read(
     unit = visit.unit
     if unit.rule is None:
         canonical = {id(p): n for n, p in model.named_parameters()}
-        below = unit.module.named_parameters(remove_duplicate=False)
-        names = {a: canonical[id(p)] for a, p in below}
-        return [module_columns(visit, values, names, axes, grads, batch)]
+        places = {a: canonical[id(p)] for a, p in parameter_places(unit.module).items()}
+        return [module_columns(visit, values, places, axes, grads, batch)]
     axis = axes[0][0]
     assert axis is not None
     own = {a: values[n] for a, n in unit.names.items()}

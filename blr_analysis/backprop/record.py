@@ -20,6 +20,18 @@ from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.errors import ModelError
 from blr_analysis.task import Task
 
+# Autograd's names of the operations that move rows to places that the data choose.
+ROUTING = (
+    "Index",
+    "Gather",
+    "Scatter",
+    "MaskedSelect",
+    "MaskedScatter",
+    "Take",
+    "Put",
+    "CopySlices",
+)
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -27,7 +39,7 @@ class Unit:
 
     path: str
     module: nn.Module
-    names: dict[str, str]  # attribute (dotted for adopted descendants) → canonical name
+    names: dict[str, str]  # attribute (its own name for an adopted parameter) → canonical name
     rule: Rule | None  # None: torch.func on this module alone
 
 
@@ -58,6 +70,19 @@ class Recording:
     outputs: Tensor
     targets: Tensor
     visits: list[Visit]
+
+    def routes(self) -> bool:
+        """Whether rows are picked or put by index between the layers and the outputs."""
+        seen, waiting = set(), [self.outputs.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            if node.name().startswith(ROUTING):
+                return True
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+        return False
 
     def backward(self, cotangents: Sequence[Tensor]) -> list[list[list[Tensor]]]:
         """Gradients at every visit's outputs: ``[visit][output leaf][column]``.

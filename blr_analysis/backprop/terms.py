@@ -166,7 +166,7 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     t, k = term.positions, len(term.grads)
     if t == 1:
         return _scaled_gram(term.stacked().squeeze(3), _row_scale(term, weight, bias))
-    if t * (t + 1) // 2 <= k * t + k * k and weight is not None:
+    if weight is not None and _few_positions(t, k, weight.shape[-1]):
         return _position_gram(term, weight, bias)
     total = term.inputs.new_zeros(())
     if weight is not None:
@@ -174,6 +174,21 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     if bias is not None:
         total = total + flat_gram(term._bias_grads(), bias.unsqueeze(1))
     return total
+
+
+def _few_positions(t: int, k: int, i: int) -> bool:
+    """Whether the kernel over pairs of positions multiplies less than G_c does."""
+    return t * (t + 1) // 2 * (i + 2 * k + k * k) <= (k * t + k * k) * i
+
+
+def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
+    """Numbers that :func:`weighted_gram` holds per example for t positions and k columns."""
+    g, o, i = layout.groups, layout.rows, layout.columns
+    if t == 1:
+        return 1.5 * k * g * o
+    if _few_positions(t, k, i):
+        return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
+    return 2.5 * k * g * o * i
 
 
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:

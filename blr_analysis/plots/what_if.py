@@ -136,7 +136,9 @@ def _of(result: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
         )
     whole = as_array([getattr(result.before, measure), getattr(result, measure)])
     groups, before, after = ["all"], whole[:1], whole[1:]
-    if getattr(result, "accuracy", None) is not None:  # classes can be told apart
+    targets = getattr(result, "targets", None)
+    one_each = targets is None or targets.ndim == 1 or targets.shape[-1] == 1
+    if one_each and getattr(result, "accuracy", None) is not None:  # classes can be told apart
         more, b, a = _from_table(result.by_class, measure)
         groups, before, after = groups + more, np.append(before, b), np.append(after, a)
     return groups, *_finite(before, after, measure)

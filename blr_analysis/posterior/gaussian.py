@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import capture, checkpoints, codec, storage
 from blr_analysis.posterior.checks import check_prior, count_of, differences, real_tensors
@@ -59,6 +60,8 @@ class Posterior:
             self.form = Diagonal(real_tensors("precision", precision))
         self.prior_precision = prior_precision
         self.n_data = count_of(n_data)
+        if record is not None:
+            instance("record", record, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
         self._check()
 
@@ -108,6 +111,7 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
         formulas, the arguments and the errors.
         """
+        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         return cls._of(
             capture.from_optimizer(
                 optimizer,
@@ -136,9 +140,10 @@ class Posterior:
 
         See :func:`blr_analysis.posterior.checkpoints.from_checkpoint`.
         """
+        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         return cls._of(
             checkpoints.from_checkpoint(
-                path,
+                path_of(path),
                 model,
                 n_data=n_data,
                 prior_precision=prior_precision,
@@ -169,7 +174,7 @@ class Posterior:
         return self._entry(self.form.diagonal(), name)
 
     def _entry(self, tree: Tree, name: str) -> Tensor:
-        if name not in tree:
+        if not isinstance(name, str) or name not in tree:
             raise InputError(
                 f"the posterior has no parameter {name!r}; it covers {sorted(tree)[:12]}"
             )
@@ -183,9 +188,9 @@ class Posterior:
         >>> q.sample(generator=torch.Generator().manual_seed(0), n=2)["w"].shape
         torch.Size([2, 3])
         """
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise InputError(f"n must be a positive number of draws, got {n!r}")
-        lead = () if n is None else (n,)
+        if generator is not None:
+            instance("generator", generator, torch.Generator, "a torch.Generator")
+        lead = () if n is None else (positive_int("n", n),)
         noise = {}
         for name, m in self.mean.items():
             source = m.device if generator is None else generator.device
@@ -199,7 +204,7 @@ class Posterior:
 
         Leading dimensions of the parameters are batch dimensions of the result.
         """
-        self.form._take(dict(params))
+        self._vector(params)
         gap = {n: params[n] - m for n, m in self.mean.items()}
         curved = self.form.times(gap)
         size = sum(m.numel() for m in self.mean.values())
@@ -214,19 +219,25 @@ class Posterior:
 
     def precision_product(self, v: Tree) -> Tree:
         """S v for v by parameter name (leading batch dimensions allowed)."""
-        return self.form.times(v)
+        return self.form.times(self._vector(v))
 
     def covariance_product(self, v: Tree) -> Tree:
         """Σ v."""
-        return self.form.solve(v)
+        return self.form.solve(self._vector(v))
 
     def precision_root_product(self, v: Tree) -> Tree:
         """R v with S = R Rᵀ (symmetric for "diag" and "kron", Cholesky for "full")."""
-        return self.form.root(v)
+        return self.form.root(self._vector(v))
 
     def covariance_root_product(self, v: Tree) -> Tree:
         """R⁻ᵀ v with Σ = R⁻ᵀ R⁻¹."""
-        return self.form.root_solve(v)
+        return self.form.root_solve(self._vector(v))
+
+    def _vector(self, v: Any) -> Tree:
+        if not isinstance(v, Mapping) or not all(isinstance(t, Tensor) for t in v.values()):
+            raise InputError(f"expected tensors by parameter name, got {type(v).__name__}")
+        self.form._take(dict(v))
+        return dict(v)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device (and in another floating dtype).
@@ -235,7 +246,9 @@ class Posterior:
             DeviceError: this machine does not have it.
         """
         target = find_device(device)
-        kind = dtype or next(iter(self.mean.values())).dtype
+        kind = next(iter(self.mean.values())).dtype if dtype is None else dtype
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+            raise InputError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
         if self._is_on(target, kind):
             return self
         moved = object.__new__(Posterior)
@@ -257,8 +270,7 @@ class Posterior:
                 ``same_data``, to another number of examples.
             ModelError: the model's parameters are in half precision or of several dtypes.
         """
-        if not isinstance(task, Task):
-            raise InputError(f"task must be a blr_analysis.Task, got {type(task).__name__}")
+        instance("task", task, Task, "a blr_analysis.Task")
         parameters = dict(task.model.named_parameters())
         fixed = self.record.get("fixed", ())
         mine = {n: tuple(m.shape) for n, m in self.mean.items()}
@@ -290,7 +302,7 @@ class Posterior:
         tensors, record = codec.encode(self.form, self.prior_precision)
         means = {f"{n}.mean": m for n, m in self.mean.items()}
         storage.write(
-            path,
+            path_of(path),
             {n: t.cpu() for n, t in {**tensors, **means}.items()},
             {**self.record, **record, "n_data": self.n_data, "parameters": list(self.mean)},
         )
@@ -302,6 +314,6 @@ class Posterior:
         Raises:
             StorageError: nothing there, a truncated or foreign file, or a pickle.
         """
-        tensors, record = storage.read(path)
+        tensors, record = storage.read(path_of(path))
         mean, form, prior, n_data, rest = codec.decode(tensors, record, str(path))
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)

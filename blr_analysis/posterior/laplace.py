@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.terms import Outer
+from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.full import Full
@@ -34,6 +35,7 @@ FULL_LIMIT = 20_000  # parameters: 3 GB of float64
 Columns = Callable[[Chunk], Tensor]
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def fit_laplace(
     task: Task,
     *,
@@ -73,10 +75,11 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    if not isinstance(task, Task):
-        raise InputError(f"task must be a blr_analysis.Task, got {type(task).__name__}")
+    instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters()
     _check(task, params, structure, prior_precision, curvature, samples)
+    if generator is not None:
+        instance("generator", generator, torch.Generator, "a torch.Generator")
     if isinstance(prior_precision, Mapping):
         prior_precision = {
             n: v.detach().to(params[n]) if isinstance(v, Tensor) else float(v)
@@ -214,12 +217,9 @@ def _check(
     curvature: str,
     samples: int,
 ) -> None:
-    if structure not in STRUCTURES:
-        raise InputError(f"structure must be one of {STRUCTURES}, got {structure!r}")
-    if curvature not in CURVATURES:
-        raise InputError(f"curvature must be one of {CURVATURES}, got {curvature!r}")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise InputError(f"samples must be a positive integer, got {samples!r}")
+    one_of("structure", structure, STRUCTURES)
+    one_of("curvature", curvature, CURVATURES)
+    positive_int("samples", samples)
     if not params:
         raise ModelError(
             "the model has no trainable parameters; set requires_grad on those to be analysed"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
-from blr_analysis.errors import InputError
+from blr_analysis.checks import one_of
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.scores import check_finite, fitted, leverage
@@ -85,6 +85,7 @@ class LeaveOneOut(Tabular):
         )
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def leave_one_out(
     task: Task,
     posterior: Posterior,
@@ -124,8 +125,7 @@ def leave_one_out(
         >>> abs(loo.mse / press - 1) < 1e-9
         True
     """
-    if correction not in CORRECTIONS:
-        raise InputError(f"correction must be one of {CORRECTIONS}, got {correction!r}")
+    one_of("correction", correction, CORRECTIONS)
     q = fitted(task, posterior)
     wants_cavity = correction == "cavity" or (correction == "auto" and q.structure in BEARS_CAVITY)
     likelihood = task.likelihood

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.checks import instance
+from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.task import Task
@@ -72,6 +73,7 @@ class Scores(Tabular, Plottable):
         return leverage(self.variance, self.likelihood.hessian_root(self.outputs))
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def sensitivity(
     task: Task,
     posterior: Posterior,
@@ -112,6 +114,8 @@ def sensitivity(
         >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """
+    if variance is not None:
+        instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)
     c = n_outputs(task, q.mean)
     if variance is None:
@@ -149,22 +153,20 @@ def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tup
     e = task.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
         influence = q.form.gram(chunk.terms(e.unsqueeze(1))).flatten()
+        check_finite(influence)
         found = (e, chunk.outputs, chunk.targets, influence)
     else:
         v = q.form.gram(chunk.jacobian_terms())
+        check_finite(v)
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
         found = (e, chunk.outputs, chunk.targets, (move * e).sum(-1), v, move)
-    check_finite(found[3] if not variance else found[4])
     return tuple(t.cpu() for t in found)
 
 
 def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Posterior:
     """The posterior, checked against the task; see :meth:`Posterior.on`."""
-    if not isinstance(posterior, Posterior):
-        raise InputError(
-            "posterior must be a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, "
-            f"or fit_laplace), got {type(posterior).__name__}"
-        )
+    wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
+    instance("posterior", posterior, Posterior, wanted)
     return posterior.on(task, same_data=same_data)
 
 

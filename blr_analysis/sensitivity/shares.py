@@ -73,7 +73,7 @@ def loss_gradient(
     order = torch.arange(task.n_data) if indices is None else indices
     parts = order.split(task.batch_size)
     given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
-    with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
+    with torch.enable_grad(), task.evaluation():
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         for chosen, e in zip(parts, given, strict=True):
             outputs, targets = task.run(fetched(task, chosen), leaves, chosen)

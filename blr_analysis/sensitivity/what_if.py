@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.engine import predict
+from blr_analysis.checks import instance, one_of
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -95,8 +96,7 @@ class WhatIf(Plottable):
         Raises:
             ModelError: the model lacks a parameter or has another shape; nothing is written.
         """
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        instance("model", model, nn.Module, "a torch.nn.Module")
         own = dict(model.named_parameters())
         for name, value in self.parameters.items():
             if name not in own or own[name].shape != value.shape:
@@ -136,6 +136,7 @@ class ByClass:
     after: Evaluation
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def what_if(
     task: Task,
     posterior: Posterior,
@@ -173,7 +174,8 @@ def what_if(
         PosteriorError: a posterior of another model or number of examples, S − S_G that is not
             positive definite, weights at which the model breaks down.
 
-    Source: Nickl et al., NeurIPS 2023, Eq. 11; Khan & Rue, "The Bayesian Learning Rule", Eq. 58.
+    Source: Nickl et al., NeurIPS 2023 (the memory-perturbation equation, for a group); Khan & Rue,
+    "The Bayesian Learning Rule", Eqs. 54 and 58 (a posterior as a sum of sites).
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -184,24 +186,26 @@ def what_if(
         >>> result.removed == int((y == 2).sum()), result.nll > result.before.nll
         (True, True)
     """
-    _check(remove, add, relabel, solver, steps)
+    _check(solver, steps)
     q = fitted(task, posterior)
     where = _evaluated_on(evaluate, task, q)
     settings: dict[str, Any] = dict(
         chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
     )
-    changes: list[tuple[int, Share]] = []
-    leaving = torch.empty(0, dtype=torch.long)
-    if remove is not None:
-        leaving = select(remove, task, q)
-        if len(leaving) == task.n_data and add is None:
-            raise InputError(
-                f"remove selects all {task.n_data} examples; leave at least one, or add others"
-            )
-        changes.append((-1, share(task, q, leaving, **settings)))
-    if add is not None:
-        changes.append((1, share(_added(add, task), q, None, **settings)))
+    leaving = torch.empty(0, dtype=torch.long) if remove is None else select(remove, task, q)
+    if len(leaving) == task.n_data and add is None:
+        raise InputError(
+            f"remove selects all {task.n_data} examples; leave at least one, or add others"
+        )
+    new = None if add is None else _added(add, task)
     labels = _new_labels(relabel, task, leaving)
+    changes: list[tuple[int, Share]] = []
+    if len(leaving):
+        changes.append((-1, share(task, q, leaving, **settings)))
+    if new is not None:
+        changes.append((1, share(new, q, None, **settings)))
+    if not labels and not changes:
+        raise InputError("nothing to change: give remove=, add= or relabel=")
     if labels:
         changes.append((1, relabelled(task, q, labels)))
     perturbed, floored = step(q, changes)
@@ -220,6 +224,7 @@ def what_if(
     )
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def what_if_each(
     task: Task,
     posterior: Posterior,
@@ -285,22 +290,14 @@ def _evaluated_on(evaluate: Task | None, task: Task, q: Posterior) -> Task:
     """The examples to measure on, under the trained model (buffers, frozen weights and all)."""
     if evaluate is None:
         return task
-    if not isinstance(evaluate, Task):
-        raise InputError(
-            f"evaluate must be a Task with the examples to measure on, got "
-            f"{type(evaluate).__name__}; build one with Task(model, data, ...)"
-        )
+    instance("evaluate", evaluate, Task, "a blr_analysis.Task with the examples to measure on")
     q.on(evaluate, same_data=False)
     return evaluate.with_model(task)
 
 
 def _added(add: Task, task: Task) -> Task:
     """The new examples under the old task's model."""
-    if not isinstance(add, Task):
-        raise InputError(
-            f"add must be a Task with the new examples, got {type(add).__name__}; build one with "
-            "Task(model, data, ...)"
-        )
+    instance("add", add, Task, "a blr_analysis.Task with the new examples")
     new, old = add.likelihood, task.likelihood
     if type(new) is not type(old) or str(vars(new)) != str(vars(old)):
         raise InputError(
@@ -347,18 +344,9 @@ def _measured(
     return Evaluation(losses, task.likelihood.correct(outputs, targets)), targets
 
 
-def _is_nothing(relabel: Any) -> bool:
-    return relabel is None or (hasattr(relabel, "__len__") and len(relabel) == 0)
-
-
-def _check(
-    remove: Selection | None, add: Task | None, relabel: Any, solver: str, steps: int
-) -> None:
-    if remove is None and add is None and _is_nothing(relabel):
-        raise InputError("nothing to change: give remove=, add= or relabel=")
-    if solver not in SOLVERS:
-        raise InputError(f"solver must be one of {SOLVERS}, got {solver!r}")
-    if isinstance(steps, bool) or steps != 1:
+def _check(solver: str, steps: int) -> None:
+    one_of("solver", solver, SOLVERS)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps != 1:
         raise InputError(
             f"steps={steps!r}: the posterior solver makes one step; apply the result and fit "
             "again to go on"

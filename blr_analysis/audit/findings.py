@@ -1,0 +1,185 @@
+"""What an audit finds: scores, leave-one-out, memory map, and what each group is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from blr_analysis.backprop.engine import predict
+from blr_analysis.errors import InputError
+from blr_analysis.memory_map import MemoryMap, memory_map
+from blr_analysis.posterior import Posterior
+from blr_analysis.sensitivity import (
+    LeaveOneOut,
+    Scores,
+    leave_one_out,
+    sensitivity,
+    what_if_each,
+)
+from blr_analysis.sensitivity.what_if import Evaluation
+from blr_analysis.task import Task
+
+MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set
+AUTO = "auto"
+JUDGED = ("label_quality", "suspicious")  # columns that only a classification has
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What :func:`investigate` found.
+
+    Attributes:
+        task, posterior, test: what was asked about; ``test`` under the trained model, or None.
+        scores, loo, memory: the analyses of the training data.
+        on_test, test_targets: losses, hits and targets on ``test``; None without one.
+        by: the column whose groups were taken out; None if none was.
+        removals: DataFrame of :func:`blr_analysis.what_if_each`, measured on ``test`` (on the
+            training data without one); None if ``by`` is.
+    """
+
+    task: Task
+    posterior: Posterior
+    scores: Scores
+    loo: LeaveOneOut
+    memory: MemoryMap
+    test: Task | None = None
+    on_test: Evaluation | None = None
+    test_targets: Tensor | None = None
+    by: str | None = None
+    removals: pd.DataFrame | None = None
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per training example: the memory map's table and the left-out predictions.
+
+        Beyond the columns of ``memory.table``: ``left_out_prediction`` and ``left_out_loss``
+        (what the model would say without the example) and, for classification,
+        ``label_quality`` (the left-out probability of the label, between 0 and 1, lower is more
+        suspicious) and ``suspicious`` (whether the left-out prediction contradicts the label).
+        """
+        said = self.loo.predictions.flatten(1) if self.loo.predictions.ndim > 1 else None
+        found: dict[str, Any] = {}
+        if said is None or said.shape[1] == 1:
+            found["left_out_prediction"] = self.loo.predictions.flatten().numpy()
+        else:
+            for c, column in enumerate(said.unbind(1)):
+                found[f"left_out_prediction_{c}"] = column.numpy()
+        found["left_out_loss"] = self.loo.losses.numpy()
+        right = self.loo.likelihood.correct(self.loo.logits, self.loo.targets)
+        if right is not None:
+            found["label_quality"] = np.exp(-self.loo.losses.double().numpy())
+            found["suspicious"] = ~right.numpy()
+        table = self.memory.table.rename(columns={n: f"{n}_metadata" for n in (*found, *JUDGED)})
+        after = list(table).index("region") + 1
+        for place, (name, column) in enumerate(found.items()):
+            table.insert(after + place, name, column)
+        return table
+
+
+def investigate(
+    task: Task,
+    posterior: Posterior,
+    *,
+    test: Task | None = None,
+    by: str | None = AUTO,
+    say: Callable[[str], None] | None = None,
+    progress: bool | None = None,
+) -> Findings:
+    """Every analysis of a task, one after the other.
+
+    Args:
+        task: the model and the data it was trained on.
+        posterior: learned on those data.
+        test: further examples, for comparison and to measure the removals on.
+        by: the column whose groups are taken out in turn: "target" or a metadata column; None
+            for none; "auto" for the classes of a classification with at most 100 of them.
+        say: told in a few words what begins.
+        progress: None shows bars on a terminal when the work is long.
+
+    Raises:
+        BLRError: as the analyses themselves.
+    """
+    say = say or (lambda text: None)
+    say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
+    scores = sensitivity(task, posterior, progress=progress)
+    say("memory map: prediction error against prediction variance")
+    memory = memory_map(scores)
+    say("leave-one-out: every prediction without its own example")
+    loo = leave_one_out(task, posterior, progress=progress)
+    on_test, test_targets = None, None
+    if test is not None:
+        say(f"test data: {test.n_data:,} examples")
+        mean = posterior.on(test, same_data=False).mean
+        test = test.with_model(task)
+        on_test, test_targets = evaluated(test, mean, progress=progress)
+    column = _groups(scores) if by == AUTO else by
+    removals = None
+    if column is not None:
+        say(f"what if: without each {column}")
+        removals = what_if_each(task, posterior, by=column, evaluate=test, progress=progress)
+    return Findings(
+        task=task,
+        posterior=posterior,
+        scores=scores,
+        loo=loo,
+        memory=memory,
+        test=test,
+        on_test=on_test,
+        test_targets=test_targets,
+        by=column,
+        removals=removals,
+    )
+
+
+def evaluated(
+    test: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+) -> tuple[Evaluation, Tensor]:
+    """Losses and hits at these weights, on any examples, and their targets."""
+    outputs, targets = predict(test, params, progress=progress)
+    likelihood = test.likelihood
+    found = Evaluation(likelihood.nll(outputs, targets), likelihood.correct(outputs, targets))
+    return found, targets
+
+
+def influence_column(table: pd.DataFrame) -> str:
+    """ "deviation"; "self_influence" where there are too many outputs for it."""
+    return "self_influence" if np.isnan(table["deviation"].to_numpy()).all() else "deviation"
+
+
+def most_influential(table: pd.DataFrame, n: int) -> pd.DataFrame:
+    """The examples without which their own prediction would move furthest, the first first."""
+    column = influence_column(table)
+    return table.sort_values(column, ascending=False, kind="stable").head(n)
+
+
+def most_suspicious(table: pd.DataFrame, n: int) -> pd.DataFrame:
+    """The labels that the model, without that very example, contradicts most surely.
+
+    For regression: the targets that are worst predicted without the example.
+    """
+    if "suspicious" in table:
+        table = table.loc[table["suspicious"]]
+    return table.sort_values("left_out_loss", ascending=False, kind="stable").head(n)
+
+
+def _groups(scores: Scores) -> str | None:
+    """ "target" where taking out each class is affordable and makes sense."""
+    if not scores.likelihood.is_classification:
+        return None
+    targets = scores.targets
+    if targets.ndim == 2 and targets.shape[1] > 1:
+        return None
+    return "target" if 2 <= len(targets.unique()) <= MOST_GROUPS else None
+
+
+def check_column(by: str | None, task: Task) -> None:
+    """Raise :class:`InputError` before the work where ``by`` can be no column."""
+    if by is not None and by not in (AUTO, "target", "prediction", *task.metadata):
+        known = ", ".join(["target", "prediction", *task.metadata])
+        raise InputError(f"there is no column {by!r} to group by; the task has {known}")

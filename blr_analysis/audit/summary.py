@@ -1,0 +1,316 @@
+"""What an audit says in words and small tables, for a terminal of any width or a text file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from blr_analysis.audit.findings import (
+    Findings,
+    influence_column,
+    most_influential,
+    most_suspicious,
+)
+from blr_analysis.audit.pictures import plain
+from blr_analysis.memory_map import MemoryMap
+from blr_analysis.plots import extremes
+from blr_analysis.sensitivity import LeaveOneOut, WhatIf
+from blr_analysis.sensitivity.what_if import Evaluation
+
+SHOWN = 8
+MOST_ROWS = 20
+NOTABLE = 0.01  # of the precision raised to the prior
+DIAGONAL = (
+    "This posterior is diagonal, without correlations between weights: good for single examples, "
+    "but it can miss most of what a whole group is worth. A Laplace posterior with correlations "
+    "(--fit kron; --fit full for a small model) shows more of it."
+)
+REGION_MEANS = {
+    "regular": "well fitted, and others support it",
+    "uncertain": "well fitted, but few support it",
+    "unpredictable": "poorly fitted: the other data insist",
+    "memorable": "poorly fitted, few support it: look here",
+}
+
+
+def summary(
+    findings: Findings, *, shown: int = SHOWN, about_loo: str | None = None
+) -> RenderableType:
+    """All sections that the findings allow, one below the other.
+
+    Args:
+        shown: examples in each list.
+        about_loo: a remark below the leave-one-out estimate.
+    """
+    table = findings.table
+    parts = [
+        influential_section(table, shown),
+        suspicious_section(table, shown),
+        loo_section(findings.loo, findings.on_test),
+        *([] if about_loo is None else [note(about_loo)]),
+        map_section(findings.memory),
+    ]
+    if findings.removals is not None:
+        where = "the test data" if findings.test is not None else "the training data themselves"
+        classes = findings.by == "target" and "label_quality" in table
+        noun = "class" if classes else str(findings.by)
+        parts.append(removals_section(findings.removals, noun, where))
+        if findings.posterior.structure == "diag":
+            parts.append(note(DIAGONAL))
+    return Group(*parts)
+
+
+def influential_section(table: pd.DataFrame, shown: int) -> RenderableType:
+    """The examples that shape the model most."""
+    worst = most_influential(table, shown)
+    measure = influence_column(worst)
+    columns: dict[str, Iterable[Any]] = {"index": worst["index"], **_answers(worst)}
+    columns[measure.replace("_", "-")] = [f"{v:.3g}" for v in worst[measure]]
+    columns["region"] = worst["region"].astype(str)
+    said = "How far their own prediction would move without them"
+    said += " (0 to 2)." if "label_quality" in table else " (in units of the output)."
+    if measure == "self_influence":
+        said = "How far their own loss would rise without them (to first order, in nats)."
+    return section("Most influential examples", said, grid(columns))
+
+
+def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
+    """The labels, or targets, that the model contradicts when it has not seen them."""
+    worst = most_suspicious(table, shown)
+    if "suspicious" not in table:
+        rows = grid(
+            {
+                "index": worst["index"],
+                **_answers(worst),
+                "left-out loss": [f"{v:.3g}" for v in worst["left_out_loss"]],
+            }
+        )
+        return section(
+            "Most suspicious targets", "Worst predicted without the example itself.", rows
+        )
+    count = int(np.count_nonzero(table["suspicious"]))
+    lead = (
+        f"{count:,} of {len(table):,} labels are contradicted by the model without that example; "
+        "the surest first. Quality is the left-out probability of the label."
+    )
+    if not count:
+        return section("Most suspicious labels", "No label is contradicted without its example.")
+    rows = grid(
+        {
+            "index": worst["index"],
+            **_answers(worst),
+            "quality": [f"{v:.2g}" for v in worst["label_quality"]],
+            "deviation": [f"{v:.3g}" for v in worst["deviation"]],
+            "region": worst["region"].astype(str),
+        }
+    )
+    return section("Most suspicious labels", lead, rows)
+
+
+def loo_section(loo: LeaveOneOut, on_test: Evaluation | None) -> RenderableType:
+    """The estimate of the loss on new data, beside what it was made from and what came true."""
+    rows = [
+        ("training data", _mean(loo.losses_before), _accuracy(loo.predictions_before, loo)),
+        ("leave-one-out estimate", loo.nll, loo.accuracy),
+    ]
+    if on_test is not None:
+        rows.append(("test data", on_test.nll, on_test.accuracy))
+    columns: dict[str, Iterable[Any]] = {
+        "": [name for name, _, _ in rows],
+        "NLL": [f"{nll:.4f}" for _, nll, _ in rows],
+    }
+    if loo.accuracy is not None:
+        columns["accuracy"] = [f"{accuracy:.1%}" for _, _, accuracy in rows]
+    lead = "From the training data alone: the mean loss, in nats, of each example when left out."
+    parts: list[RenderableType] = [grid(columns)]
+    if on_test is not None:
+        parts.append(note(_agreement(loo, on_test)))
+    return section("How well will it generalise?", lead, *parts)
+
+
+def map_section(memory: MemoryMap) -> RenderableType:
+    """How many examples each region of the memory map holds, and what that means."""
+    counts = memory.counts()
+    n = len(memory.region)
+    rows = grid(
+        {
+            "region": counts,
+            "examples": [f"{count:,}" for count in counts.values()],
+            "share": [f"{count / n:.1%}" for count in counts.values()],
+            "the example is": [REGION_MEANS[name] for name in counts],
+        }
+    )
+    lead = (
+        f"Prediction error above {memory.error_threshold:.3g} counts as poorly fitted, prediction "
+        f"variance above {memory.variance_threshold:.3g} as little support."
+    )
+    return section("Memory map", lead, rows)
+
+
+def extremes_section(memory: MemoryMap, shown: int = SHOWN) -> RenderableType:
+    """The examples with the largest error times variance, memorable ones first."""
+    rows = memory.table.iloc[extremes(memory, shown)]
+    columns: dict[str, Iterable[Any]] = {"index": rows["index"]}
+    if "target" in rows:
+        columns["label"] = rows["target"].map(plain)
+        columns["prediction"] = rows["prediction"].map(plain)
+    columns["error"] = [f"{v:.3g}" for v in rows["error"]]
+    columns["variance"] = [f"{v:.3g}" for v in rows["variance"]]
+    columns["region"] = rows["region"].astype(str)
+    return section("Extremes", "Largest error times variance, memorable ones first.", grid(columns))
+
+
+def removals_section(removals: pd.DataFrame, noun: str, where: str) -> RenderableType:
+    """What each group is worth: the table of ``what_if_each``, the largest change first."""
+    columns: dict[str, Sequence[Any]] = {
+        noun: removals["group"].map(plain).tolist(),
+        "examples": [f"{n:,}" for n in removals["n"]],
+        "NLL without": [f"{v:.3f}" for v in removals["nll_after"]],
+        "change": [f"{v:+.3f}" for v in removals["nll_change"]],
+    }
+    if not np.isnan(removals["accuracy_after"].to_numpy()).any():
+        columns["accuracy without"] = [f"{v:.1%}" for v in removals["accuracy_after"]]
+    order = removals["nll_change"].abs().argsort(kind="stable")[::-1].tolist()
+    rows = {name: [values[k] for k in order[:MOST_ROWS]] for name, values in columns.items()}
+    before = removals["nll_before"].iloc[0]
+    lead = f"Predicted without retraining, measured on {where} (NLL with all data: {before:.3f})."
+    parts: list[RenderableType] = [grid(rows)]
+    if len(order) > MOST_ROWS:
+        parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
+    return section(f"What if a {noun} were gone?", lead, *parts)
+
+
+def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
+    """One what-if: before and after, on the whole and by class."""
+    rows = [("all", len(result.targets), result.before.nll, result.nll)]
+    shares = [(result.before.accuracy, result.accuracy)]
+    if has_classes(result):
+        for row in result.by_class.to_dict("records"):
+            rows.append((str(row["class"]), row["n"], row["nll_before"], row["nll_after"]))
+            shares.append((row["accuracy_before"], row["accuracy_after"]))
+    columns: dict[str, Iterable[Any]] = {
+        "class": [name for name, *_ in rows],
+        "examples": [f"{n:,}" for _, n, *_ in rows],
+        "NLL": [f"{before:.3f}" for *_, before, _ in rows],
+        "without": [f"{after:.3f}" for *_, after in rows],
+    }
+    if result.accuracy is not None:
+        columns["accuracy"] = [f"{before:.1%}" for before, _ in shares]
+        columns["without "] = [f"{after:.1%}" for _, after in shares]
+    lead = (
+        f"{result.removed:,} of {n_data:,} training examples taken out; predicted without "
+        f"retraining, measured on {where}."
+    )
+    parts: list[RenderableType] = [grid(columns)]
+    if result.posterior.structure == "diag" and result.removed > 1:
+        parts.append(note(DIAGONAL))
+    if result.floored > NOTABLE:
+        parts.append(
+            note(
+                f"{result.floored:.0%} of the precision was less than the group's own share of it: "
+                "the posterior does not fit these data well, and the step is a rough one."
+            )
+        )
+    return section("What if they were gone?", lead, *parts)
+
+
+def has_classes(result: WhatIf) -> bool:
+    """Whether what-if results can be told apart by class."""
+    targets = result.targets
+    return result.accuracy is not None and (targets.ndim == 1 or targets.shape[-1] == 1)
+
+
+def section(title: str, lead: str, *parts: RenderableType) -> RenderableType:
+    """A heading, a sentence, and what belongs to them."""
+    head = Text(title, style="bold")
+    return Padding(Group(head, Text(lead), *parts), (1, 0, 0, 0))
+
+
+def files_section(folder: Path, files: Iterable[Path]) -> RenderableType:
+    """What was written, by name."""
+    names = ", ".join(dict.fromkeys(path.name for path in files))
+    return section("Written", f"{folder}: {names}")
+
+
+def note(text: str) -> RenderableType:
+    return Text(text, style="italic")
+
+
+def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
+    """A table without frame; words to the left, numbers to the right."""
+    table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+        header_style="dim",
+    )
+    cells = {name: [str(v) for v in values] for name, values in columns.items()}
+    for name, values in cells.items():
+        words = any(v[:1].isalpha() for v in values)
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def show(part: RenderableType, console: Console) -> None:
+    """Print a section; lines keep no trailing blanks, so that a pipe gets plain text."""
+    if console.is_terminal:
+        console.print(part)
+    else:
+        console.file.write(as_text(part, console.width))
+
+
+def as_text(part: RenderableType, width: int = 100) -> str:
+    """The section as plain text."""
+    paper = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    paper.print(part)
+    text = paper.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _answers(table: pd.DataFrame) -> dict[str, Iterable[Any]]:
+    """The label and what the model says without the example, where each is one value."""
+    names = {"target": "label", "left_out_prediction": "without it"}
+    if "suspicious" not in table:
+        names["target"] = "target"
+    return {
+        shown: table[name].map(plain).tolist() for name, shown in names.items() if name in table
+    }
+
+
+def _mean(values: Any) -> float:
+    return float(values.double().mean())
+
+
+def _accuracy(predictions: Any, loo: LeaveOneOut) -> float | None:
+    if loo.accuracy is None:
+        return None
+    hits = predictions.to(loo.targets.dtype) == loo.targets.reshape(predictions.shape)
+    hits = hits if hits.ndim == 1 else hits.all(-1)
+    return float(hits.double().mean())
+
+
+def _agreement(loo: LeaveOneOut, on_test: Evaluation) -> str:
+    """How far the estimate is from the test data, against the latter's own uncertainty."""
+    gap = loo.nll - on_test.nll
+    m = len(on_test.losses)
+    said = f"The estimate is {abs(gap):.4f} nats {'above' if gap >= 0 else 'below'} the test NLL"
+    if m > 1:
+        noise = float(on_test.losses.double().std() / m**0.5)
+        said += f" (whose standard error is {noise:.4f} with {m:,} examples)"
+    if loo.accuracy is not None and on_test.accuracy is not None:
+        points = 100 * (loo.accuracy - on_test.accuracy)
+        said += f"; {abs(points):.1f} points {'above' if points >= 0 else 'below'} in accuracy"
+    return said + "."

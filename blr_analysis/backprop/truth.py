@@ -1,0 +1,76 @@
+"""What a plan is held against: plain autograd on a handful of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.fallback import pulled
+from blr_analysis.backprop.record import fetched
+from blr_analysis.errors import ModelError
+from blr_analysis.task import Task
+
+
+def autograd_gradients(
+    task: Task, params: Mapping[str, Tensor], probe: Tensor
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Every probe example's gradients of two random combinations of outputs.
+
+    ``[k, 2, *shape]`` per name, and the combinations ``[k, C]``.
+
+    Raises:
+        ModelError: autograd cannot differentiate the model.
+    """
+    with torch.enable_grad(), task.evaluation():
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        outputs, _ = task.run(fetched(task, probe), leaves, probe)
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [
+        torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+        for _ in range(2)
+    ]
+    try:
+        rows = [
+            pulled([outputs[i]], [cotangent[i]], leaves)
+            for i in range(len(probe))
+            for cotangent in cotangents
+        ]
+    except RuntimeError as error:
+        raise not_differentiable(error) from error
+    shape = (len(probe), len(cotangents))
+    columns = zip(*rows, strict=True)
+    truth = {
+        n: torch.stack(column).unflatten(0, shape)
+        for n, column in zip(leaves, columns, strict=True)
+    }
+    return truth, cotangents
+
+
+def not_differentiable(error: RuntimeError) -> ModelError:
+    return ModelError(
+        f"autograd cannot differentiate the model: {error}; operations in place on what the "
+        "backward pass needs, and gradient checkpointing, must be switched off for the analysis"
+    )
+
+
+def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> None:
+    """Raise :class:`ModelError` when an example's output depends on its batch or on chance."""
+    with torch.no_grad(), task.evaluation():
+        together, _ = task.run(task.fetch(probe), params, probe)
+        alone, _ = task.run(task.fetch(probe[:1]), params, probe[:1])
+    if len(together) != len(probe) or len(alone) != 1:
+        raise ModelError(
+            f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
+            "return one row per example (forward= can reshape)"
+        )
+    if alone.shape[1:] != together.shape[1:]:
+        raise ModelError("the number of outputs of an example changes with its batch")
+    scale = together.abs().amax().clamp_min(1e-30)
+    tolerance = 30 * torch.finfo(scale.dtype).eps ** 0.5
+    if bool((together[0] - alone[0]).abs().amax() > tolerance * scale):
+        raise ModelError(
+            "the output of an example changes with the batch it comes in, or from call to call; "
+            "the analyses need a deterministic dataset and model that treat examples one by one"
+        )

@@ -1,0 +1,47 @@
+"""Arguments that must be one of a few words, a positive count, or of a certain type.
+
+Each function returns the argument as it is used, or raises an error that names it.
+
+    >>> positive_int("batch_size", 32), one_of("solver", "auto", ("auto", "posterior"))
+    (32, 'auto')
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from blr_analysis.errors import InputError
+
+
+def positive_int(name: str, value: Any) -> int:
+    """A whole number above 0 (NumPy's too, but no booleans)."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise InputError(f"{name} must be a positive integer, got {value!r}")
+    return found
+
+
+def one_of(name: str, value: Any, words: Sequence[str]) -> str:
+    """One of these words."""
+    if not isinstance(value, str) or value not in words:
+        raise InputError(f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}")
+    return value
+
+
+def instance(name: str, value: Any, kind: type, wanted: str) -> None:
+    """Raise :class:`InputError` unless the value is of this type, ``wanted`` in words."""
+    if not isinstance(value, kind):
+        raise InputError(f"{name} must be {wanted}, got {type(value).__name__}")
+
+
+def path_of(value: Any) -> str | os.PathLike[str]:
+    """A path, as text or a path object."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise InputError(f"path must be a file or folder name, got {value!r}")
+    return value

@@ -1,0 +1,7 @@
+"""The command line: ``blr-analysis demo | audit | map | loo | what-if``."""
+
+from __future__ import annotations
+
+from blr_analysis.cli.run import main
+
+__all__ = ["main"]

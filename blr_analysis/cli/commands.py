@@ -1,0 +1,238 @@
+"""The commands, each a few lines over :mod:`blr_analysis.audit` and the analyses."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blr_analysis.cli.options import (
+    Correction,
+    Fit,
+    Out,
+    PosteriorFile,
+    PriorPrecision,
+    TaskName,
+    Teller,
+    Test,
+    check_choice,
+    find_posterior,
+    paper,
+)
+from blr_analysis.cli.script import load_tasks
+from blr_analysis.cli.words import AUDIT, DEMO, EXIT_CODES, LOO, MAP, ROOT, WHAT_IF
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog=EXIT_CODES,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"blr-analysis {version('blr-analysis')}")
+        except PackageNotFoundError:
+            typer.echo("blr-analysis 0.0.0 (not installed)")
+        raise typer.Exit
+
+
+@app.callback(epilog=EXIT_CODES, help=ROOT)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error. May stand anywhere."),
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+@app.command(help=DEMO)
+def demo(
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
+    ] = Path("blr-demo"),
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the split, the initial weights, the noise.")
+    ] = 0,
+) -> None:
+    """Train, audit, compare."""
+    from blr_analysis.demo import run
+
+    say = Teller()
+    run(out, seed=seed, console=paper(), say=say)
+    say("done")
+
+
+@app.command(help=AUDIT)
+def audit(
+    task: TaskName,
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    test: Test = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            help="Take out each group of this column in turn: target, prediction or a column of "
+            "the task's metadata; none for none; auto for the classes, where they are few.",
+        ),
+    ] = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
+    ] = Path("blr-audit"),
+) -> None:
+    """Everything, into a folder."""
+    from blr_analysis.audit import (
+        check_column,
+        files_section,
+        folder_for,
+        investigate,
+        show,
+        summary,
+        write,
+        write_text,
+    )
+    from blr_analysis.audit.summary import as_text
+
+    check_choice(posterior, fit, prior_precision)
+    say = Teller()
+    with folder_for(out) as folder:
+        say(f"loading {task}")
+        ours, theirs = load_tasks(task, test)
+        column = None if by == "none" else by
+        check_column(column, ours)
+        q = find_posterior(ours, posterior, fit, prior_precision, say)
+        findings = investigate(ours, q, test=theirs, by=column, say=say)
+        found = summary(findings)
+        files = write(findings, folder, say=say)
+        files.append(write_text(as_text(found), folder, "summary.txt"))
+    show(found, paper())
+    show(files_section(folder, files), paper())
+
+
+@app.command("map", help=MAP)
+def map_(
+    task: TaskName,
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    quantile: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Above this quantile an error, a variance counts as high."),
+    ] = 0.9,
+    out: Out = None,
+) -> None:
+    """The four regions."""
+    from blr_analysis.audit import extremes_section, folder_for, map_section, show, write_picture
+    from blr_analysis.audit.pictures import map_picture
+    from blr_analysis.memory_map import memory_map
+    from blr_analysis.sensitivity import sensitivity
+    from blr_analysis.tables import write_table
+
+    check_choice(posterior, fit, prior_precision)
+    say = Teller()
+    with nullcontext() if out is None else folder_for(out) as folder:
+        ours, _ = load_tasks(task)
+        q = find_posterior(ours, posterior, fit, prior_precision, say)
+        say(f"sensitivity of {ours.n_data:,} examples")
+        memory = memory_map(sensitivity(ours, q), quantile=quantile)
+        if folder is not None:
+            write_table(memory.table, folder, "memory_map")
+            write_picture(map_picture(memory, ours), folder, "memory_map")
+    show(map_section(memory), paper())
+    show(extremes_section(memory), paper())
+
+
+@app.command(help=LOO)
+def loo(
+    task: TaskName,
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    test: Test = None,
+    correction: Annotated[
+        Correction,
+        typer.Option(help="cavity takes the example out of the precision as well; auto decides."),
+    ] = Correction.auto,
+    out: Out = None,
+) -> None:
+    """The expected loss on new data."""
+    from blr_analysis.audit import evaluated, folder_for, loo_section, show, write_picture
+    from blr_analysis.audit.pictures import loo_picture
+    from blr_analysis.sensitivity import leave_one_out
+    from blr_analysis.tables import write_table
+
+    check_choice(posterior, fit, prior_precision)
+    say = Teller()
+    with nullcontext() if out is None else folder_for(out) as folder:
+        ours, theirs = load_tasks(task, test)
+        q = find_posterior(ours, posterior, fit, prior_precision, say)
+        say(f"leaving out each of {ours.n_data:,} examples")
+        found = leave_one_out(ours, q, correction=correction.value)
+        on_test, targets = None, None
+        if theirs is not None:
+            mean = q.on(theirs, same_data=False).mean
+            on_test, targets = evaluated(theirs.with_model(ours), mean)
+        if folder is not None:
+            write_table(found.table, folder, "leave_one_out")
+            if on_test is not None and targets is not None:
+                write_picture(loo_picture(found, on_test, targets), folder, "leave_one_out")
+    show(loo_section(found, on_test), paper())
+
+
+@app.command("what-if", help=WHAT_IF)
+def what_if_(
+    task: TaskName,
+    remove: Annotated[
+        list[str],
+        typer.Option(
+            metavar="SELECTION",
+            help="COLUMN=VALUE, COLUMN>VALUE (also !=, >=, <, <=), or indices such as 3,17. "
+            "Repeated: whatever any of them selects.",
+            show_default=False,
+        ),
+    ],
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    test: Test = None,
+    out: Out = None,
+) -> None:
+    """One step away from some of the data."""
+    from blr_analysis.audit import folder_for, show, what_if_section, write_picture
+    from blr_analysis.audit.pictures import figure_of
+    from blr_analysis.audit.summary import has_classes
+    from blr_analysis.cli.selectors import parse, selected
+    from blr_analysis.plots import plot_what_if
+    from blr_analysis.sensitivity import what_if
+    from blr_analysis.tables import write_table
+
+    check_choice(posterior, fit, prior_precision)
+    for text in remove:
+        parse(text)
+    say = Teller()
+    with nullcontext() if out is None else folder_for(out) as folder:
+        ours, theirs = load_tasks(task, test)
+        q = find_posterior(ours, posterior, fit, prior_precision, say)
+        leaving = selected(remove, ours, q)
+        say(f"what if: without {int(leaving.sum()):,} of {ours.n_data:,} examples")
+        result = what_if(ours, q, remove=leaving, evaluate=theirs)
+        if folder is not None:
+            if has_classes(result):
+                write_table(result.by_class, folder, "by_class")
+            write_picture(figure_of(plot_what_if(result)), folder, "what_if")
+            result.posterior.save(folder / "perturbed.safetensors")
+    where = "the training data" if theirs is None else "the test data"
+    show(what_if_section(result, where, ours.n_data), paper())

@@ -1,0 +1,84 @@
+"""From arguments to an exit code: every failure is one line on standard error.
+
+0    done
+1    an unexpected fault (``--debug`` shows where)
+2    a wrong command line, bad input, or files that cannot be read or written
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from blr_analysis.cli.commands import app
+from blr_analysis.errors import BLRError
+
+NAME = "blr-analysis"
+UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+# What a wrong command line raises, whether typer brings its click along or not.
+_BadUsage = typer.BadParameter.__bases__[0].__bases__[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    >>> main(["what-if"])
+    2
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"] or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Greek letters is no reason
+    try:
+        code = app(arguments, prog_name=NAME, standalone_mode=False)
+        sys.stdout.flush()
+        return _said_if_interrupted(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return _said_if_interrupted(INTERRUPTED)
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        expected = isinstance(error, (BLRError, _BadUsage))
+        _complain(_said(error), hint=not (debug or expected))
+        return BAD_INPUT if expected else UNEXPECTED
+
+
+def _said_if_interrupted(code: int) -> int:
+    if code == INTERRUPTED:
+        _complain("interrupted")
+    return code
+
+
+def _said(error: Exception) -> str:
+    """One line, whatever the error brings along."""
+    if isinstance(error, _BadUsage):
+        command = getattr(getattr(error, "ctx", None), "command_path", NAME)
+        text = error.format_message()  # type: ignore[attr-defined]
+        return f"{_one_line(text).rstrip('.')}; see {command} --help"
+    if isinstance(error, BLRError):
+        return _one_line(str(error))
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return f"unexpected {type(error).__name__}: {_one_line(str(error))}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _complain(text: str, *, hint: bool = False) -> None:
+    more = " (--debug shows where)" if hint else ""
+    print(f"{NAME}: {text}{more}", file=sys.stderr)

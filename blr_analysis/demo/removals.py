@@ -1,0 +1,113 @@
+"""Classes taken out in one step, by three posteriors, against networks retrained without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from blr_analysis.audit import evaluated
+from blr_analysis.demo.training import Digits, Recipe, train
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.sensitivity import what_if_each
+from blr_analysis.task import Task
+
+IVON_DIAGONAL = "IVON, diagonal"
+KRONECKER = "Kronecker"
+FULL = "full GGN"
+
+
+@dataclass(frozen=True)
+class Removals:
+    """What each class is worth: predicted by every posterior, and what came true.
+
+    Attributes:
+        predicted: by the posterior's name, the table of ``what_if_each``, rows in class order.
+        retrained: class → (NLL, accuracy) on the test data of a network trained without it.
+    """
+
+    predicted: dict[str, pd.DataFrame]
+    retrained: dict[int, tuple[float, float]]
+
+    def misses(self) -> dict[str, float]:
+        """Mean |predicted − retrained NLL| of each posterior over the retrained classes."""
+        return {
+            name: sum(
+                abs(float(table.set_index("group").loc[c, "nll_after"]) - nll)
+                for c, (nll, _) in self.retrained.items()
+            )
+            / len(self.retrained)
+            for name, table in self.predicted.items()
+        }
+
+    @property
+    def rise(self) -> float:
+        """By how much the NLL truly rises without a class, on average over the retrained."""
+        rises = [nll - self._before for nll, _ in self.retrained.values()]
+        return sum(rises) / len(rises)
+
+    @property
+    def _before(self) -> float:
+        return float(next(iter(self.predicted.values()))["nll_before"].iloc[0])
+
+    @property
+    def closest(self) -> str:
+        """The posterior that comes nearest to the retrained networks."""
+        misses = self.misses()
+        return min(misses, key=misses.__getitem__)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per class: n, the NLL before, and after by each posterior and by retraining."""
+        first = next(iter(self.predicted.values()))
+        kept = ("group", "n", "nll_before", "accuracy_before")
+        table = pd.DataFrame({name: first[name] for name in kept})
+        for name, each in self.predicted.items():
+            short = name.lower().replace(", ", "_").replace(" ", "_")
+            table[f"nll_after_{short}"] = each["nll_after"]
+            table[f"accuracy_after_{short}"] = each["accuracy_after"]
+        nothing = (float("nan"), float("nan"))
+        truth = [self.retrained.get(c, nothing) for c in table["group"]]
+        table["nll_after_retrained"] = [nll for nll, _ in truth]
+        table["accuracy_after_retrained"] = [accuracy for _, accuracy in truth]
+        return table
+
+
+def remove_each_class(
+    task: Task,
+    posterior: Posterior,
+    test: Task,
+    data: Digits,
+    *,
+    seed: int,
+    recipe: Recipe,
+    say: Callable[[str], None],
+) -> Removals:
+    """Take out every class in one step, then retrain without two of them.
+
+    The two are those of which the full posterior expects most and least. They are retrained from
+    scratch: the same initial weights, recipe and seed, without the class.
+    """
+    posteriors = {IVON_DIAGONAL: posterior}
+    for name, structure in ((KRONECKER, "kron"), (FULL, "full")):
+        say(f"Laplace posterior at the same weights, {name} structure")
+        posteriors[name] = fit_laplace(
+            task, structure=structure, prior_precision=recipe.prior_precision
+        )
+    predicted = {}
+    for name, q in posteriors.items():
+        say(f"what if: without each class, one step ({name})")
+        predicted[name] = what_if_each(task, q, evaluate=test)
+    expected = predicted[FULL].set_index("group")["nll_after"]
+    retrained = {}
+    for c in dict.fromkeys([int(expected.idxmax()), int(expected.idxmin())]):
+        say(f"retraining from scratch without class {c}, to compare")
+        kept = data.labels != c
+        model, _ = train(
+            data.images[kept], data.labels[kept], seed=seed, recipe=recipe, label=f"without {c}"
+        )
+        truth = Task(model, (data.test_images, data.test_labels))
+        found, _ = evaluated(truth, truth.parameters())
+        retrained[c] = (found.nll, float(found.accuracy or 0.0))
+    return Removals(predicted, retrained)

@@ -1,0 +1,276 @@
+"""Every quantity of the engine equals the brute-force Jacobian's, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts import projected, rows
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from models import seeded
+from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, unflatten
+from parts import Case, Graph, graph, normal
+from readings import EXACT, example, jacobian_of, task_of, ways
+from torch import Tensor, nn
+from zoo import CASES
+
+from blr_analysis import sensitivity
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.task import Task
+
+STRUCTURES = ("diag", "kron", "full")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_jacobians_for_any_chunk_size(name: str) -> None:
+    """Chunks of one, of two (last one smaller), of three (the probe's size), and all at once."""
+    task, jacobian, _ = example(name)
+    assert float(torch.linalg.vector_norm(jacobian)) > 0
+    for chunk_size in {1, 2, 3, task.n_data}:
+        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_variances_and_curvature_sums(name: str, structure: str) -> None:
+    """S = δ + Σ J'ΛJ in the structure; V = J Σ J'; e; g'Σg from one backward pass; leverage."""
+    task, jacobian, ggn = example(name)
+    q = fit_laplace(task, structure=structure, prior_precision=0.7, chunk_size=3, progress=False)
+    size = jacobian.shape[-1]
+    unit = unflatten(torch.eye(size, dtype=jacobian.dtype), q.mean)
+    dense = projected(q.form, ggn) + 0.7 * torch.eye(size, dtype=ggn.dtype)
+    assert relative(rows(q.precision_product(unit)), dense) < EXACT
+
+    sigma = torch.linalg.inv(dense)
+    variance = torch.einsum("ncp,pq,ndq->ncd", jacobian, sigma, jacobian)
+    scores = sensitivity(task, q, chunk_size=4, progress=False)
+    error = _autograd_error(task)
+    assert relative(scores.error, error) < EXACT
+    assert relative(scores.variance, variance) < EXACT
+    influence = torch.einsum("nc,ncd,nd->n", error, variance, error)
+    assert relative(scores.self_influence, influence) < EXACT
+    alone = sensitivity(task, q, variance=False, chunk_size=3, progress=False)
+    assert alone.variance is None
+    assert relative(alone.self_influence, influence) < EXACT
+    hessian = task.likelihood.hessian(outputs_of(task))
+    leverage = torch.linalg.eigvals(variance @ hessian).real.amax(-1)
+    assert relative(scores.leverage, leverage) < 1e-8  # of a matrix that is not symmetric
+
+
+def _autograd_error(task: Task) -> Tensor:
+    outputs = outputs_of(task).requires_grad_()
+    targets = torch.cat([task.run(b, task.parameters())[1] for _, b in task.batches()])
+    return torch.autograd.grad(task.likelihood.nll(outputs, targets).sum(), outputs)[0]
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian", "poisson"])
+def test_likelihoods(likelihood: str) -> None:
+    with seeded(0):
+        case = CASES["images"]()
+    n = case.size
+    targets = {
+        "categorical": torch.arange(n) % 3,
+        "bernoulli": torch.arange(3 * n).view(n, 3) % 2,
+        "gaussian": normal(n, 3),
+        "poisson": torch.arange(3 * n).view(n, 3) % 4,
+    }[likelihood]
+    task = Task(case.model, (case.inputs, targets), likelihood=likelihood)
+    jacobian = dense_jacobian(task, task.parameters())
+    ggn = dense_ggn(task, jacobian)
+    q = fit_laplace(task, structure="full", prior_precision=0.7, chunk_size=3, progress=False)
+    assert relative(q.form.matrix, ggn + 0.7 * torch.eye(len(ggn)).double()) < EXACT
+    scores = sensitivity(task, q, progress=False)
+    sigma = torch.linalg.inv(q.form.matrix)
+    variance = torch.einsum("ncp,pq,ndq->ncd", jacobian, sigma, jacobian)
+    assert relative(scores.variance, variance) < EXACT
+    assert relative(scores.error, _autograd_error(task)) < EXACT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32(name: str) -> None:
+    """The same plan in single precision, and numbers that agree to single precision."""
+    task, _, _ = example(name)
+    q = fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
+    double = sensitivity(task, q, progress=False)
+    with seeded(0):
+        case = CASES[name]()
+    single = task_of(_as_float32(case))
+    scores = sensitivity(single, q.to("cpu", torch.float32), chunk_size=3, progress=False)
+    assert scores.variance.dtype == torch.float32
+    assert relative(scores.variance.double(), double.variance) < 1e-4
+    assert relative(scores.self_influence.double(), double.self_influence) < 1e-4
+    assert ways(single) == ways(task), "rounding must not send a parameter the slow way"
+
+
+def _as_float32(case: Case) -> Case:
+    def single(x):
+        return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    inputs = case.inputs
+    if isinstance(inputs, list):
+        inputs = [{k: single(v) for k, v in row.items()} for row in inputs]
+    return Case(case.model.float(), single(inputs), case.forward)
+
+
+RULES = {
+    "images": {"convolution", "batch_norm", "group_norm", "linear"},
+    "volumes": {"convolution", "batch_norm", "linear"},
+    "conv1d_of_hugging_face": {"transposed_linear", "linear"},
+    "embedding_padding": {"embedding", "linear"},
+    "embedding_sparse": {"embedding", "linear"},
+    "layernorm_two_dims": {"convolution", "layer_norm", "linear"},
+    "rmsnorm_two_dims": {"convolution", "rms_norm", "linear"},
+    **{
+        f"positions_{w}": {"embedding", "linear"}
+        for w in ("plain_3", "plain_6", "plain_7", "row_5")
+    },
+    **{f"sequence_first_{t}": {"linear"} for t in (1, 2, 3, 7)},
+    **{f"flattened_{t}": {"linear", "batch_norm"} for t in (1, 2, 3)},
+    "frames": {"convolution", "group_norm", "linear"},
+    "called_twice": {"linear"},
+    "two_modules_one_weight": {"linear"},
+    "in_place": {"linear"},
+    "attention_keys_with_bias": {"linear"},
+    "dead_on_the_probe": {"linear"},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_fast_rules_are_used(name: str) -> None:
+    """No shape that can be told apart sends an ordinary layer to a slower way."""
+    assert set(ways(example(name)[0]).values()) == RULES[name]
+
+
+def test_the_whole_model_is_the_last_resort() -> None:
+    slow = {n for n in CASES if "whole model" in ways(example(n)[0]).values()}
+    assert slow == {"forward_never_called"}
+
+
+@pytest.mark.parametrize("name", ["images", "words_tied", "experts", "positions_plain_4"])
+def test_any_indices_in_any_order(name: str) -> None:
+    task, jacobian, _ = example(name)
+    order = torch.tensor([4, 0, 3, 3, 1])
+    assert relative(jacobian_of(task, 2, order), jacobian[order]) < EXACT
+
+
+def test_parameters_elsewhere_than_in_the_model() -> None:
+    """The engine runs at the posterior's mean, whatever the model's own weights are by now."""
+    task, jacobian, _ = example("mlp")
+    params = {n: p.clone() for n, p in task.parameters().items()}
+    with seeded(0):
+        other = task_of(CASES["mlp"]())
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.mul_(3)
+    q = Posterior(
+        params, {n: torch.ones_like(p) for n, p in params.items()}, prior_precision=1.0, n_data=7
+    )
+    variance = sensitivity(other, q, progress=False).variance
+    assert relative(variance, jacobian @ jacobian.mT) < EXACT
+
+
+def test_posterior_over_some_parameters_only() -> None:
+    task, jacobian, _ = example("mlp")
+    params = task.parameters()
+    kept = {n: p.clone() for n, p in params.items() if n.startswith("2")}
+    q = Posterior(
+        kept,
+        {n: torch.ones_like(p) for n, p in kept.items()},
+        prior_precision=1.0,
+        n_data=7,
+        record={"fixed": [n for n in params if n not in kept]},
+    )
+    columns = torch.cat([torch.full((p.numel(),), n in kept) for n, p in params.items()])
+    own = jacobian[..., columns]
+    assert relative(sensitivity(task, q, progress=False).variance, own @ own.mT) < EXACT
+
+
+conv_shapes = st.fixed_dictionaries(
+    {
+        "kernel": st.integers(1, 3), "stride": st.integers(1, 3), "dilation": st.integers(1, 2),
+        "padding": st.integers(0, 2), "groups": st.sampled_from([1, 2]), "bias": st.booleans(),
+        "mode": st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+        "extra": st.integers(0, 2), "batch": st.integers(1, 4), "chunk": st.integers(1, 4),
+    }
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(dims=st.integers(1, 3), shape=conv_shapes)
+def test_any_convolution(dims: int, shape: dict) -> None:
+    span = shape["dilation"] * (shape["kernel"] - 1) + 1
+    length = max(span, shape["padding"] + 1) + shape["extra"]
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    with seeded(0):
+        conv = kind(
+            2,
+            4,
+            shape["kernel"],
+            stride=shape["stride"],
+            padding=shape["padding"],
+            dilation=shape["dilation"],
+            groups=shape["groups"],
+            bias=shape["bias"],
+            padding_mode=shape["mode"],
+        )
+        model = graph(
+            lambda m, x: m.out(torch.tanh(m.conv(x)).flatten(2).mean(-1)),
+            conv=conv,
+            out=nn.Linear(4, 2),
+        )
+    _check_variance(model, normal(shape["batch"], 2, *[length] * dims), shape["chunk"])
+
+
+def _check_variance(model: nn.Module, x: Tensor, chunk: int) -> None:
+    """Jacobians and diagonal and Kronecker variances of a Gaussian task on these inputs."""
+    task = task_of(Case(model, x), "gaussian")
+    params = task.parameters()
+    jacobian = dense_jacobian(task, params)
+    assert relative(jacobian_of(task, chunk), jacobian) < EXACT
+    sigma = {n: torch.rand(p.shape, generator=torch.Generator().manual_seed(0)).double() + 0.1
+             for n, p in params.items()}  # fmt: skip
+    q = Posterior(params, {n: 1 / s for n, s in sigma.items()}, prior_precision=0.1, n_data=len(x))
+    truth = (jacobian * flatten(sigma)) @ jacobian.mT
+    assert relative(sensitivity(task, q, chunk_size=chunk, progress=False).variance, truth) < EXACT
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    layer=st.sampled_from(
+        ["linear", "layernorm", "rmsnorm", "groupnorm", "batchnorm", "embedding"]
+    ),
+    batch=st.integers(1, 5), time=st.integers(1, 5), width=st.integers(1, 4),
+    outputs=st.integers(1, 4), chunk=st.integers(1, 5), sequence_first=st.booleans(),
+)  # fmt: skip
+def test_any_layer_at_any_size(
+    layer: str, batch: int, time: int, width: int, outputs: int, chunk: int, sequence_first: bool
+) -> None:
+    """Sequences of any length, batch first or not, through any layer, to any number of outputs."""
+    assume(layer != "groupnorm" or width * time > 1)  # torch refuses to normalise one number
+    parts = {
+        "linear": lambda: nn.Linear(width, width),
+        "layernorm": lambda: nn.LayerNorm(width),
+        "rmsnorm": lambda: nn.RMSNorm(width, eps=1e-2),
+        "groupnorm": lambda: nn.GroupNorm(1, width),
+        "batchnorm": lambda: nn.BatchNorm1d(width),
+        "embedding": lambda: nn.Embedding(5, width),
+    }
+    channels = layer in ("groupnorm", "batchnorm")
+
+    def call(m: Graph, x: Tensor) -> Tensor:
+        if channels:
+            h = m.layer(x.transpose(1, 2)).transpose(1, 2)
+        elif sequence_first:
+            h = m.layer(x.transpose(0, 1)).transpose(0, 1)
+        else:
+            h = m.layer(x)
+        return m.out(torch.tanh(h).mean(1))
+
+    with seeded(0):
+        model = graph(call, layer=parts[layer](), out=nn.Linear(width, outputs))
+    x = (
+        normal(batch, time, width)
+        if layer != "embedding"
+        else torch.arange(batch * time).view(batch, time) % 5
+    )
+    _check_variance(model, x, chunk)

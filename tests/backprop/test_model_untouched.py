@@ -1,0 +1,224 @@
+"""The model comes back exactly as it was: after every analysis, and after every failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import seeded
+from parts import Graph, graph, normal
+from readings import task_of
+from snapshots import untouched
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from zoo import CASES
+
+from blr_analysis import leave_one_out, sensitivity, what_if
+from blr_analysis.backprop.engine import chunks, predict
+from blr_analysis.errors import BLRError, ModelError
+from blr_analysis.posterior import fit_laplace
+from blr_analysis.task import Task
+
+
+def mixed_modes(model: nn.Module) -> nn.Module:
+    """Half of the modules in training mode, gradients and hooks of every kind, a frozen weight."""
+    for number, module in enumerate(model.modules()):
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        module.training = number % 2 == 0 and not batch_norm
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, float(number)) if number % 3 else None
+    last = list(model.modules())[-1]
+    last.register_forward_hook(lambda m, args, output: None)
+    last.register_forward_pre_hook(lambda m, args: None)
+    last.register_full_backward_hook(lambda m, gi, go: None)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_after_every_analysis(name: str) -> None:
+    with seeded(0):
+        task = task_of(CASES[name]())
+    mixed_modes(task.model)
+    before = torch.get_rng_state()
+    inputs = task.fetch(torch.arange(task.n_data))
+    with untouched(task.model):
+        q = fit_laplace(task, structure="kron", prior_precision=0.7, chunk_size=3, progress=False)
+        scores = sensitivity(task, q, progress=False)
+        sensitivity(task, q, variance=False, progress=False)
+        predict(task, q.mean, progress=False)
+        leave_one_out(task, q, correction="first_order", progress=False)
+        if len(scores) > 2:
+            what_if(task, q, remove=[0], evaluate=task, progress=False)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
+    after = task.fetch(torch.arange(task.n_data))
+    for old, new in zip(_tensors(inputs), _tensors(after), strict=True):
+        assert torch.equal(old, new), "the data were changed"
+
+
+def _tensors(batch: object) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+
+
+class Fragile(nn.Module):
+    """Fails on the n-th forward call with an exception of the user's choice."""
+
+    def __init__(self, error: BaseException, after: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 2)
+        self.error, self.after, self.calls = error, after, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        self.calls += 1
+        if self.calls > self.after:
+            raise self.error
+        return self.head(h)
+
+
+@pytest.mark.parametrize("after", range(0, 9))
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (RuntimeError("shapes"), ModelError),
+        (KeyError("mask"), ModelError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(3), SystemExit),
+        (MemoryError(), MemoryError),
+    ],
+)
+def test_after_an_exception_in_the_forward_pass(error, seen, after: int) -> None:
+    model = mixed_modes(Fragile(error, after).double())
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    with untouched(model), pytest.raises(seen):
+        q = fit_laplace(task, structure="kron", prior_precision=1.0, chunk_size=2, progress=False)
+        sensitivity(task, q, chunk_size=1, progress=False)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_after_an_exception_in_a_consumers_loop(error: type[BaseException]) -> None:
+    with seeded(0):
+        task = task_of(CASES["images"]())
+    mixed_modes(task.model)
+    with untouched(task.model):
+        with pytest.raises(error):
+            for chunk in chunks(task, task.parameters(), chunk_size=2, progress=False):
+                chunk.jacobian_terms()
+                raise error
+        for chunk in chunks(task, task.parameters(), chunk_size=2, progress=False):
+            chunk.jacobian_terms()
+            break
+
+
+class Backward(torch.autograd.Function):
+    """Interrupts the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise RuntimeError("no way back")
+
+
+def test_after_an_exception_in_the_backward_pass() -> None:
+    model = graph(
+        lambda m, x: m.out(Backward.apply(m.one(x))), one=nn.Linear(3, 4), out=nn.Linear(4, 2)
+    )
+    mixed_modes(model)
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    with untouched(model), pytest.raises(ModelError, match="no way back"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["diag", "kron", "full"])
+def test_after_bad_targets(kind: str) -> None:
+    with seeded(0):
+        case = CASES["images"]()
+    model = mixed_modes(case.model)
+    targets = torch.tensor([0, 1, 2, 0, 1, 2, 7])  # the last is out of range
+    task = Task(model, (case.inputs, targets))
+    with untouched(model), pytest.raises(BLRError, match="7"):
+        fit_laplace(task, structure=kind, prior_precision=1.0, chunk_size=2, progress=False)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_batchnorm_in_training_mode_is_refused(norm) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(norm(4)), nn.Linear(4, 2)).double()
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    with untouched(model), pytest.raises(ModelError, match=r"'1\.0'.*model\.eval\(\)"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+    with untouched(model), pytest.raises(ModelError, match="training mode"):
+        next(iter(chunks(task, task.parameters(), progress=False)))
+    with untouched(model), pytest.raises(ModelError, match="training mode"):
+        predict(task, task.parameters(), progress=False)
+
+
+def test_batchnorm_without_statistics_is_refused() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).double().eval()
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    with untouched(model), pytest.raises(ModelError, match="track_running_stats"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+def test_one_module_in_two_places_keeps_its_parameters() -> None:
+    """Swapping by name would swap them twice and give back the wrong ones."""
+    shared = nn.Linear(3, 3).double()
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Tanh(), shared))
+    weight = shared.weight
+    task = Task(model, (normal(6, 3), torch.arange(6) % 3))
+    q = fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    sensitivity(task, q, progress=False)
+    assert shared.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+
+
+def test_parametrizations_stay() -> None:
+    with seeded(0):
+        task = task_of(CASES["weight_norm"]())
+    first = task.model[0]
+    with untouched(task.model):
+        q = fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        sensitivity(task, q, progress=False)
+    assert parametrize.is_parametrized(first, "weight")
+
+
+def test_user_hooks_see_ordinary_tensors_and_stay() -> None:
+    seen: list[Tensor] = []
+    model = graph(
+        lambda m, x: m.out(torch.tanh(m.one(x))), one=nn.Linear(3, 4), out=nn.Linear(4, 2)
+    )
+    handle = model.one.register_forward_hook(lambda m, args, output: seen.append(output.detach()))
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    assert seen
+    assert all(t.numpy().shape[1] == 4 for t in seen)
+    assert list(model.one._forward_hooks) == [handle.id]
+
+
+def test_data_that_the_model_works_on_in_place() -> None:
+    """The examples are handed out as copies once the model is known to overwrite them."""
+
+    def call(m: Graph, x: Tensor) -> Tensor:
+        return m.out(x.mul_(2).add_(1))
+
+    x = normal(8, 3)
+    before = x.clone()
+    task = Task(graph(call, out=nn.Linear(3, 2)), (x, torch.arange(8) % 2))
+    predict(task, task.parameters(), progress=False)
+    q = fit_laplace(task, structure="full", prior_precision=1.0, chunk_size=3, progress=False)
+    sensitivity(task, q, progress=False)
+    assert torch.equal(x, before)
+
+
+def test_weights_swapped_by_the_analysis_are_the_posteriors() -> None:
+    """Inside, the model runs at the mean; outside, at its own weights, at any time."""
+    model = graph(lambda m, x: m.out(x), out=nn.Linear(3, 2))
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    own = model.out.weight.detach().clone()
+    params = {n: torch.zeros_like(p) for n, p in task.parameters().items()}
+    for chunk in chunks(task, params, chunk_size=2, progress=False):
+        assert torch.equal(chunk.outputs, torch.zeros(2, 2, dtype=torch.float64))
+        assert torch.equal(model.out.weight, own)

@@ -1,0 +1,91 @@
+"""Models that cannot be analysed are refused, with what to do about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parts import Graph, graph, normal
+from torch import Tensor, nn
+
+from blr_analysis.errors import ModelError
+from blr_analysis.posterior import fit_laplace
+from blr_analysis.task import Task
+
+
+class Mixing(nn.Module):
+    """Subtracts a little of the batch's mean."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.out = share, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x - self.share * x.mean(0))
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-4])
+def test_examples_that_are_mixed_are_refused(share: float) -> None:
+    task = Task(Mixing(share).double(), (normal(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="batch"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+class Noisy(nn.Module):
+    """Dropout that stays on in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_random_models_are_refused() -> None:
+    task = Task(Noisy().double(), (normal(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match=r"deterministic|random"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+def test_what_autograd_cannot_do_is_refused() -> None:
+    def overwritten(m: Graph, x: Tensor) -> Tensor:
+        h = m.one(x)
+        z = m.two(h)
+        h.add_(1)
+        return m.out(z) + h.sum(1, keepdim=True)
+
+    parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
+    task = Task(graph(overwritten, **parts), (normal(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="in place"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
+    """It runs the forward pass again with the model's own weights, after the swap is over."""
+    from torch.utils.checkpoint import checkpoint
+
+    def call(m: Graph, x: Tensor) -> Tensor:
+        inner = lambda h: torch.tanh(m.two(h))  # noqa: E731
+        return m.out(checkpoint(inner, torch.tanh(m.one(x)), use_reentrant=reentrant))
+
+    parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
+    task = Task(graph(call, **parts), (normal(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="checkpointing"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"max_norm": 1.0}, "max_norm"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq")],
+)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_with_gradients_of_their_own_are_refused(kind, options, match) -> None:
+    model = graph(
+        lambda m, i: m.out(m.words(i).flatten(1)),
+        words=kind(5, 2, **options),
+        out=nn.Linear(8 if kind is nn.Embedding else 2, 2),
+    )
+    task = Task(model, (torch.randint(0, 5, (6, 4)), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match=match):
+        fit_laplace(task, prior_precision=1.0, progress=False)

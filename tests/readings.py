@@ -1,0 +1,73 @@
+"""What the engine says of a case: tasks, Jacobians and the ways that parameters are read."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from models import seeded
+from oracles import dense_ggn, dense_jacobian
+from parts import Case
+from torch import Tensor
+from zoo import CASES
+
+from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.plan import plan_for
+from blr_analysis.task import Task
+
+EXACT = 1e-10  # relative, in float64
+
+
+def task_of(case: Case, likelihood: str | None = None) -> Task:
+    """A task on a case's inputs with targets that go with its outputs."""
+    if isinstance(case.inputs, list):  # rows of a dict dataset, targets included
+        return Task(case.model, case.inputs)
+    n = len(case.inputs)
+    dummy = Task(case.model, (case.inputs, torch.zeros(n)), forward=_bare(case.forward))
+    with torch.no_grad(), dummy.evaluation():
+        outputs = dummy.forward(dummy.model, dummy.fetch(torch.arange(n)))[0]
+    kind = likelihood or (
+        "categorical" if outputs.ndim > 1 and outputs.shape[1] > 1 else "gaussian"
+    )
+    if kind == "categorical":
+        targets = torch.arange(n) % outputs.shape[1]
+    else:
+        targets = (
+            torch.linspace(-1, 1, n, dtype=outputs.dtype).unsqueeze(1).expand(n, outputs[0].numel())
+        )
+    return Task(case.model, (case.inputs, targets), likelihood=kind, forward=case.forward)
+
+
+def _bare(forward):
+    return forward or (lambda model, batch: (model(batch[0]), batch[1]))
+
+
+@cache
+def example(name: str) -> tuple[Task, Tensor, Tensor]:
+    """A case's task, brute-force Jacobians and dense GGN, taken once."""
+    with seeded(0):
+        task = task_of(CASES[name]())
+    jacobian = dense_jacobian(task, task.parameters())
+    return task, jacobian, dense_ggn(task, jacobian)
+
+
+def jacobian_of(task: Task, chunk_size: int | None, indices: Tensor | None = None) -> Tensor:
+    """The engine's Jacobians, ``[n, C, P]``."""
+    params = task.parameters()
+    parts = []
+    for chunk in chunks(task, params, chunk_size=chunk_size, indices=indices, progress=False):
+        b, c = chunk.outputs.shape
+        found = {n: g for term in chunk.jacobian_terms() for n, g in term.jacobian().items()}
+        columns = [
+            found[n].reshape(b, c, -1) if n in found else p.new_zeros(b, c, p.numel())
+            for n, p in params.items()
+        ]
+        parts.append(torch.cat(columns, dim=2))
+    return torch.cat(parts)
+
+
+def ways(task: Task) -> dict[str, str]:
+    """Parameter → how its gradients are read."""
+    plan = plan_for(task, task.parameters())
+    found = {n: u.rule.__name__ if u.rule else u.path for u in plan.units for n in u.names.values()}
+    return {**found, **dict.fromkeys(plan.whole_model, "whole model")}

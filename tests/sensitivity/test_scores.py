@@ -1,0 +1,328 @@
+"""Error, variance, deviation and self-influence against dense Jacobians, on four likelihoods."""
+
+from __future__ import annotations
+
+import copy
+
+import pandas as pd
+import pytest
+import torch
+from models import mlp
+from oracles import dense_jacobian
+from snapshots import untouched
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import blr_analysis as blr
+from blr_analysis.sensitivity import scores as scores_module
+
+N = 12
+OUTPUTS = {"categorical": 3, "bernoulli": 1, "gaussian": 2, "poisson": 1}
+STRUCTURES = ("diag", "kron", "full")
+EXACT = {torch.float64: 1e-10, torch.float32: 2e-4}
+
+
+def targets_for(kind: str, n: int = N, seed: int = 1) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    c = OUTPUTS[kind]
+    if kind == "categorical":
+        return torch.randint(c, (n,), generator=g)
+    if kind == "bernoulli":
+        return torch.randint(2, (n,), generator=g).double()
+    if kind == "poisson":
+        return torch.poisson(torch.full((n, c), 2.0, dtype=torch.float64), generator=g)
+    return torch.randn(n, c, generator=g, dtype=torch.float64)
+
+
+def task_for(kind: str, dtype: torch.dtype = torch.float64, **options) -> blr.Task:
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
+    y = targets_for(kind)
+    model = mlp(outputs=OUTPUTS[kind]).to(dtype)
+    if y.is_floating_point():
+        y = y.to(dtype)
+    return blr.Task(model, (x.to(dtype), y), likelihood=kind, **options)
+
+
+def loss(kind: str, f: Tensor, y: Tensor) -> Tensor:
+    """ℓ of one example from torch's own distributions."""
+    d = torch.distributions
+    if kind == "categorical":
+        return -d.Categorical(logits=f).log_prob(y)
+    if kind == "bernoulli":
+        return -d.Bernoulli(logits=f).log_prob(y.reshape(f.shape)).sum()
+    if kind == "poisson":
+        return -d.Poisson(f.exp()).log_prob(y.reshape(f.shape)).sum()
+    return -d.Normal(f, 1.0).log_prob(y).sum()
+
+
+def mean_of(kind: str, f: Tensor) -> Tensor:
+    return {"categorical": lambda: f.softmax(-1), "bernoulli": f.sigmoid}.get(kind, lambda: f)()
+
+
+def dense_covariance(posterior: blr.Posterior) -> Tensor:
+    """Σ by inverting S, column by column from its products with unit vectors."""
+    sizes = [m.numel() for m in posterior.mean.values()]
+    eye = torch.eye(sum(sizes), dtype=torch.float64)
+    units = {
+        n: part.reshape(-1, *m.shape)
+        for (n, m), part in zip(posterior.mean.items(), eye.split(sizes, 1), strict=True)
+    }
+    rows = posterior.precision_product(units)
+    return torch.linalg.inv(torch.cat([r.flatten(1) for r in rows.values()], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: torch.dtype) -> None:
+    exact_task = task_for(kind)
+    exact = blr.fit_laplace(exact_task, structure=structure, prior_precision=0.7, progress=False)
+    task = task_for(kind, dtype)
+    scores = blr.sensitivity(task, exact, progress=False)
+
+    f = exact_task.model(exact_task.dataset.tensors[0]).detach()
+    y = exact_task.dataset.tensors[1]
+    jacobian = dense_jacobian(exact_task, exact.mean)
+    v = jacobian @ dense_covariance(exact) @ jacobian.mT
+    e = torch.stack(
+        [
+            torch.func.grad(lambda out, t=t: loss(kind, out, t))(out)
+            for out, t in zip(f, y, strict=True)
+        ]
+    )
+    move = (v @ e[:, :, None])[:, :, 0]
+    if kind in ("categorical", "bernoulli"):
+        deviation = (mean_of(kind, f + move) - mean_of(kind, f)).abs().sum(1)
+    else:
+        deviation = move.square().sum(1).sqrt()
+    losses = torch.stack([loss(kind, out, t) for out, t in zip(f, y, strict=True)])
+    for name, truth in {
+        "outputs": f,
+        "error": e,
+        "variance": v,
+        "deviation": deviation,
+        "self_influence": (e * move).sum(1),
+        "losses": losses,
+    }.items():
+        found = getattr(scores, name)
+        assert found.dtype == dtype and found.device.type == "cpu" and found.shape == truth.shape
+        gap = float((found.double() - truth).norm() / truth.norm())
+        assert gap < EXACT[dtype], f"{name}: {gap:.1e}"
+
+
+def test_leverage_is_the_largest_eigenvalue_of_variance_times_hessian() -> None:
+    task = task_for("categorical")
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
+    scores = blr.sensitivity(task, q, progress=False)
+    for i in range(N):
+        p = scores.outputs[i].softmax(-1)
+        product = scores.variance[i] @ (p.diag() - torch.outer(p, p))
+        largest = max(torch.linalg.eigvals(product).real.tolist())
+        assert float(scores.leverage[i]) == pytest.approx(largest, rel=1e-9)
+        assert 0 < largest < 1
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
+    task = task_for(kind)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
+    whole = blr.sensitivity(task, q, progress=False)
+    light = blr.sensitivity(task, q, variance=False, progress=False)
+    assert light.variance is None and light.deviation is None and light.leverage is None
+    torch.testing.assert_close(light.self_influence, whole.self_influence, rtol=1e-11, atol=0)
+    assert light.table.variance.isna().all() and light.table.self_influence.notna().all()
+
+
+def test_variances_are_left_out_where_they_would_be_too_many(monkeypatch) -> None:
+    task = task_for("categorical")
+    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
+    monkeypatch.setattr(scores_module, "MOST_OUTPUTS", 2)
+    assert blr.sensitivity(task, q, progress=False).variance is None
+    assert blr.sensitivity(task, q, variance=True, progress=False).variance.shape == (N, 3, 3)
+    monkeypatch.setattr(scores_module, "MOST_OUTPUTS", 3)
+    assert blr.sensitivity(task, q, progress=False).variance is not None
+    monkeypatch.setattr(scores_module, "MOST_NUMBERS", N * 9 - 1)
+    assert blr.sensitivity(task, q, progress=False).variance is None
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"chunk_size": 5}, {"memory_budget": 2000}])
+def test_chunks_do_not_change_the_scores(structure: str, options: dict[str, int]) -> None:
+    task = task_for("categorical", batch_size=7)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, progress=False)
+    whole = blr.sensitivity(task, q, progress=False, chunk_size=N)
+    parts = blr.sensitivity(task, q, progress=False, **options)
+    for name in ("error", "variance", "deviation", "self_influence"):
+        torch.testing.assert_close(
+            getattr(parts, name), getattr(whole, name), rtol=1e-11, atol=1e-14
+        )
+
+
+def test_a_shuffled_loader_gives_results_in_the_order_of_the_dataset() -> None:
+    task = task_for("categorical")
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
+    loader = DataLoader(TensorDataset(*task.dataset.tensors), batch_size=5, shuffle=True)
+    shuffled = blr.sensitivity(blr.Task(task.model, loader), q, progress=False)
+    straight = blr.sensitivity(task, q, progress=False)
+    assert shuffled.targets.tolist() == task.dataset.tensors[1].tolist()
+    assert torch.equal(shuffled.self_influence, straight.self_influence)
+
+
+class Sentences(Dataset):
+    """Items as dictionaries, of different lengths."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": self.x[i], "labels": self.y[i]}
+
+
+class Named(nn.Module):
+    """A model in the manner of Hugging Face: keyword inputs, an output object with logits."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor):
+        class Output:
+            logits = self.inner(x)
+
+        return Output()
+
+
+def test_dict_batches_a_forward_function_and_pairs_say_the_same() -> None:
+    task = task_for("categorical")
+    x, y = task.dataset.tensors
+    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
+    expected = blr.sensitivity(task, q, progress=False).self_influence
+    named = blr.Task(Named(task.model), Sentences(x, y))
+    inner = blr.Posterior(
+        {f"inner.{n}": m for n, m in q.mean.items()},
+        {f"inner.{n}": q.precision(n) for n in q.mean},
+        prior_precision=0.7,
+        n_data=N,
+    )
+    diag = blr.Posterior(q.mean, {n: q.precision(n) for n in q.mean}, prior_precision=0.7, n_data=N)
+    assert torch.equal(
+        blr.sensitivity(named, inner, progress=False).self_influence,
+        blr.sensitivity(task, diag, progress=False).self_influence,
+    )
+    weird = blr.Task(
+        task.model,
+        TensorDataset(y, x),
+        forward=lambda model, batch: (model(batch[1]), batch[0]),
+    )
+    assert torch.equal(blr.sensitivity(weird, q, progress=False).self_influence, expected)
+
+
+def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None:
+    task = task_for("categorical")
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
+    expected = blr.sensitivity(task, q, progress=False)
+    task.model(task.dataset.tensors[0]).sum().backward()  # gradients that must survive
+    task.model.train()
+    with torch.no_grad():
+        for p in task.model.parameters():
+            p.add_(1.0)
+    with untouched(task.model):
+        found = blr.sensitivity(task, q, progress=False)
+    assert torch.equal(found.variance, expected.variance)
+    assert torch.equal(found.outputs, expected.outputs)
+
+
+def test_frozen_parameters_carry_no_variance() -> None:
+    task = task_for("gaussian")
+    task.model[0].requires_grad_(False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
+    assert set(q.mean) == {"2.weight", "2.bias"}
+    scores = blr.sensitivity(task, q, progress=False)
+    hidden = torch.tanh(task.model[0](task.dataset.tensors[0])).detach()
+    z = torch.cat([hidden, torch.ones(N, 1)], 1)
+    variance = (z @ torch.linalg.inv(z.T @ z + 0.7 * torch.eye(6, dtype=torch.float64)) * z).sum(1)
+    expected = variance[:, None, None] * torch.eye(2, dtype=torch.float64)
+    torch.testing.assert_close(scores.variance, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_the_table_has_a_row_per_example_and_the_users_columns() -> None:
+    sources = ["web"] * 5 + ["book"] * 7
+    task = task_for("categorical", metadata={"source": sources, "loss": range(N)})
+    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
+    scores = blr.sensitivity(task, q, progress=False)
+    table = scores.table
+    assert list(table) == [
+        "index",
+        "target",
+        "prediction",
+        "loss",
+        "error",
+        "variance",
+        "deviation",
+        "self_influence",
+        "leverage",
+        "source",
+        "loss_metadata",
+    ]
+    assert table["index"].tolist() == list(range(N))
+    assert table.target.tolist() == task.dataset.tensors[1].tolist()
+    assert table.prediction.tolist() == scores.outputs.argmax(1).tolist()
+    assert table.loss.tolist() == scores.losses.tolist()
+    assert table.variance.tolist() == pytest.approx([float(v.trace()) for v in scores.variance])
+    assert table.error.tolist() == pytest.approx([float(e.norm()) for e in scores.error])
+    assert table.source.tolist() == sources
+    assert len(scores) == N
+
+
+def test_metadata_may_be_a_data_frame_or_tensors() -> None:
+    frame = pd.DataFrame({"source": ["a", "b"] * 6, "year": range(N)}, index=range(50, 50 + N))
+    for metadata in (frame, {"source": ["a", "b"] * 6, "year": torch.arange(N)}):
+        task = task_for("categorical", metadata=metadata)
+        q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
+        table = blr.sensitivity(task.subset([3, 4, 9]), three(q), progress=False).table
+        assert table.source.tolist() == ["b", "a", "b"] and table.year.tolist() == [3, 4, 9]
+
+
+def three(q: blr.Posterior) -> blr.Posterior:
+    return blr.Posterior(q.mean, q.form, prior_precision=q.prior_precision, n_data=3)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_gradients_switched_off_outside_do_not_matter(context) -> None:
+    task = task_for("poisson")
+    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
+    expected = blr.sensitivity(task, q, progress=False)
+    with context():
+        found = blr.sensitivity(task, q, progress=False)
+    assert torch.equal(found.variance, expected.variance)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_scores_on_cuda(kind: str, structure: str, dtype: torch.dtype) -> None:
+    task = task_for(kind, dtype)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, progress=False)
+    expected = blr.sensitivity(task, q, progress=False)
+    x, y = task.dataset.tensors
+    for device in ("cuda", None):
+        there = blr.Task(task.model.cuda(), (x, y), likelihood=kind, device=device)
+        scores = blr.sensitivity(there, q, progress=False)
+        loo = blr.leave_one_out(there, q, progress=False)
+        assert scores.variance.device.type == loo.logits.device.type == "cpu"
+        for name in ("error", "variance", "deviation", "self_influence"):
+            truth = getattr(expected, name)
+            gap = float((getattr(scores, name) - truth).norm() / truth.norm())
+            assert gap < 10 * EXACT[dtype], f"{name}: {gap:.1e}"
+    fitted = blr.fit_laplace(there, structure=structure, prior_precision=0.7, progress=False)
+    result = blr.what_if(there, fitted, remove=[0, 3], add=there, progress=False)
+    assert all(p.device.type == "cpu" for p in result.parameters.values())
+    here = blr.Task(copy.deepcopy(task.model).cpu(), (x, y), likelihood=kind)
+    same = blr.what_if(here, fitted.to("cpu"), remove=[0, 3], add=here, progress=False)
+    assert result.nll == pytest.approx(same.nll, rel=10 * EXACT[dtype])

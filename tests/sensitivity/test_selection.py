@@ -1,0 +1,222 @@
+"""Masks, indices and questions say which examples are meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import mlp
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.sensitivity import selection as selection_module
+from blr_analysis.sensitivity.selection import Columns, groups_by, select
+
+N = 9
+
+
+@pytest.fixture(scope="module")
+def audit() -> tuple[blr.Task, blr.Posterior]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
+    y = torch.tensor([0, 1, 2] * 3)
+    metadata = {
+        "source": list("aabbccaab"),
+        "flag": [0, 1, 0, 1, 1, 0, 0, 0, 0],
+        "score": [0.5, float("nan"), 0.5, 1.5, float("nan"), 0.5, 0.5, 0.5, 0.5],
+        "tags": [[1, 2]] * N,
+        "loss": list(range(N)),
+    }
+    task = blr.Task(mlp(), (x, y), metadata=metadata)
+    return task, blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+
+
+MASK = [i in (1, 4, 8) for i in range(N)]
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        MASK,
+        torch.tensor(MASK),
+        np.array(MASK),
+        pd.Series(MASK, index=range(100, 100 + N)),
+        [1, 4, 8],
+        (8, 1, 4),
+        {4, 8, 1},
+        torch.tensor([8, 4, 1]),
+        torch.tensor([8, 4, 1], dtype=torch.uint8),
+        np.array([1, 4, 8], dtype=np.int32),
+        pd.Series([1, 4, 8]),
+        pd.Index([1, 4, 8]),
+        [torch.tensor(1), torch.tensor(4), torch.tensor(8)],
+        [np.int64(1), 4, 8],
+        lambda row: row["index"] in (1, 4, 8),
+        lambda row: np.bool_(row["index"] in (1, 4, 8)),
+        lambda row: torch.tensor([row["index"] in (1, 4, 8)]),
+        lambda row: int(row["index"] in (1, 4, 8)),
+    ],
+)
+def test_every_way_of_saying_one_four_eight(audit, selection: Any) -> None:
+    assert select(selection, *audit).tolist() == [1, 4, 8]
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, N - 1), min_size=1), st.randoms())
+def test_masks_and_indices_in_any_order_mean_the_same(audit_indices, random) -> None:
+    task = blr.Task(mlp(), (torch.zeros(N, 4), torch.zeros(N, dtype=torch.long)))
+    shuffled = sorted(audit_indices)
+    random.shuffle(shuffled)
+    mask = torch.tensor([i in audit_indices for i in range(N)])
+    q: Any = None
+    assert select(shuffled, task, q).tolist() == sorted(audit_indices)
+    assert select(mask, task, q).tolist() == sorted(audit_indices)
+
+
+def test_one_index_and_a_range(audit) -> None:
+    assert select(3, *audit).tolist() == [3]
+    assert select(range(2, 9, 3), *audit).tolist() == [2, 5, 8]
+
+
+def test_rows_hold_what_the_table_holds(audit) -> None:
+    task, q = audit
+    table = blr.sensitivity(task, q, progress=False).table
+    columns = Columns(task, q)
+    assert columns["target"] == table.target.tolist()  # before the whole table is made
+    for name in table:
+        pd.testing.assert_series_equal(pd.Series(columns[name], name=name), table[name])
+    assert columns.names() == list(table)
+    seen = {}
+    select(lambda row: bool(seen.update({row["index"]: dict(row)})) or True, task, q)
+    assert list(seen[0]) == list(table) and seen[5]["source"] == "c" and len(seen[5]) == 14
+
+
+def test_several_outputs_have_the_tables_names() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=g, dtype=torch.float64)
+    task = blr.Task(mlp(), (x, x[:, :3]), likelihood="gaussian")
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    above = x[:, 1] > 0
+    assert select(lambda row: row.target_1 > 0, task, q).tolist() == above.nonzero()[:, 0].tolist()
+    with pytest.raises(InputError, match="target_0"):
+        select(lambda row: row.target > 0, task, q)
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        (lambda row: row.target == 2, [2, 5, 8]),
+        (lambda row: row.source == "b" and row.flag, [3]),
+        (lambda row: row.flag, [1, 3, 4]),
+        (lambda row: row.loss_metadata > 6, [7, 8]),
+        (lambda row: row["target"] == 0 and row["source"] != "a", [3]),
+    ],
+)
+def test_questions(audit, question, expected: list[int]) -> None:
+    assert select(question, *audit).tolist() == expected
+
+
+def test_questions_about_scores(audit) -> None:
+    task, q = audit
+    scores = blr.sensitivity(task, q, progress=False)
+    for name, values in (
+        ("self_influence", scores.self_influence),
+        ("leverage", scores.leverage),
+        ("deviation", scores.deviation),
+        ("error", scores.error.norm(dim=1)),
+        ("variance", scores.variance.diagonal(dim1=1, dim2=2).sum(1)),
+        ("loss", scores.losses),
+    ):
+        middle = float(values.median())
+        chosen = select(lambda row, n=name, m=middle: row[n] > m * (1 + 1e-9), task, q)
+        expected = (values > middle * (1 + 1e-9)).nonzero()[:, 0].tolist()
+        assert chosen.tolist() == expected and len(expected) == 4, name
+
+
+def test_cheap_questions_need_no_backward_pass(monkeypatch) -> None:
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    task = blr.Task(mlp(), (x, y), metadata={"source": list("abcab")})
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    monkeypatch.setattr(selection_module, "sensitivity", None)
+    assert select(lambda r: r.target == 0 and r.loss > 0, task, q).tolist() == [0, 3]
+    assert select(lambda r: r.source == "a", task, q).tolist() == [0, 3]
+    assert list(groups_by("source", task, q)) == ["a", "b", "c"]
+    monkeypatch.setattr(selection_module, "predict", None)
+    assert select(lambda r: r.source == "a", task, q).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (MASK[:-1], "the mask remove has 8 entries for 9 examples"),
+        (torch.ones(10, dtype=torch.bool), "the mask remove has 10 entries for 9 examples"),
+        ([0, 9], r"remove names example 9, but the examples are 0 … 8"),
+        ([-1, 3], r"remove names example -1, but the examples are 0 … 8"),
+        ([3, 2, 3], "remove names example 3 more than once"),
+        ([], "remove selects none of the 9 examples"),
+        ([False] * N, "remove selects none of the 9 examples"),
+        (lambda row: False, "remove selects none of the 9 examples"),
+        ([0.0, 1.0], "remove must hold booleans or integer indices, got torch.float32"),
+        (torch.zeros(3, 3, dtype=torch.bool), r"one-dimensional, got shape \(3, 3\)"),
+        ("target = 3", "remove must be a boolean mask or integer indices, got str"),
+        (["a", "b"], "remove must be a boolean mask or integer indices, got list"),
+        (object(), "remove must be a boolean mask or integer indices, got object"),
+        (lambda row: None, "must answer True or False for a row, got None for example 0"),
+        (lambda row: "no", "must answer True or False for a row, got 'no' for example 0"),
+        (lambda row: row.target, "must answer True or False for a row, got 2 for example 2"),
+        (lambda row: torch.tensor([True, False]), "must answer True or False"),
+        (lambda row: row.loss, r"must answer True or False for a row, got 0\.|got 1\.|got 2\."),
+        (lambda row: row.colour == "red", "the table has no column 'colour'; it has"),
+        (lambda row: row.source > 3, "the function remove failed on the row of example 0: TypeE"),
+        (lambda: True, "the function remove failed on the row of example 0: TypeError"),
+    ],
+)
+def test_bad_selections(audit, selection: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        select(selection, *audit)
+    with pytest.raises(InputError, match=message):
+        blr.what_if(*audit, remove=selection, progress=False)
+
+
+def test_groups_are_sorted_and_cover_everything(audit) -> None:
+    groups = groups_by("source", *audit)
+    assert {k: v.tolist() for k, v in groups.items()} == {
+        "a": [0, 1, 6, 7],
+        "b": [2, 3, 8],
+        "c": [4, 5],
+    }
+    assert list(groups_by("target", *audit)) == [0, 1, 2]
+
+
+def test_missing_values_make_one_group_at_the_end(audit) -> None:
+    groups = groups_by("score", *audit)
+    keys = list(groups)
+    assert keys[:2] == [0.5, 1.5] and keys[2] != keys[2] and len(keys) == 3
+    assert groups[keys[2]].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ("colour", "the table has no column 'colour'; it has"),
+        ("tags", "column 'tags' holds several values per example"),
+        (None, "by must be the name of a column"),
+        (["source"], "by must be the name of a column"),
+    ],
+)
+def test_bad_groups(audit, by: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        blr.what_if_each(*audit, by=by, progress=False)
+
+
+def test_a_column_with_one_value_leaves_nothing() -> None:
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    task = blr.Task(mlp(), (x, y), metadata={"source": ["web"] * 5})
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    with pytest.raises(InputError, match="column 'source' has the same value everywhere"):
+        blr.what_if_each(task, q, by="source", progress=False)

@@ -1,0 +1,43 @@
+"""Whether a model is exactly as it was: values, gradients, modes, flags and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model that an analysis must leave alone."""
+    state = {f"value of {n}": t.detach().clone() for n, t in model.state_dict().items()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        state[f"gradient of {name}"] = None if p.grad is None else p.grad.clone()
+        state[f"requires_grad of {name}"] = p.requires_grad
+        state[f"identity of {name}"] = id(p)
+    for name, module in model.named_modules():
+        state[f"mode of {name!r}"] = module.training
+        state[f"hooks of {name!r}"] = [len(getattr(module, h)) for h in HOOKS]
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the bit; NaN equals NaN."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and a == b
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Fail unless the model leaves the block as it came in."""
+    before = snapshot(model)
+    yield
+    after = snapshot(model)
+    changed = [k for k in before if k not in after or not same(before[k], after[k])]
+    assert not changed and list(before) == list(after), f"the model was changed: {changed}"

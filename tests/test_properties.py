@@ -1,0 +1,296 @@
+"""What must hold whatever the shapes, the structure of the posterior and the likelihood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import blr_analysis as blr
+
+KINDS = ("categorical", "bernoulli", "gaussian", "poisson")
+STRUCTURES = ("diag", "kron", "full")
+often = settings(deadline=None, max_examples=15)
+seldom = settings(deadline=None, max_examples=8)
+
+
+def targets(kind: str, n: int, c: int, g: torch.Generator) -> Tensor:
+    if kind == "categorical":
+        return torch.randint(c, (n,), generator=g)
+    if kind == "gaussian":
+        return torch.randn(n, c, generator=g, dtype=torch.float64)
+    return torch.randint(2 if kind == "bernoulli" else 5, (n, c), generator=g)
+
+
+def network(d: int, h: int, c: int, g: torch.Generator) -> nn.Module:
+    model = nn.Sequential(nn.Linear(d, h), nn.Tanh(), nn.LayerNorm(h), nn.Linear(h, c)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=g, dtype=torch.float64))
+    return model
+
+
+@st.composite
+def audits(draw, structures=STRUCTURES, kinds=KINDS):
+    """A task on a small network, a posterior of any structure, and the way it was made."""
+    kind, structure = draw(st.sampled_from(kinds)), draw(st.sampled_from(structures))
+    n, d, h = draw(st.integers(2, 10)), draw(st.integers(1, 4)), draw(st.integers(2, 4))
+    c = draw(st.integers(2 if kind == "categorical" else 1, 4))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = targets(kind, n, c, g)
+    task = blr.Task(
+        network(d, h, c, g), (x, y), likelihood=kind, batch_size=draw(st.integers(1, n))
+    )
+    delta = draw(st.floats(0.05, 20))
+    return task, blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
+
+
+@often
+@given(audits())
+def test_variance_is_symmetric_and_positive_and_influence_its_quadratic_form(audit) -> None:
+    task, q = audit
+    scores = blr.sensitivity(task, q, progress=False)
+    v, e = scores.variance, scores.error
+    torch.testing.assert_close(v, v.mT, rtol=1e-10, atol=1e-13)
+    smallest = torch.linalg.eigvalsh(v)[:, 0]
+    assert bool((smallest >= -1e-12 * v.diagonal(dim1=1, dim2=2).amax(1)).all())
+    influence = torch.einsum("nc,ncd,nd->n", e, v, e)
+    torch.testing.assert_close(scores.self_influence, influence, rtol=1e-9, atol=1e-14)
+    assert bool((scores.self_influence >= 0).all()) and bool((scores.deviation >= 0).all())
+    if task.likelihood.is_classification:  # a distance in L1 of two vectors of probabilities
+        bound = 2 if task.likelihood.name == "categorical" else v.shape[-1]
+        assert float(scores.deviation.max()) <= bound
+
+
+@often
+@given(audits(structures=("full",)))
+def test_no_example_of_a_fitted_full_posterior_has_a_leverage_of_one(audit) -> None:
+    """S contains the example's own share, so that V_i Λ_i < 1: the cavity always exists."""
+    task, q = audit
+    scores = blr.sensitivity(task, q, progress=False)
+    assert float(scores.leverage.max()) < 1 and float(scores.leverage.min()) > -1e-12
+    loo = blr.leave_one_out(task, q, progress=False)
+    assert torch.isfinite(loo.logits).all()
+
+
+@often
+@given(audits(kinds=("gaussian",)), st.data())
+def test_the_deviation_is_zero_where_there_is_no_error_and_only_there(audit, data) -> None:
+    task, q = audit
+    x, _ = task.dataset.tensors
+    f = task.model(x).detach()
+    fitted = data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x)))
+    y = torch.where(torch.tensor(fitted)[:, None], f, f + 0.5)
+    scores = blr.sensitivity(
+        blr.Task(task.model, (x, y), likelihood="gaussian", batch_size=task.batch_size),
+        q,
+        progress=False,
+    )
+    # bias and prior give every example some variance, so that only an error of 0 moves nothing
+    zero = (scores.deviation < 1e-12).tolist()
+    assert zero == fitted
+    assert (scores.self_influence < 1e-12).tolist() == fitted
+
+
+@often
+@given(audits(), st.randoms(use_true_random=False))
+def test_another_order_of_the_data_gives_the_same_in_that_order(audit, random) -> None:
+    task, q = audit
+    order = list(range(task.n_data))
+    random.shuffle(order)
+    x, y = task.dataset.tensors
+    turned = blr.Task(task.model, (x[order], y[order]), likelihood=task.likelihood)
+    a = blr.sensitivity(task, q, progress=False)
+    b = blr.sensitivity(turned, q, progress=False)
+    for name in ("error", "variance", "deviation", "self_influence", "losses"):
+        torch.testing.assert_close(getattr(b, name), getattr(a, name)[order], rtol=1e-9, atol=1e-12)
+    again = blr.fit_laplace(
+        turned, structure=q.structure, prior_precision=q.prior_precision, progress=False
+    )
+    for name in q.mean:
+        torch.testing.assert_close(again.variance(name), q.variance(name), rtol=1e-7, atol=1e-12)
+
+
+@often
+@given(audits(), st.integers(1, 12), st.sampled_from(["cavity", "first_order"]))
+def test_chunks_do_not_matter(audit, size: int, correction: str) -> None:
+    task, q = audit
+    kwargs = {"correction": correction, "progress": False}
+    a = blr.leave_one_out(task, q, chunk_size=size, **kwargs)
+    b = blr.leave_one_out(task, q, memory_budget=10**9, **kwargs)
+    assert a.correction == b.correction
+    # near its pole the cavity multiplies rounding, by 1 / (1 − leverage)
+    torch.testing.assert_close(a.logits, b.logits, rtol=1e-7, atol=1e-9)
+    again = blr.fit_laplace(
+        task,
+        structure=q.structure,
+        prior_precision=q.prior_precision,
+        chunk_size=size,
+        progress=False,
+    )
+    for name in q.mean:
+        torch.testing.assert_close(again.variance(name), q.variance(name), rtol=1e-7, atol=1e-12)
+
+
+@seldom
+@given(audits(), st.floats(1.1, 30))
+def test_more_prior_precision_means_less_of_everything(audit, factor: float) -> None:
+    task, q = audit
+    firm = blr.fit_laplace(
+        task,
+        structure=q.structure,
+        prior_precision=factor * q.prior_precision,
+        progress=False,
+    )
+    loose, tight = (blr.sensitivity(task, p, progress=False) for p in (q, firm))
+    assert bool((tight.self_influence <= loose.self_influence * (1 + 1e-9)).all())
+    traces = [s.variance.diagonal(dim1=1, dim2=2).sum(1) for s in (tight, loose)]
+    assert bool((traces[0] < traces[1]).all())
+
+
+@seldom
+@given(audits(), st.data())
+def test_splitting_a_removal_in_two_leaves_the_same_precision(audit, data) -> None:
+    task, q = audit
+    n = task.n_data
+    assume(n >= 3)
+    group = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=n - 1, unique=True))
+    first, rest = group[:1], group[1:]
+    once = blr.what_if(task, q, remove=group, progress=False)
+    half = blr.what_if(task, q, remove=first, progress=False)
+    kept = [i for i in range(n) if i not in first]
+    # at the weights of the start: the curvature there is what was summed
+    stays = blr.Posterior(
+        q.mean, half.posterior.form, prior_precision=q.prior_precision, n_data=n - 1
+    )
+    twice = blr.what_if(
+        task.subset(kept), stays, remove=[kept.index(i) for i in rest], progress=False
+    )
+    for name in q.mean:
+        torch.testing.assert_close(
+            twice.posterior.precision(name),
+            once.posterior.precision(name),
+            rtol=1e-8,
+            atol=1e-10,
+        )
+    assert twice.posterior.n_data == once.posterior.n_data == n - len(group)
+
+
+@seldom
+@given(audits(), st.data())
+def test_removing_and_adding_the_same_examples_cancels(audit, data) -> None:
+    task, q = audit
+    n = task.n_data
+    group = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    result = blr.what_if(task, q, remove=group, add=task.subset(group), progress=False)
+    for name, m in q.mean.items():
+        torch.testing.assert_close(result.parameters[name], m, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            result.posterior.variance(name), q.variance(name), rtol=1e-8, atol=1e-12
+        )
+    assert result.nll == pytest.approx(result.before.nll, rel=1e-8)
+
+
+@seldom
+@given(audits(), st.data())
+def test_relabelling_is_linear_in_the_labels(audit, data) -> None:
+    """Two relabellings move the weights by the sum of what each does alone."""
+    task, q = audit
+    y = task.dataset.tensors[1]
+    assume(task.n_data >= 2)
+    i, j = 0, task.n_data - 1
+    new = {
+        "categorical": lambda k: (int(y[k]) + 1) % 2,
+        "bernoulli": lambda k: 1 - y[k],
+        "gaussian": lambda k: y[k] + 2,
+        "poisson": lambda k: y[k] + 3,
+    }[task.likelihood.name]
+    both, one, two = (
+        blr.what_if(task, q, relabel={k: new(k) for k in ks}, progress=False).parameters
+        for ks in ((i, j), (i,), (j,))
+    )
+    for name, m in q.mean.items():
+        torch.testing.assert_close(
+            both[name] - m, one[name] + two[name] - 2 * m, rtol=1e-8, atol=1e-10
+        )
+
+
+@often
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(0, 10**6))
+def test_likelihoods_agree_with_autograd(kind: str, c: int, seed: int) -> None:
+    """e = ∂ℓ/∂f, Λ = ∂²ℓ/∂f² = LLᵀ, and ℓ a normalised log-density."""
+    g = torch.Generator().manual_seed(seed)
+    c = max(c, 2) if kind == "categorical" else c
+    likelihood = blr.Gaussian(variance=0.3) if kind == "gaussian" else kind
+    likelihood = blr.likelihoods.resolve(likelihood)
+    f = 2 * torch.randn(5, c, generator=g, dtype=torch.float64)
+    y = likelihood.prepare_targets(targets(kind, 5, c, g), f)
+    d = torch.distributions
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return {
+            "categorical": lambda: -d.Categorical(logits=out).log_prob(target),
+            "bernoulli": lambda: -d.Bernoulli(logits=out).log_prob(target).sum(),
+            "gaussian": lambda: -d.Normal(out, 0.3**0.5).log_prob(target).sum(),
+            "poisson": lambda: -d.Poisson(out.exp()).log_prob(target).sum(),
+        }[kind]()
+
+    for i in range(5):
+        e = torch.func.grad(lambda out, t=y[i]: loss(out, t))(f[i])
+        curvature = torch.func.hessian(lambda out, t=y[i]: loss(out, t))(f[i])
+        one, t = f[i : i + 1], y[i : i + 1]
+        torch.testing.assert_close(likelihood.error(one, t)[0], e, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(likelihood.hessian(one)[0], curvature, rtol=1e-8, atol=1e-10)
+        root = likelihood.hessian_root(one)[0]
+        torch.testing.assert_close(root @ root.T, curvature, rtol=1e-8, atol=1e-10)
+        assert float(likelihood.nll(one, t)) == pytest.approx(float(loss(f[i], y[i])), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_have_the_mean_that_the_likelihood_says(kind: str) -> None:
+    likelihood = blr.likelihoods.resolve(kind)
+    c, n = 3, 40_000
+    f = torch.tensor([[0.4, -0.7, 0.1]], dtype=torch.float64).expand(n, c)
+    drawn = likelihood.sample(f, torch.Generator().manual_seed(0))
+    if kind == "categorical":
+        drawn = nn.functional.one_hot(drawn, c)
+    mean = likelihood.mean(f)[0]
+    spread = likelihood.hessian(f[:1])[0].diagonal().sqrt() / n**0.5
+    assert bool(((drawn.double().mean(0) - mean).abs() < 4 * spread).all())
+    assert torch.equal(drawn, drawn) and likelihood.sample(f).shape == (
+        (n,) if kind == "categorical" else (n, c)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_single_precision_agrees_with_double(kind: str, structure: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 3, generator=g, dtype=torch.float64)
+    y = targets(kind, 20, 3, g)
+    model = network(3, 4, 3, g)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        task = blr.Task(model.to(dtype), (x.to(dtype), y), likelihood=kind)
+        q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+        result = blr.what_if(task, q, remove=[0, 1, 2], progress=False)
+        loo = blr.leave_one_out(task, q, progress=False)
+        scores = blr.sensitivity(task, q, progress=False)
+        assert scores.variance.dtype == loo.logits.dtype == dtype
+        found.append((scores.deviation.double(), loo.losses.double(), result.nll))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-5)
+    assert found[1][2] == pytest.approx(found[0][2], rel=1e-4)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_example_alone(structure: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    task = blr.Task(network(2, 3, 2, g), (torch.ones(1, 2), torch.tensor([1])))
+    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+    assert blr.sensitivity(task, q, progress=False).variance.shape == (1, 2, 2)
+    assert blr.leave_one_out(task, q, progress=False).logits.shape == (1, 2)
+    assert blr.what_if(task, q, relabel={0: 0}, progress=False).relabelled == 1
