@@ -118,7 +118,7 @@ WHAT_IF = flowed(
       blr-analysis what-if train.py:make_task -p FILE --remove source=web
       blr-analysis what-if train.py:make_task -p FILE --remove 'loss>2.5'
       blr-analysis what-if train.py:make_task -p FILE --remove suspicious=true
-      blr-analysis what-if train.py:make_task -p FILE --remove 12,90 --out DIR
+      blr-analysis what-if train.py:make_task -p FILE --remove 12,40 --out DIR
 
     Columns are those of the audit's table: index, target, prediction, loss, error, variance,
     deviation, self_influence, leverage, region, left_out_prediction, left_out_loss,

@@ -8,7 +8,7 @@ Everything that it prints is computed while it runs: ``blr-analysis demo``, or
 
 from __future__ import annotations
 
-from blr_analysis.demo.run import run
+from blr_analysis.demo.job import run
 from blr_analysis.demo.training import RECIPE, Digits, Recipe, load, network, train
 
 __all__ = ["RECIPE", "Digits", "Recipe", "load", "network", "run", "train"]

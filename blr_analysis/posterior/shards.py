@@ -84,7 +84,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
         ready[name] = own
+    path.touch()
+    mode = path.stat().st_mode  # what the user's umask gives; safetensors makes files private
     save_file(ready, str(path), metadata=metadata)
+    path.chmod(mode)
 
 
 def _read_shard(path: Path, names: list[str], shapes: dict[str, Any]) -> dict[str, Tensor]:

@@ -443,3 +443,15 @@ def test_an_index_that_describes_only_some_tensors(tmp_path: Path) -> None:
     index_file.write_text(json.dumps(index))
     with pytest.raises(StorageError, match=r"half of 'net\.bias'"):
         storage.read(tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["p.safetensors", "p"])
+def test_files_get_the_rights_that_the_umask_gives(tmp_path: Path, name: str) -> None:
+    old = os.umask(0o022)
+    try:
+        storage.write(tmp_path / name, {"w": torch.ones(2)}, {})
+    finally:
+        os.umask(old)
+    written = [p for p in [tmp_path / name, *(tmp_path / name).rglob("*")] if p.is_file()]
+    assert written
+    assert {p.stat().st_mode & 0o777 for p in written} == {0o644}

@@ -1,0 +1,351 @@
+"""Fitted posteriors: brute force, closed forms, Monte Carlo, curvlinops and laplace-torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts import projected, rows
+from curvlinops import EFLinearOperator, EKFACLinearOperator, GGNLinearOperator
+from laplace import Laplace
+from laplace.curvature import CurvlinopsGGN
+from models import HFConv1D, example_models, mlp, randomised, seeded
+from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, unflatten
+from parts import normal
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from blr_analysis.backprop.engine import chunks
+from blr_analysis.likelihoods import Gaussian
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.posterior.full import Full
+from blr_analysis.task import Task
+
+STRUCTURES = ("diag", "kron", "full")
+EXACT = 1e-10
+
+
+def small(kind: str = "categorical", n: int = 9) -> Task:
+    """An MLP with three outputs and targets of any kind."""
+    targets = {
+        "categorical": torch.arange(n) % 3,
+        "bernoulli": torch.arange(3 * n).view(n, 3) % 2,
+        "gaussian": normal(n, 3, seed=1),
+        "poisson": torch.arange(3 * n).view(n, 3) % 4,
+    }[kind]
+    return Task(mlp(), (normal(n, 4), targets), likelihood=kind)
+
+
+def convolutional() -> Task:
+    with seeded(0):
+        model = nn.Sequential(
+            nn.Conv2d(2, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)
+        )
+    return Task(randomised(model), (normal(9, 2, 3, 3), torch.arange(9) % 3))
+
+
+def curvature_of(task: Task, structure: str, **options) -> Tensor:
+    """S − δI as a dense matrix."""
+    q = fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **options)
+    return dense_of(q) - torch.eye(len(flatten(q.mean)), dtype=torch.float64)
+
+
+def dense_of(q: Posterior) -> Tensor:
+    eye = torch.eye(len(flatten(q.mean)), dtype=torch.float64)
+    return rows(q.precision_product(unflatten(eye, q.mean)))
+
+
+def gradients_of(task: Task, jacobian: Tensor) -> Tensor:
+    """∇ℓ_i, ``[N, P]``."""
+    targets = torch.cat([task.run(b, task.parameters())[1] for _, b in task.batches()])
+    error = task.likelihood.error(outputs_of(task), targets)
+    return torch.einsum("nc,ncp->np", error, jacobian)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
+@pytest.mark.parametrize("name", ["mlp", "images", "volumes", "words_tied", "words"])
+def test_against_brute_force(name: str, curvature: str, structure: str) -> None:
+    model, x = example_models()[name]
+    with torch.no_grad():
+        task = Task(model, (x, torch.arange(len(x)) % model(x).shape[-1]))
+    jacobian = dense_jacobian(task, task.parameters())
+    g = gradients_of(task, jacobian)
+    truth = dense_ggn(task, jacobian) if curvature == "ggn" else g.mT @ g
+    settings = dict(prior_precision=0.3, curvature=curvature, chunk_size=2, progress=False)
+    q = fit_laplace(task, structure=structure, **settings)
+    truth = projected(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
+    assert relative(dense_of(q), truth) < EXACT
+    assert q.structure == structure
+    assert q.n_data == len(x)
+    for parameter, m in task.parameters().items():
+        assert torch.equal(q.mean[parameter], m)
+        assert q.mean[parameter].data_ptr() != m.data_ptr(), "training on must not move the mean"
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
+def test_kronecker_keeps_the_trace(kind: str) -> None:
+    task = small(kind)
+    ggn = dense_ggn(task, dense_jacobian(task, task.parameters()))
+    assert float(curvature_of(task, "kron").trace()) == pytest.approx(float(ggn.trace()), rel=1e-10)
+
+
+@pytest.mark.parametrize("layer", ["linear", "transposed", "no_bias"])
+def test_kronecker_of_one_linear_output_is_exact(layer: str) -> None:
+    """With one layer and one output, the GGN is a Kronecker product: kron equals full."""
+    with seeded(0):
+        model = {
+            "linear": lambda: nn.Linear(4, 1),
+            "transposed": lambda: HFConv1D(1, 4),
+            "no_bias": lambda: nn.Linear(4, 1, bias=False),
+        }[layer]()
+    x, y = normal(9, 4), normal(9, seed=2)
+    task = Task(randomised(model), (x, y), likelihood=Gaussian(0.5))
+    truth = (x if layer == "no_bias" else torch.cat([x, torch.ones(9, 1).double()], 1)) / 0.5**0.5
+    full = curvature_of(task, "full")
+    assert relative(full, truth.mT @ truth) < EXACT
+    assert relative(curvature_of(task, "kron"), full) < EXACT
+    assert relative(curvature_of(task, "diag"), full.diagonal().diag()) < EXACT
+
+
+def test_linear_regression_has_the_conjugate_posterior() -> None:
+    """Mean of the ridge solution and S = XᵀX/σ² + δI (Gaussian, exact)."""
+    x, y, noise, delta = normal(20, 3), normal(20, seed=5), 0.3, 2.0
+    precision = x.mT @ x / noise + delta * torch.eye(3).double()
+    solution = torch.linalg.solve(precision, x.mT @ y / noise)
+    model = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(solution.unsqueeze(0))
+    task = Task(model, (x, y), likelihood=Gaussian(noise))
+    q = fit_laplace(task, structure="full", prior_precision=delta, progress=False)
+    assert relative(q.form.matrix, precision) < EXACT
+    truth = torch.linalg.inv(precision).diagonal().unsqueeze(0)
+    assert relative(q.variance("weight"), truth) < EXACT
+
+
+def test_poisson_regression_has_the_closed_form() -> None:
+    x, y = normal(20, 3), torch.arange(20) % 4
+    model = randomised(nn.Linear(3, 1, bias=False))
+    task = Task(model, (x, y), likelihood="poisson")
+    rate = (x @ model.weight.detach().mT).exp()
+    assert relative(curvature_of(task, "full"), x.mT @ (rate * x)) < EXACT
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
+def test_chunks_do_not_matter(structure: str, curvature: str) -> None:
+    task = convolutional()
+    whole = curvature_of(task, structure, curvature=curvature, chunk_size=9)
+    for settings in ({"chunk_size": 1}, {"chunk_size": 4}, {"memory_budget": 10_000}):
+        parts = curvature_of(task, structure, curvature=curvature, **settings)
+        assert relative(parts, whole) < 1e-9  # kron: of eigenvectors of sums in another order
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_prior_by_name(structure: str) -> None:
+    task = small()
+    names = list(task.parameters())
+    prior = {n: 0.5 if n.startswith("0") else 3.0 for n in names}
+    flat = fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+    own = fit_laplace(task, structure=structure, prior_precision=prior, progress=False)
+    for name in names:
+        gap = own.precision(name) - flat.precision(name)
+        assert relative(gap, torch.full_like(gap, prior[name] - 1)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
+def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
+    """vᵀF̂v is within four standard errors of vᵀGv, which ten thousand labels make small.
+
+    The standard error is taken over the labels: each direction's estimates from 50 independent
+    fits of 200 labels an example.
+    """
+    task = small(kind)
+    ggn = dense_ggn(task, dense_jacobian(task, task.parameters()))
+    generator = torch.Generator().manual_seed(0)
+    fits = torch.stack(
+        [
+            curvature_of(task, "full", curvature="mc_fisher", samples=200, generator=generator)
+            for _ in range(50)
+        ]
+    )
+    v = normal(6, len(ggn), seed=7)
+    truth = torch.einsum("dp,pq,dq->d", v, ggn, v)
+    estimates = torch.einsum("dp,spq,dq->sd", v, fits, v)
+    error = estimates.std(0) / 50**0.5
+    assert float((error / truth).max()) < 0.03, "the test must be sharp"
+    assert float(((estimates.mean(0) - truth) / error).abs().max()) < 4
+
+
+def test_monte_carlo_fisher_converges() -> None:
+    """A hundred times the labels, a tenth of the error."""
+    task = small()
+    ggn = dense_ggn(task, dense_jacobian(task, task.parameters()))
+    errors = []
+    for samples in (10, 1000):
+        found = [
+            curvature_of(
+                task, "diag", curvature="mc_fisher", samples=samples,
+                generator=torch.Generator().manual_seed(seed),
+            ).diagonal()
+            for seed in range(10)
+        ]  # fmt: skip
+        errors.append(sum(relative(f, ggn.diagonal()) for f in found) / len(found))
+    assert 0.07 < errors[1] / errors[0] < 0.14
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_monte_carlo_fisher_is_reproducible(structure: str) -> None:
+    """The generator decides the labels, not the global one; both passes of kron see the same."""
+    task = small()
+    before = torch.get_rng_state()
+
+    def fit(seed: int, **options) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return curvature_of(
+            task, structure, curvature="mc_fisher", generator=generator, samples=2, **options
+        )
+
+    one, two, other = fit(1, chunk_size=4), fit(1, chunk_size=4), fit(2, chunk_size=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one, two)
+    assert relative(other, one) > 0.01
+
+
+def test_monte_carlo_kron_keeps_the_trace_of_its_own_labels() -> None:
+    task = small()
+    traces = [
+        float(
+            curvature_of(
+                task, structure, curvature="mc_fisher", samples=3, chunk_size=4,
+                generator=torch.Generator().manual_seed(3),
+            ).trace()
+        )
+        for structure in STRUCTURES
+    ]  # fmt: skip
+    assert traces[1] == pytest.approx(traces[0], rel=1e-10)
+    assert traces[2] == pytest.approx(traces[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("make", [small, convolutional])
+def test_ggn_and_empirical_fisher_equal_curvlinops(make) -> None:
+    task = make()
+    data = [task.dataset.tensors]
+    params = list(task.model.parameters())
+    eye = torch.eye(sum(p.numel() for p in params), dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    ggn = GGNLinearOperator(task.model, loss, params, data) @ eye
+    assert relative(curvature_of(task, "full"), ggn) < EXACT
+    assert relative(curvature_of(task, "diag"), ggn.diagonal().diag()) < EXACT
+    fisher = EFLinearOperator(task.model, loss, params, data) @ eye
+    assert relative(curvature_of(task, "full", curvature="empirical_fisher"), fisher) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (Gaussian(0.5), nn.MSELoss(reduction="sum")),  # Σ (f − y)² has the Hessian 2 = 1/σ²
+        ("bernoulli", nn.BCEWithLogitsLoss(reduction="sum")),
+    ],
+)
+def test_other_losses_equal_curvlinops(kind, loss: nn.Module) -> None:
+    y = normal(9, 3, seed=1) if isinstance(kind, Gaussian) else torch.arange(27).view(9, 3) % 2
+    task = Task(mlp(), (normal(9, 4), y), likelihood=kind)
+    params = list(task.model.parameters())
+    eye = torch.eye(sum(p.numel() for p in params), dtype=torch.float64)
+    data = [(task.dataset.tensors[0], y.double())]
+    assert (
+        relative(
+            curvature_of(task, "full"), GGNLinearOperator(task.model, loss, params, data) @ eye
+        )
+        < EXACT
+    )
+
+
+@pytest.mark.parametrize("make", [small, convolutional])
+@pytest.mark.parametrize(
+    ("curvature", "fisher"), [("ggn", "type-2"), ("empirical_fisher", "empirical")]
+)
+def test_kronecker_equals_curvlinops_ekfac(make, curvature: str, fisher: str) -> None:
+    """The same eigenvalue-corrected K-FAC, with the bias joined to the weight as we do.
+
+    curvlinops treats weights and biases apart by default, which is another (coarser) matrix with
+    the same trace; it knows Linear and Conv2d without groups, so the comparison stops there.
+    """
+    task = make()
+    data = [task.dataset.tensors]
+    params = list(task.model.parameters())
+    eye = torch.eye(sum(p.numel() for p in params), dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    theirs = [
+        EKFACLinearOperator(
+            task.model, loss, params, data, fisher_type=fisher, separate_weight_and_bias=apart
+        )
+        @ eye
+        for apart in (False, True)
+    ]
+    ours = curvature_of(task, "kron", curvature=curvature)
+    assert relative(ours, theirs[0]) < EXACT
+    assert float(theirs[1].trace()) == pytest.approx(float(ours.trace()), rel=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> None:
+    """Prior included; laplace-torch's ``sigma_noise`` is the square root of our variance.
+
+    Its "kron" keeps plain Kronecker factors, without corrected eigenvalues, and is another matrix.
+    """
+    x = normal(9, 4)
+    y = torch.arange(9) % 3 if kind == "categorical" else normal(9, 3, seed=1)
+    sigma = torch.tensor([0.4 if kind == "gaussian" else 1.0], dtype=torch.float64)
+    model = mlp()
+    theirs = Laplace(
+        model,
+        "classification" if kind == "categorical" else "regression",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        prior_precision=0.5,
+        sigma_noise=sigma,
+        backend=CurvlinopsGGN,
+    )
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=4))
+    likelihood = "categorical" if kind == "categorical" else Gaussian(0.4**2)
+    task = Task(model, (x, y), likelihood=likelihood)
+    ours = fit_laplace(task, structure=structure, prior_precision=0.5, progress=False)
+    if structure == "diag":
+        precision = flatten({n: ours.precision(n) for n in ours.mean})
+        assert relative(precision, theirs.posterior_precision) < EXACT
+    else:
+        assert isinstance(ours.form, Full)
+        assert relative(ours.form.matrix, theirs.posterior_precision) < EXACT
+
+
+def test_functional_variance_equals_laplace_torch() -> None:
+    """V_i = J_i Σ J_iᵀ, which laplace-torch forms from its own Jacobians."""
+    x, y = normal(9, 4), torch.arange(9) % 3
+    model = mlp()
+    theirs = Laplace(
+        model, "classification", subset_of_weights="all", hessian_structure="full",
+        prior_precision=0.5, backend=CurvlinopsGGN,
+    )  # fmt: skip
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=9))
+    task = Task(model, (x, y))
+    ours = fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
+    parts = chunks(task, ours.mean, chunk_size=4, progress=False)
+    variance = torch.cat([ours.form.gram(chunk.jacobian_terms()) for chunk in parts])
+    jacobian, _ = theirs.backend.jacobians(x)
+    assert relative(variance, theirs.functional_variance(jacobian)) < EXACT
+
+
+def test_record_says_what_was_fitted() -> None:
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    task = Task(model, (normal(9, 4), normal(9, 3, seed=1)), likelihood=Gaussian(0.25))
+    q = fit_laplace(task, structure="kron", prior_precision=0.5, progress=False)
+    assert q.record["kind"] == "ggn"
+    assert q.record["source"] == "laplace"
+    assert "J_i^T Lambda_i J_i" in q.record["definition"]
+    assert q.record["likelihood"] == "Gaussian(variance=0.25)"
+    assert q.record["fixed"] == ["0.bias"]
+    assert list(q.mean) == ["0.weight", "2.weight", "2.bias"]
+    assert q.prior_precision == 0.5
