@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from blr_analysis.backprop.layout import probe_indices
+from blr_analysis.backprop.outer import MatrixShape, Outer, gram_numbers
 from blr_analysis.backprop.reading import Plan
 from blr_analysis.backprop.record import Visit, fetched, record
-from blr_analysis.backprop.terms import MatrixShape, Outer, Rows, Term, gram_numbers
+from blr_analysis.backprop.terms import Rows, Term
 from blr_analysis.task import Task, parameter_places
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from blr_analysis.backprop.terms import Dense, MatrixShape, Outer, Rows, Term
+from blr_analysis.backprop.outer import MatrixShape, Outer
+from blr_analysis.backprop.terms import Dense, Rows, Term
 
 
 @dataclass(frozen=True)

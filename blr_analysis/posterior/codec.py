@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blr_analysis.backprop.terms import MatrixShape
+from blr_analysis.backprop.outer import MatrixShape
 from blr_analysis.errors import StorageError
 from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.kronecker import Block, Kronecker

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import (
-    Dense,
+from blr_analysis.backprop.outer import (
     MatrixShape,
     Outer,
-    Term,
     flat_gram,
     matrix_square_sum,
     rotated,
     rotated_gram,
 )
+from blr_analysis.backprop.terms import Dense, Term
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Prior, Spectral, Tree, prior_of, total
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks
-from blr_analysis.backprop.terms import Outer
+from blr_analysis.backprop.outer import Outer
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.checks import check_prior
