@@ -629,6 +629,7 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
         ({"prior_precision": {"v": 1.0}}, r"missing \['w'\], unknown \['v'\]"),
         ({"prior_precision": {"w": -1.0}}, "prior_precision of 'w' must be finite and at least 0"),
         ({"prior_precision": {"w": torch.ones(3)}}, "prior_precision of 'w' must be a number"),
+        ({"record": "laplace"}, "record must be a dict, got str"),
         ({"n_data": -1}, "n_data must be the number of training examples, got -1"),
         ({"n_data": 1.5}, "n_data must be the number of training examples, got 1.5"),
         ({"n_data": None}, "n_data must be the number of training examples, got None"),
@@ -643,8 +644,9 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
         "n_data": 5,
     }
     assert blr.Posterior(**good).n_data == 5
-    with pytest.raises(PosteriorError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         blr.Posterior(**{**good, **changes})
+    assert isinstance(caught.value, PosteriorError) or "record" in changes
 
 
 @pytest.mark.parametrize(
@@ -661,6 +663,8 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
         ({"structure": None}, "structure must be one of"),
         ({"curvature": "hessian"}, "curvature must be one of"),
         ({"samples": 0, "curvature": "mc_fisher"}, "samples must be a positive integer"),
+        ({"samples": 1.5, "curvature": "mc_fisher"}, "samples must be a positive integer"),
+        ({"generator": 3, "curvature": "mc_fisher"}, r"generator must be a torch\.Generator, got"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
         ({"memory_budget": -5}, "memory_budget must be a positive integer, got -5"),
     ],
@@ -768,6 +772,14 @@ def test_rates_that_overflow() -> None:
         (lambda q: q.variance("weights"), "no parameter 'weights'; it covers"),
         (lambda q: q.precision("0"), "no parameter '0'; it covers"),
         (lambda q: q.sample(n=0), "n must be a positive integer, got 0"),
+        (lambda q: q.variance(["0.weight"]), "no parameter"),
+        (lambda q: q.sample(generator=3), r"generator must be a torch\.Generator, got int"),
+        (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
+        (lambda q: q.to("cpu", "double"), r"floating-point torch\.dtype, got 'double'"),
+        (lambda q: q.save(None), "path must be a file or folder name, got None"),
+        (lambda q: q.load(3), "path must be a file or folder name, got 3"),
+        (lambda q: q.precision_product(3), "expected tensors by parameter name, got int"),
+        (lambda q: q.covariance_root_product({"0.weight": 1.0}), "expected tensors by parameter"),
         (lambda q: q.sample(n=-2), "n must be a positive integer, got -2"),
         (lambda q: q.log_density({}), "needs '0.weight' of shape"),
         (lambda q: q.log_density({n: torch.zeros(1) for n in q.mean}), "needs '0.weight' of shape"),
@@ -847,6 +859,8 @@ def test_a_sparse_gradient() -> None:
 
 def test_an_optimizer_of_another_model() -> None:
     optimizer, _ = stepped(torch.optim.Adam)
+    with pytest.raises(InputError, match=r"model must be the torch\.nn\.Module that was trained"):
+        blr.Posterior.from_optimizer(optimizer, None, n_data=5, prior_precision=1.0)
     other = nn.Linear(4, 3)
     with pytest.raises(OptimizerError, match="parameters are not the model's"):
         blr.Posterior.from_optimizer(optimizer, other, n_data=5, prior_precision=1.0)
@@ -1033,6 +1047,12 @@ def test_bad_sizes(name: str, value: Any) -> None:
     for analysis in (blr.sensitivity, blr.leave_one_out):
         with pytest.raises(InputError, match=f"{name} must be a positive integer, got {value!r}"):
             analysis(task, fitted(task), progress=False, **{name: value})
+
+
+def test_variance_is_asked_for_or_not() -> None:
+    task = task_of()
+    with pytest.raises(InputError, match="variance must be True, False or None, got str"):
+        blr.sensitivity(task, fitted(task), variance="full")
 
 
 def test_a_memory_map_of_something_else() -> None:

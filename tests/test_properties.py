@@ -250,19 +250,21 @@ def test_likelihoods_agree_with_autograd(kind: str, c: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_have_the_mean_that_the_likelihood_says(kind: str) -> None:
-    likelihood = blr.likelihoods.resolve(kind)
+def test_samples_have_the_mean_and_the_variance_that_the_likelihood_says(kind: str) -> None:
+    likelihood = blr.Gaussian(variance=0.25) if kind == "gaussian" else kind
+    likelihood = blr.likelihoods.resolve(likelihood)
     c, n = 3, 40_000
     f = torch.tensor([[0.4, -0.7, 0.1]], dtype=torch.float64).expand(n, c)
     drawn = likelihood.sample(f, torch.Generator().manual_seed(0))
+    assert drawn.shape == ((n,) if kind == "categorical" else (n, c))
     if kind == "categorical":
         drawn = nn.functional.one_hot(drawn, c)
-    mean = likelihood.mean(f)[0]
-    spread = likelihood.hessian(f[:1])[0].diagonal().sqrt() / n**0.5
-    assert bool(((drawn.double().mean(0) - mean).abs() < 4 * spread).all())
-    assert torch.equal(drawn, drawn) and likelihood.sample(f).shape == (
-        (n,) if kind == "categorical" else (n, c)
-    )
+    drawn = drawn.double()
+    # with the natural link the variance is the Hessian; the Gaussian's is 0.25, its Hessian 4
+    variance = likelihood.hessian(f[:1])[0].diagonal()
+    variance = 1 / variance if kind == "gaussian" else variance
+    assert bool(((drawn.mean(0) - likelihood.mean(f)[0]).abs() < 4 * (variance / n).sqrt()).all())
+    torch.testing.assert_close(drawn.var(0), variance, rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

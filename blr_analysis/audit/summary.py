@@ -266,10 +266,13 @@ def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
 
 def show(part: RenderableType, console: Console) -> None:
     """Print a section; lines keep no trailing blanks, so that a pipe gets plain text."""
-    if console.is_terminal:
+    if console.is_terminal and console.encoding.startswith("utf"):
         console.print(part)
-    else:
-        console.file.write(as_text(part, console.width))
+        return
+    text = as_text(part, console.width)
+    if not console.encoding.startswith("utf"):
+        text = text.replace("─", "-")
+    console.file.write(text)
 
 
 def as_text(part: RenderableType, width: int = 100) -> str:

@@ -44,16 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _said_if_interrupted(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         return _said_if_interrupted(INTERRUPTED)
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _unread()
+    except SystemExit as leaving:  # what typer makes of a broken pipe
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return _unread()
+        raise
     except Exception as error:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
         _complain(_said(error), hint=not (debug or expected))
         return BAD_INPUT if expected else UNEXPECTED
+
+
+def _unread() -> int:
+    """The reader (``| head``) has seen enough: that is no failure."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _said_if_interrupted(code: int) -> int:

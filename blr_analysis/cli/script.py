@@ -62,12 +62,12 @@ def _task(script: ModuleType, name: str, path: Path) -> Task:
     if callable(found) and not isinstance(found, Task):
         with _blamed(path, f"{name}() in {str(path)!r} failed"):
             found = found()
-        what = f"{name}() in {str(path)!r} returned"
+        what = f"what {name}() in {str(path)!r} returned"
     else:
-        what = f"{name} in {str(path)!r} is"
+        what = f"{name} in {str(path)!r}"
     if not isinstance(found, Task):
         raise InputError(
-            f"{what} a {type(found).__name__}, expected a blr_analysis.Task: "
+            f"{what} is of type {type(found).__name__}, expected a blr_analysis.Task: "
             "Task(model, data, likelihood=...)"
         )
     return found

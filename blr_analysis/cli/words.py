@@ -60,12 +60,14 @@ DEMO = flowed(
     """
     Train a small network on handwritten digits with IVON, and audit its data.
 
-    Takes under a minute on two cores. Shows which digits shape the network most and which labels
-    look wrong, the leave-one-out estimate against the test data, the memory map, and what the
-    network would be without each class: predicted in one step, and for two classes retrained.
+    Needs nothing but this package, and under a minute on two cores:
 
       blr-analysis demo
       blr-analysis demo --out digits --seed 1
+
+    Shows which digits shape the network most and which labels look wrong, the leave-one-out
+    estimate against the test data, the memory map, and what the network would be without each
+    class: predicted in one step, and for two classes retrained.
     """
 )
 
@@ -94,6 +96,10 @@ MAP = flowed(
 
       blr-analysis map train.py:make_task -p FILE
       blr-analysis map train.py:make_task -p FILE --out map
+
+    Prediction error against prediction variance: an example with much of both is remembered
+    rather than predicted (memorable), one with error alone is contradicted by the other data
+    (unpredictable), one with variance alone is fitted but little supported (uncertain).
     """
 )
 
@@ -105,6 +111,9 @@ LOO = flowed(
 
       blr-analysis loo train.py:make_task -p FILE
       blr-analysis loo train.py:make_task -p FILE --test make_test
+
+    With --test, the estimate is set beside what test data say. With --out, every left-out
+    prediction is written.
     """
 )
 

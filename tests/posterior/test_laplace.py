@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from contracts import projected, rows
@@ -288,6 +290,15 @@ def test_kronecker_equals_curvlinops_ekfac(make, curvature: str, fisher: str) ->
     assert float(theirs[1].trace()) == pytest.approx(float(ours.trace()), rel=1e-10)
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """laplace-torch passes its matrices through torch's default precision."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("structure", ["diag", "full"])
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> None:
@@ -320,6 +331,7 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
         assert relative(ours.form.matrix, theirs.posterior_precision) < EXACT
 
 
+@pytest.mark.usefixtures("double")
 def test_functional_variance_equals_laplace_torch() -> None:
     """V_i = J_i Σ J_iᵀ, which laplace-torch forms from its own Jacobians."""
     x, y = normal(9, 4), torch.arange(9) % 3

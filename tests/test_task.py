@@ -1,0 +1,306 @@
+"""What a task takes, in what order it hands it out, and how it runs the model."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from models import mlp
+from oracles import relative
+from parts import graph, normal
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from blr_analysis.errors import DataError, DeviceError, InputError, ModelError
+from blr_analysis.likelihoods import Gaussian
+from blr_analysis.task import Task
+
+X, Y = normal(10, 4), torch.arange(10) % 3
+
+
+class Rows(Dataset):
+    """A map-style dataset that says which indices were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.asked.append(index)
+        return X[index], int(Y[index])
+
+
+def order_of(task: Task, size: int = 4) -> Tensor:
+    """The inputs in the order in which the task hands them out."""
+    return torch.cat([batch[0] for _, batch in task.batches(size)])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X, Y),
+        [X, Y],
+        (X.numpy(), Y.numpy()),
+        TensorDataset(X, Y),
+        Rows(),
+        list(zip(X, Y.tolist(), strict=True)),
+        DataLoader(TensorDataset(X, Y), batch_size=3),
+        DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True, drop_last=True),
+        DataLoader(Rows(), sampler=RandomSampler(range(10))),
+        DataLoader(Rows(), sampler=SequentialSampler(range(10))),
+    ],
+    ids=["pair", "list", "numpy", "tensors", "rows", "rows_list", "loader", "shuffled", "random",
+         "sequential"],
+)  # fmt: skip
+def test_every_form_is_handed_out_in_dataset_order(data) -> None:
+    task = Task(mlp(), data)
+    assert len(task) == task.n_data == 10
+    assert torch.equal(order_of(task), X)
+    indices = torch.cat([i for i, _ in task.batches(4)])
+    assert torch.equal(indices, torch.arange(10))
+
+
+def test_batches_of_chosen_indices() -> None:
+    for data in ((X, Y), Rows()):
+        task = Task(mlp(), data)
+        chosen = torch.tensor([7, 2, 2, 9])
+        found = list(task.batches(3, chosen))
+        assert [i.tolist() for i, _ in found] == [[7, 2, 2], [9]]
+        assert torch.equal(torch.cat([b[0] for _, b in found]), X[chosen])
+
+
+def test_no_example_is_read_before_it_is_needed() -> None:
+    rows = Rows()
+    task = Task(mlp(), rows)
+    rows.asked.clear()
+    task.fetch(torch.tensor([3, 5]))
+    assert rows.asked == [3, 5]
+
+
+def test_the_loaders_collate_function_is_used() -> None:
+    def collate(items):
+        return torch.stack([x for x, _ in items]) * 2, torch.tensor([y for _, y in items])
+
+    task = Task(mlp(), DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=collate))
+    assert torch.equal(order_of(task), 2 * X)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Rows(), sampler=SubsetRandomSampler([0, 1])),
+        lambda: DataLoader(Rows(), sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        lambda: DataLoader(Rows(), sampler=RandomSampler(range(10), replacement=True)),
+        lambda: DataLoader(Rows(), sampler=RandomSampler(range(10), num_samples=5)),
+        lambda: DataLoader(Rows(), sampler=SequentialSampler(range(5))),
+        lambda: DataLoader(Rows(), batch_sampler=[[0, 1], [2, 3]]),
+        lambda: DataLoader(Rows(), batch_size=None),
+    ],
+)
+def test_samplers_that_change_the_training_set_are_refused(loader) -> None:
+    with pytest.raises(DataError, match="dataset"):
+        Task(mlp(), loader())
+
+
+class Stream(IterableDataset):
+    """Examples without indices."""
+
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize("data", [Stream(), DataLoader(Stream()), iter([(X, Y)]), 3, None, "data"])
+def test_what_has_no_indices_is_refused(data) -> None:
+    with pytest.raises(DataError, match="map-style"):
+        Task(mlp(), data)
+
+
+@pytest.mark.parametrize("data", [[], (X[:0], Y[:0]), Subset(Rows(), [])])
+def test_empty_data_are_refused(data) -> None:
+    with pytest.raises(DataError, match="no examples"):
+        Task(mlp(), data)
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(DataError, match=r"\(10, 4\).*\(9,\)"):
+        Task(mlp(), (X, Y[:9]))
+
+
+class Tagger(nn.Module):
+    """A model as Hugging Face's are: keyword inputs, an object with ``.logits``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, features: Tensor, scale: Tensor | None = None) -> SimpleNamespace:
+        logits = self.body(features)
+        return SimpleNamespace(logits=logits if scale is None else logits * scale, loss=None)
+
+
+def test_dict_batches() -> None:
+    rows = [
+        {"features": x, "scale": torch.ones(1).double(), "labels": y}
+        for x, y in zip(X, Y, strict=True)
+    ]
+    task = Task(Tagger(), rows)
+    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
+    assert relative(outputs, mlp()(X).detach()) < 1e-12
+    assert torch.equal(targets, Y)
+    nameless = Task(Tagger(), [{"features": x, "target": 0} for x in X])
+    with pytest.raises(DataError, match=r"'labels'.*features"):
+        nameless.run(nameless.fetch(torch.arange(2)), nameless.parameters())
+
+
+Pair = namedtuple("Pair", ["inputs", "target"])
+
+
+def test_a_forward_function_reads_any_batch() -> None:
+    rows = [Pair({"a": x}, {"deep": [y]}) for x, y in zip(X, Y, strict=True)]
+    task = Task(
+        mlp(), rows,
+        forward=lambda model, b: (model(b.inputs["a"]) + 1, b.target["deep"][0]),
+    )  # fmt: skip
+    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
+    assert relative(outputs, mlp()(X).detach() + 1) < 1e-12
+    assert torch.equal(targets, Y)
+
+
+def test_inputs_follow_the_models_dtype() -> None:
+    task = Task(mlp(), (X.float(), Y))
+    outputs, _ = task.run(task.fetch(torch.arange(3)), task.parameters())
+    assert outputs.dtype == torch.float64
+
+
+def test_run_is_at_the_given_parameters_and_others_stay_the_models_own() -> None:
+    model = mlp()
+    task = Task(model, (X, Y))
+    bias = torch.tensor([5.0, 0.0, -5.0], dtype=torch.float64)
+    outputs, _ = task.run(task.fetch(torch.arange(10)), {"2.bias": bias})
+    truth = model(X) - model[2].bias + bias
+    assert relative(outputs, truth.detach()) < 1e-12
+
+
+def test_single_outputs_get_their_dimension() -> None:
+    model = graph(lambda m, x: m.one(x).squeeze(-1), one=nn.Linear(4, 1))
+    task = Task(model, (X, normal(10)), likelihood="gaussian")
+    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
+    assert outputs.shape == targets.shape == (10, 1)
+
+
+def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model.append(nn.Linear(3, 3).double())
+    model[3].bias = model[2].bias
+    found = Task(model, (X, Y)).parameters()
+    assert list(found) == ["0.bias", "2.weight", "2.bias", "3.weight"]
+    assert not any(p.requires_grad for p in found.values())
+
+
+def test_subset_keeps_order_metadata_and_all_settings() -> None:
+    likelihood = Gaussian(0.5)
+    forward = lambda model, b: (model(b[0])[:, :1], b[1].double())  # noqa: E731
+    task = Task(
+        mlp(), (X, Y), likelihood=likelihood, forward=forward, batch_size=3,
+        metadata={"source": list("abcdefghij")},
+    )  # fmt: skip
+    part = task.subset([7, 1, 1])
+    assert part.n_data == 3
+    assert torch.equal(order_of(part), X[[7, 1, 1]])
+    assert part.metadata == {"source": ["h", "b", "b"]}
+    assert (part.likelihood, part.forward, part.batch_size) == (likelihood, forward, 3)
+    assert part.model is task.model
+    again = part.subset(torch.tensor([True, False, True]))
+    assert torch.equal(order_of(again), X[[7, 1]])
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"source": list("abcdefghij"), "year": np.arange(10)},
+        pd.DataFrame({"source": list("abcdefghij"), "year": range(10)}, index=range(5, 15)),
+        {"source": pd.Series(list("abcdefghij"), index=range(5, 15)), "year": torch.arange(10)},
+    ],
+    ids=["lists", "frame", "series"],
+)
+def test_metadata_of_every_kind(metadata) -> None:
+    task = Task(mlp(), (X, Y), metadata=metadata)
+    assert task.metadata["source"] == list("abcdefghij")
+    assert [int(y) for y in task.metadata["year"]] == list(range(10))
+    assert task.subset([3]).metadata["source"] == ["d"]
+
+
+def test_metadata_of_another_length_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'source'.*2 values for 10"):
+        Task(mlp(), (X, Y), metadata={"source": ["a", "b"]})
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, None, "8"])
+def test_bad_batch_sizes_are_refused(size: object) -> None:
+    with pytest.raises(InputError, match="batch_size"):
+        Task(mlp(), (X, Y), batch_size=size)  # type: ignore[arg-type]
+
+
+def test_devices_are_checked() -> None:
+    assert Task(mlp(), (X, Y)).device == torch.device("cpu")
+    assert Task(nn.Flatten(), (X, Y)).device == torch.device("cpu")
+    with pytest.raises(DeviceError, match="no-such"):
+        Task(mlp(), (X, Y), device="no-such")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="cuda"):
+            Task(mlp(), (X, Y), device="cuda")
+
+
+def test_lazy_modules_must_have_seen_a_batch() -> None:
+    with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
+        Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
+
+
+def test_models_that_fail_are_quoted_with_the_batch() -> None:
+    task = Task(nn.Linear(5, 3).double(), (X, Y))
+    with pytest.raises(ModelError, match=r"\(4, 4\) float64.*mat1"):
+        task.run(task.fetch(torch.arange(4)), task.parameters())
+
+
+def test_infinite_outputs_name_the_first_example() -> None:
+    x = X.clone()
+    task = Task(graph(lambda m, x: m.one(x) / (x[:, :1] != 0), one=nn.Linear(4, 3)), (x, Y))
+    x[[6, 8], 0] = 0
+    with pytest.raises(ModelError, match=r"index 6|examples? 6"):
+        task.run(task.fetch(torch.arange(5, 10)), task.parameters(), torch.arange(5, 10))
+
+
+def test_evaluation_gives_every_module_its_own_mode_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Sequential(nn.Dropout())).double()
+    model[1].eval()
+    task = Task(model, (X, Y))
+    for error in (None, KeyboardInterrupt):
+        try:
+            with task.evaluation():
+                assert not any(m.training for m in model.modules())
+                if error:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+        assert [m.training for m in model.modules()] == [True, True, False, True, True]
+
+
+def test_repr() -> None:
+    assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
