@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -139,6 +140,8 @@ def record(
     counts: dict[str, int] = {}
 
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        if any(map(_inside_transform, tree_flatten((args, kwargs, output))[0])):
+            return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
         counts[unit.path] = occurrence + 1
         leaves, spec = tree_flatten(output)
@@ -189,6 +192,10 @@ def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _inside_transform(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
 
 def _detached(tree: Any) -> Any:

@@ -60,6 +60,7 @@ def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -
     with torch.no_grad(), task.evaluation():
         together, _ = task.run(task.fetch(probe), params, probe)
         alone, _ = task.run(task.fetch(probe[:1]), params, probe[:1])
+        turned, _ = task.run(task.fetch(probe.roll(1)), params, probe.roll(1))
     if len(together) != len(probe) or len(alone) != 1:
         raise ModelError(
             f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
@@ -69,8 +70,10 @@ def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -
         raise ModelError("the number of outputs of an example changes with its batch")
     scale = together.abs().amax().clamp_min(1e-30)
     tolerance = 30 * torch.finfo(scale.dtype).eps ** 0.5
-    if bool((together[0] - alone[0]).abs().amax() > tolerance * scale):
+    gaps = torch.cat([together[:1] - alone, together - turned.roll(-1, 0)])
+    if bool(gaps.abs().amax() > tolerance * scale):
         raise ModelError(
-            "the output of an example changes with the batch it comes in, or from call to call; "
-            "the analyses need a deterministic dataset and model that treat examples one by one"
+            "the output of an example changes with the batch it comes in or its place there, or "
+            "from call to call; the analyses need a deterministic dataset and a model that "
+            "treats examples one by one"
         )

@@ -94,7 +94,7 @@ def sensitivity(
         posterior: learned on those data.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence.
-        chunk_size: examples per pass; None: as many as ``memory_budget`` (default 96 MiB) holds.
+        chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
         progress: None shows a bar on a terminal when the work is long.
 
     Raises:

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from blr_analysis import sensitivity
+from blr_analysis.backprop import plan
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "full")
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,6 +147,26 @@ def test_fast_rules_are_used(name: str) -> None:
 def test_the_whole_model_is_the_last_resort() -> None:
     slow = {n for n in CASES if "whole model" in ways(example(n)[0]).values()}
     assert slow == {"forward_never_called"}
+
+
+@pytest.mark.parametrize("name", ["images", "volumes", "words_tied", "words"])
+def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, name: str) -> None:
+    """Layers read without their rules, under factors that were fitted with them."""
+    task, _, _ = example(name)
+    q = fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
+    assert any(block.bias for block in q.form.blocks)
+    variance = sensitivity(task, q, progress=False).variance
+    monkeypatch.setattr(plan, "rule_for", lambda module: None)
+    with seeded(0):
+        slow = task_of(CASES[name]())
+    assert all(unit.rule is None for unit in plan.plan_for(slow, slow.parameters()).units)
+    assert relative(sensitivity(slow, q, chunk_size=3, progress=False).variance, variance) < EXACT
+    total = q.form.zeros()
+    for chunk in chunks(slow, q.mean, chunk_size=3, progress=False):
+        total = total.add(chunk.terms(task.likelihood.hessian_root(chunk.outputs).mT))
+    eye = unflatten(torch.eye(sum(m.numel() for m in q.mean.values())).double(), q.mean)
+    ours, fitted = (rows(form.times(eye)) for form in (total.plus_prior(0.7), q.form))
+    assert relative(ours, fitted) < EXACT
 
 
 @pytest.mark.parametrize("name", ["images", "words_tied", "experts", "positions_plain_4"])

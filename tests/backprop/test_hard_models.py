@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import seeded
+from models import randomised, seeded
 from oracles import dense_jacobian, relative
-from parts import Case, Graph, graph, normal
+from parts import Case, Graph, graph, normal, tokens
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader
 from zoo import CASES
 
@@ -101,6 +102,7 @@ def test_sequences_as_long_as_the_chunk(size: int) -> None:
         assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_is_read_through_the_whole_model() -> None:
     with seeded(0):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -118,6 +120,64 @@ def test_examples_looped_over_inside_the_model() -> None:
     task = task_of(Case(model, normal(7, 3)))
     jacobian = dense_jacobian(task, task.parameters())
     for chunk_size in (1, 3, 7):
+        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+
+
+class Ensemble(nn.Module):
+    """Members that share a module, run by ``vmap`` over their stacked weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 2)
+        self.weights = nn.Parameter(torch.randn(3, 2, 3))
+        self.biases = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def member(weight: Tensor, bias: Tensor) -> Tensor:
+            return functional_call(self.base, {"weight": weight, "bias": bias}, (x,))
+
+        return torch.tanh(vmap(member)(self.weights, self.biases)).mean(0) + vmap(self.base)(x)
+
+
+def test_torch_func_inside_the_model() -> None:
+    with seeded(0):
+        model = randomised(Ensemble())
+    task = task_of(Case(model, normal(5, 3)))
+    jacobian = dense_jacobian(task, task.parameters())
+    assert relative(jacobian_of(task, 2), jacobian) < EXACT
+
+
+def test_packed_sequences_of_any_length() -> None:
+    lengths = torch.tensor([3, 5, 1, 2, 4, 5, 2])
+
+    def call(m: Graph, rows: Tensor) -> Tensor:
+        x, sizes = m.words(rows[:, :5]), rows[:, 5]
+        rnn = nn.utils.rnn
+        packed = rnn.pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
+        return m.out(m.seq(packed)[1][0][-1])
+
+    with seeded(0):
+        parts = dict(words=nn.Embedding(5, 3), seq=nn.LSTM(3, 4, batch_first=True))
+        model = graph(call, out=nn.Linear(4, 2), **parts)
+    task = task_of(Case(model, torch.cat([tokens(7, 5), lengths.unsqueeze(1)], 1)))
+    jacobian = dense_jacobian(task, task.parameters())
+    for chunk_size in (1, 3, 7):
+        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+
+
+def test_embeddings_of_the_batchs_distinct_words() -> None:
+    """Rows that belong to several examples, and whose number does not follow the batch."""
+    words = torch.tensor([0, 1, 2, 3, 1, 1, 2])
+
+    def call(m: Graph, x: Tensor) -> Tensor:
+        distinct, place = torch.unique(x[:, 0].long(), return_inverse=True)
+        return m.out(torch.tanh(m.words(distinct))[place] * x[:, 1:])
+
+    with seeded(0):
+        model = graph(call, words=nn.Embedding(4, 3), out=nn.Linear(3, 2))
+    task = task_of(Case(model, torch.cat([words.unsqueeze(1), normal(7, 1)], 1)))
+    jacobian = dense_jacobian(task, task.parameters())
+    for chunk_size in (1, 2, 3, 7):
         assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
 
 

@@ -18,6 +18,9 @@ from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
 
+# The hooks below are there to be found again, not to be of use.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
 
 def mixed_modes(model: nn.Module) -> nn.Module:
     """Half of the modules in training mode, gradients and hooks of every kind, a frozen weight."""

@@ -30,6 +30,15 @@ def test_examples_that_are_mixed_are_refused(share: float) -> None:
         fit_laplace(task, prior_precision=1.0, progress=False)
 
 
+def test_outputs_that_depend_on_the_place_in_the_batch_are_refused() -> None:
+    def call(m: Graph, x: Tensor) -> Tensor:
+        return m.out(x) * (1 + torch.arange(len(x)) % 2).unsqueeze(1)
+
+    task = Task(graph(call, out=nn.Linear(3, 2)), (normal(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="its place there"):
+        fit_laplace(task, prior_precision=1.0, progress=False)
+
+
 class Noisy(nn.Module):
     """Dropout that stays on in evaluation."""
 
@@ -60,6 +69,7 @@ def test_what_autograd_cannot_do_is_refused() -> None:
         fit_laplace(task, prior_precision=1.0, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
     """It runs the forward pass again with the model's own weights, after the swap is over."""

@@ -156,9 +156,9 @@ def test_prior_by_name(structure: str) -> None:
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
 def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
-    """vᵀF̂v is within four standard errors of vᵀGv, which ten thousand labels make small.
+    """vᵀF̂v is within four standard errors of vᵀGv, which six thousand labels make small.
 
-    The standard error is taken over the labels: each direction's estimates from 50 independent
+    The standard error is taken over the labels: each direction's estimates from 30 independent
     fits of 200 labels an example.
     """
     task = small(kind)
@@ -167,14 +167,14 @@ def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
     fits = torch.stack(
         [
             curvature_of(task, "full", curvature="mc_fisher", samples=200, generator=generator)
-            for _ in range(50)
+            for _ in range(30)
         ]
     )
     v = normal(6, len(ggn), seed=7)
     truth = torch.einsum("dp,pq,dq->d", v, ggn, v)
     estimates = torch.einsum("dp,spq,dq->sd", v, fits, v)
-    error = estimates.std(0) / 50**0.5
-    assert float((error / truth).max()) < 0.03, "the test must be sharp"
+    error = estimates.std(0) / 30**0.5
+    assert float((error / truth).max()) < 0.04, "the test must be sharp"
     assert float(((estimates.mean(0) - truth) / error).abs().max()) < 4
 
 

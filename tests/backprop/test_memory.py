@@ -1,0 +1,202 @@
+"""Memory stays within the budget, whatever the number of examples; results do not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import randomised, seeded
+from oracles import relative
+from parts import Graph, graph
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from blr_analysis import sensitivity
+from blr_analysis.backprop import engine
+from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.plan import plan_for
+from blr_analysis.errors import InputError
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.task import Task
+
+MB = 2**20
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that torch's CPU allocator held at any time above what it held before.
+
+    Every allocation and release is in the profiler's record, so that the number is the same on
+    every run.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    held = highest = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    assert highest > 0, "this build of torch records no allocations"
+    return highest
+
+
+def test_the_ruler_measures() -> None:
+    assert peak_bytes(lambda: [torch.zeros(MB // 4) for _ in range(3)]) == 3 * MB
+    assert peak_bytes(lambda: [torch.zeros(MB // 4).sum() for _ in range(3)]) < 1.01 * MB
+
+
+def _attention(m: Graph, ids: Tensor) -> Tensor:
+    x = m.norm(m.words(ids) + m.places(torch.arange(ids.shape[1])))
+    heads = [y.unflatten(-1, (4, -1)).transpose(1, 2) for y in (m.q(x), m.k(x), m.v(x))]
+    mixed = torch.softmax(heads[0] @ heads[1].mT, -1) @ heads[2]
+    return m.out(mixed.transpose(1, 2).flatten(2).mean(1))
+
+
+def build(name: str, n: int) -> Task:
+    """Single precision models with the kinds of cost that a chunk can have."""
+    generator = torch.Generator().manual_seed(0)
+    with seeded(0):
+        if name == "mlp":
+            model = nn.Sequential(
+                nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 100), nn.ReLU(), nn.Linear(100, 8)
+            )
+            x = torch.randn(n, 100, generator=generator)
+        elif name == "convolutions":
+            model = nn.Sequential(
+                nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(6, 12, 5),
+                nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(108, 8),
+            )  # fmt: skip
+            x = torch.randn(n, 1, 20, 20, generator=generator)
+        elif name == "attention":
+            parts = {k: nn.Linear(32, 32) for k in "qkv"}
+            parts |= dict(words=nn.Embedding(50, 32), places=nn.Embedding(32, 32))
+            model = graph(_attention, norm=nn.LayerNorm(32), out=nn.Linear(32, 8), **parts)
+            x = torch.randint(0, 50, (n, 32), generator=generator)
+        else:  # without a rule
+            layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+            model = nn.Sequential(layer, nn.Flatten(), nn.Linear(16 * 16, 8))
+            x = torch.randn(n, 16, 16, generator=generator)
+    return Task(randomised(model).float(), (x, torch.arange(n) % 8))
+
+
+def posterior_for(task: Task, structure: str) -> Posterior:
+    some = task.subset(range(16))
+    q = fit_laplace(some, structure=structure, prior_precision=1.0, chunk_size=8, progress=False)
+    return Posterior(q.mean, q.form, prior_precision=1.0, n_data=task.n_data)
+
+
+def allowance(task: Task, variance: bool) -> int:
+    """What any method needs beside its working memory: the answers, and Σ beside S."""
+    c = plan_for(task, task.parameters()).outputs
+    answers = task.n_data * (c * c + 8 * c if variance else 8 * c) * 4
+    return 2 * answers + 3 * sum(4 * p.numel() for p in task.parameters().values())
+
+
+@pytest.mark.parametrize("variance", [True, False])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "attention", "layer_without_a_rule"])
+def test_peak_is_within_the_budget(name: str, structure: str, variance: bool) -> None:
+    task = build(name, 192 if name in ("mlp", "convolutions") else 48)
+    q = posterior_for(task, structure)
+    plan_for(task, q.mean)
+    budget = 2 * MB
+    peak = peak_bytes(
+        lambda: sensitivity(task, q, variance=variance, memory_budget=budget, progress=False)
+    )
+    assert peak <= budget + allowance(task, variance)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_fit_is_within_the_budget(structure: str) -> None:
+    task = build("convolutions", 96)
+    plan_for(task, task.parameters())
+    budget = 2 * MB
+    peak = peak_bytes(
+        lambda: fit_laplace(
+            task, structure=structure, prior_precision=1.0, memory_budget=budget, progress=False
+        )
+    )
+    assert peak <= budget + allowance(task, False)
+
+
+def test_the_budget_is_used() -> None:
+    """A larger budget gives larger chunks, not the same ones."""
+    task = build("convolutions", 400)
+    plan = plan_for(task, task.parameters())
+    small, large = (plan.chunk_size(8, budget, 4, 10**6) for budget in (4 * MB, 16 * MB))
+    assert 3 <= small < large
+    assert large == pytest.approx(4 * small, rel=0.3)
+    q = posterior_for(task, "diag")
+    peak = peak_bytes(lambda: sensitivity(task, q, memory_budget=8 * MB, progress=False))
+    assert peak > 3 * MB
+
+
+def test_peak_is_flat_in_the_number_of_examples() -> None:
+    peaks = []
+    for n in (100, 800):
+        task = build("mlp", n)
+        q = posterior_for(task, "diag")
+        call = lambda task=task, q=q: sensitivity(  # noqa: E731
+            task, q, memory_budget=MB, progress=False
+        )
+        peaks.append(peak_bytes(call) - allowance(task, True))
+    assert peaks[1] < peaks[0] + MB // 4
+
+
+def sizes_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[int]:
+    """The batch sizes that the model was run on."""
+    seen: list[int] = []
+    record = engine.record
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["size"])
+        return record(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "record", spy)
+        call()
+    return seen
+
+
+@pytest.mark.parametrize(("chunk_size", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (99, [10])])
+def test_chunk_size_is_kept(monkeypatch, chunk_size: int, sizes: list[int]) -> None:
+    task = build("mlp", 10)
+    q = posterior_for(task.subset([*range(10), *range(6)]), "diag")
+    q = Posterior(q.mean, q.form, prior_precision=1.0, n_data=10)
+    call = lambda: sensitivity(task, q, chunk_size=chunk_size, progress=False)  # noqa: E731
+    assert sizes_of(monkeypatch, call) == sizes
+    both = lambda: sensitivity(  # noqa: E731
+        task, q, chunk_size=chunk_size, memory_budget=1, progress=False
+    )
+    assert sizes_of(monkeypatch, both) == sizes, "chunk_size overrides the budget"
+
+
+def test_a_tiny_budget_still_takes_one_example(monkeypatch) -> None:
+    task = build("mlp", 16)
+    q = posterior_for(task, "diag")
+    call = lambda: sensitivity(task, q, memory_budget=1, progress=False)  # noqa: E731
+    assert sizes_of(monkeypatch, call) == [1] * 16
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "attention", "layer_without_a_rule"])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_results_do_not_depend_on_the_chunks(name: str, structure: str) -> None:
+    single = build(name, 16)
+    task = Task(
+        single.model.double(),
+        (single.dataset.tensors[0], single.dataset.tensors[1]),
+    )
+    q = posterior_for(task, structure)
+    whole = sensitivity(task, q, chunk_size=16, progress=False)
+    for settings in ({"chunk_size": 1}, {"chunk_size": 7}, {"memory_budget": MB}):
+        parts = sensitivity(task, q, progress=False, **settings)
+        assert relative(parts.variance, whole.variance) < 1e-12
+        assert relative(parts.self_influence, whole.self_influence) < 1e-12
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "many", float("nan")])
+@pytest.mark.parametrize("name", ["chunk_size", "memory_budget"])
+def test_bad_bounds_are_refused(name: str, bad: object) -> None:
+    task = build("mlp", 4)
+    with pytest.raises(InputError, match=name):
+        next(chunks(task, task.parameters(), progress=False, **{name: bad}))

@@ -1,0 +1,234 @@
+"""Each tutorial runs from top to bottom, at a reduced size, and finds what it says it finds.
+
+The tutorials run as their readers run them, as scripts of their own; what they write is read back
+here. They get scikit-learn's digits, so that nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib.image import imread
+from scipy.stats import rankdata
+from sklearn.metrics import roc_auc_score
+
+from blr_analysis.errors import DataError, InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+TUTORIALS = ROOT / "tutorials"
+
+Table = dict[tuple[str, str], dict[str, Any]]
+
+
+def run_tutorial(name: str, **settings: object) -> str:
+    """Run a tutorial with these environment variables; what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(TUTORIALS / name)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in settings.items()}},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_mislabelled_data(tmp_path: Path) -> None:
+    """One test for one run: workers that share the tests would each run the tutorial again."""
+    pytest.importorskip("cleanlab")
+    settings = {"BLR_DATA": "digits", "BLR_IMAGES": 1000, "BLR_EPOCHS": 30, "BLR_FOLDS": 2}
+    said = run_tutorial("01_mislabelled_data.py", BLR_OUT=tmp_path, **settings)
+    for words in ("50 labels flipped", "memorable", "leave-one-out loss", "cleanlab calls"):
+        assert words in said
+    rankings = pd.read_csv(tmp_path / "rankings.csv").to_dict("records")
+    table = {(row["network"], row["ranking"]): row for row in rankings}
+    examples = pd.read_csv(tmp_path / "examples.csv")
+    check_flips(examples)
+    check_findings(table)
+    check_figures(table, examples)
+    check_standard_error(table["IVON", "self-influence"]["± s.e."], examples)
+    for name in ("memory_map", "found", "worst"):
+        check_picture(tmp_path / f"{name}.png")
+
+
+def check_flips(examples: pd.DataFrame) -> None:
+    """Five per cent of the labels are wrong, and they are those that are marked."""
+    flipped, given, true = examples[["flipped", "label", "true_label"]].to_numpy().T
+    assert len(examples) == 1000
+    assert sum(flipped) == 50
+    assert (given != true).tolist() == flipped.tolist()
+
+
+def check_findings(table: Table) -> None:
+    """Leave-one-out finds the flips, from one training; so does cross-validation."""
+    for network in ("IVON", "Adam"):
+        ours = table[network, "leave-one-out loss"]
+        assert ours["AUROC"] > 0.97, network
+        assert ours["precision at 50"] > 0.75, network
+        assert ours["trainings"] == 1
+    crossed = table["Adam", "cleanlab, 2-fold"]
+    assert crossed["AUROC"] > 0.97
+    assert crossed["trainings"] == 2
+
+
+def check_figures(table: Table, examples: pd.DataFrame) -> None:
+    """The table's figures are those of the scores, by scikit-learn's word."""
+    flipped = examples["flipped"].to_numpy()
+    plain = roc_auc_score(flipped, examples["plain loss"])
+    names = [name for network, name in table if network == "IVON"]
+    assert len(names) == 7
+    for name in names:
+        row, score = table["IVON", name], examples[name].to_numpy()
+        auroc = roc_auc_score(flipped, score)
+        assert row["AUROC"] == pytest.approx(auroc, abs=1e-12)
+        assert row["gain"] == pytest.approx(auroc - plain, abs=1e-12)
+        first = np.argsort(-score, kind="stable")[:50]
+        assert row["precision at 50"] == pytest.approx(flipped[first].mean(), abs=1e-12)
+    in_sample, loss = examples[["cleanlab, in-sample", "plain loss"]].to_numpy().T
+    assert in_sample == pytest.approx(1 - np.exp(-loss), abs=1e-6)
+
+
+def check_standard_error(stated: float, examples: pd.DataFrame) -> None:
+    """The standard error of a gain is the spread of the gain over resampled examples."""
+    flipped = examples["flipped"].to_numpy()
+    scores = examples[["self-influence", "plain loss"]].to_numpy()
+    flips, rest = np.flatnonzero(flipped), np.flatnonzero(~flipped)
+    rng = np.random.default_rng(0)
+    gains = []
+    for _ in range(500):
+        drawn = np.r_[rng.choice(flips, len(flips)), rng.choice(rest, len(rest))]
+        a, b = (_auroc(scores[drawn, j], flipped[drawn]) for j in (0, 1))
+        gains.append(a - b)
+    assert stated == pytest.approx(np.std(gains), rel=0.2)
+
+
+def check_picture(path: Path) -> None:
+    picture = imread(path)[..., :3]
+    assert min(picture.shape[:2]) > 600, path
+    assert (picture < 0.5).any(-1).mean() > 0.01, f"{path} is blank"
+
+
+def _auroc(score: np.ndarray, flipped: np.ndarray) -> float:
+    k = flipped.sum()
+    return float((rankdata(score)[flipped].sum() - k * (k + 1) / 2) / (k * (len(score) - k)))
+
+
+class TestData:
+    @pytest.fixture
+    def data(self) -> ModuleType:
+        spec = importlib.util.spec_from_file_location("tutorial_data", TUTORIALS / "data.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["tutorial_data"] = module  # where its dataclass looks itself up
+        spec.loader.exec_module(module)
+        return module
+
+    def test_digits(self, data: ModuleType) -> None:
+        digits = data.read("digits")
+        assert digits.images.shape == (1397, 1, 28, 28)
+        assert digits.test_images.shape == (400, 1, 28, 28)
+        assert digits.labels[:4].tolist() == [0, 1, 2, 3]
+        assert 0.9 < float(digits.images.max()) <= 1
+        assert float(digits.images.min()) == 0
+
+    def test_other_names_are_refused(self, data: ModuleType) -> None:
+        with pytest.raises(InputError, match=r"fashion-mnist, digits; got 'cifar'"):
+            data.read("cifar")
+
+    def test_reads_idx_files_of_the_cache(
+        self, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _write_fashion_mnist(data, tmp_path / "fashion-mnist", monkeypatch)
+        monkeypatch.setenv("BLR_CACHE", str(tmp_path))
+        found = data.read("fashion-mnist")
+        assert found.images.shape == (3, 1, 28, 28)
+        assert found.images[2, 0, 0, 5] == torch.tensor(5 / 255)
+        assert found.test_labels.tolist() == [0, 1, 2]
+        assert found.names[9] == "boot"
+
+    def test_damaged_files_are_named(
+        self, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _write_fashion_mnist(data, tmp_path / "fashion-mnist", monkeypatch)
+        monkeypatch.setenv("BLR_CACHE", str(tmp_path))
+        (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"cut")
+        with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is not the file of"):
+            data.read("fashion-mnist")
+
+    @pytest.mark.parametrize("with_apt", [False, True])
+    def test_failed_downloads_say_what_to_install(
+        self,
+        data: ModuleType,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        with_apt: bool,
+    ) -> None:
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        if with_apt:
+            for name in ("apt-get", "dpkg-deb"):
+                (programs / name).write_text("#!/bin/sh\necho 'no such host' >&2\nexit 100\n")
+                (programs / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs))
+        monkeypatch.setenv("BLR_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(data, "INSTALLED", tmp_path / "nowhere")
+        with pytest.raises(DataError, match="apt-get install dataset-fashion-mnist") as caught:
+            data.read("fashion-mnist")
+        reason = "no such host" if with_apt else "apt-get is not on this machine"
+        assert reason in str(caught.value)
+        assert list((tmp_path / "cache").glob("*")) == []
+
+    def test_unpacks_what_it_fetches(
+        self, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With an apt-get that leaves a package here and a dpkg-deb that unpacks it."""
+        _write_fashion_mnist(data, tmp_path / "made", monkeypatch)
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        target = '"$3/usr/share/datasets/fashion-mnist"'
+        scripts = {
+            "apt-get": 'printf "%s" "$2" >package.deb',
+            "dpkg-deb": f"mkdir -p {target} && cp {tmp_path}/made/* {target}",
+        }
+        for name, body in scripts.items():
+            (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+            (programs / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+        monkeypatch.setenv("BLR_CACHE", str(tmp_path / "cache"))
+        asked = f"{data.PACKAGE}={data.VERSION}".encode()
+        monkeypatch.setattr(data, "DEB_SHA256", hashlib.sha256(asked).hexdigest())
+        assert data.fashion_mnist_folder() == tmp_path / "cache" / "fashion-mnist"
+        assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["fashion-mnist"]
+        monkeypatch.setattr(data, "DEB_SHA256", "0" * 64)
+        (tmp_path / "cache" / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+        with pytest.raises(DataError, match=r"package\.deb is not the file of"):
+            data.fashion_mnist_folder()
+
+
+def _write_fashion_mnist(data: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three images and labels under the names of Fashion-MNIST's files, and their sha256."""
+    folder.mkdir(parents=True)
+    images = np.tile(np.arange(28, dtype=np.uint8), (3, 28, 1))
+    sums = {}
+    for name in data.FILES:
+        array = images if "images" in name else np.arange(3, dtype=np.uint8)
+        header = struct.pack(f">4B{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
+        (folder / name).write_bytes(gzip.compress(header + array.tobytes()))
+        sums[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    monkeypatch.setattr(data, "FILES", sums)
+    monkeypatch.setattr(data, "INSTALLED", folder.parent / "nowhere")
