@@ -315,14 +315,14 @@ show(table)
 
 # %% [markdown]
 # What to look at: the network that IVON trained predicts few of the flipped labels, so its own
-# loss is already a good detector, and the leave-one-out loss, cleanlab's cross-validation and the
-# plain loss come out alike. The gain of our ranking over the plain loss is *not* a gain in finding
-# flips here; it is that a single training answers what cleanlab needs five more for.
+# loss is already a good detector, and the plain loss, the leave-one-out loss and cleanlab's
+# cross-validation come out alike. So the package's ranking is *not* better than the plain loss
+# here; what one gets is the answer of cross-validation from one training.
 #
-# The push that an example gives to the model is another question, and the other three rankings
-# answer that one. A flipped boot among shirts is a hopeless case that hardly moves the network; an
-# image between two classes moves it most. Deviation ranks those first: use it to find the
-# examples that matter, not those that are wrong.
+# The other three rankings find flips less well, deviation least of all, because they answer
+# another question: how much the example shapes the network. A boot with the label "shirt" is a
+# hopeless case: its predicted probabilities would not move without it. An image between two
+# classes moves most. Use deviation to find the examples that matter, not those that are wrong.
 
 # %%
 figure = Figure(figsize=(7.2, 5.0), layout="constrained")

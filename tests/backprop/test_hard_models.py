@@ -13,6 +13,8 @@ from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader
 from zoo import CASES
 
+from blr_analysis.backprop.plan import plan_for
+from blr_analysis.backprop.record import Unit, record
 from blr_analysis.task import Task
 
 
@@ -179,6 +181,38 @@ def test_embeddings_of_the_batchs_distinct_words() -> None:
     jacobian = dense_jacobian(task, task.parameters())
     for chunk_size in (1, 2, 3, 7):
         assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+
+
+class Gain(nn.Module):
+    """A weight with gradient exp(x), which autograd keeps, while x may be overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x) * self.weight
+
+
+def test_inputs_that_are_overwritten_after_they_were_read() -> None:
+    def call(m: Graph, x: Tensor) -> Tensor:
+        h = m.one(x)
+        gained = m.gain(h)
+        h.mul_(3)
+        return m.out(gained + h)
+
+    with seeded(0):
+        model = graph(call, one=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
+    task = task_of(Case(model, normal(7, 3)))
+    jacobian = dense_jacobian(task, task.parameters())
+    assert relative(jacobian_of(task, 3), jacobian) < EXACT
+    plan = plan_for(task, task.parameters())
+    assert ways(task) == {n: "" if "gain" in n else "linear" for n in task.parameters()}
+    unit = Unit("gain", task.model.gain, {"weight": "gain.weight"}, None)
+    batch = torch.arange(3)
+    seen = record(task, task.parameters(), task.fetch(batch), [unit], size=3, indices=batch)
+    assert [visit.stale for visit in seen.visits] == [True]
+    assert plan.axes_of(seen.visits[0], 3) is None
 
 
 def test_gradients_inside_the_forward_pass() -> None:
