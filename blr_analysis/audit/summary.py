@@ -31,9 +31,9 @@ SHOWN = 8
 MOST_ROWS = 20
 NOTABLE = 0.01  # of the precision raised to the prior
 DIAGONAL = (
-    "This posterior is diagonal, without correlations between weights: good for single examples, "
-    "but it can miss most of what a whole group is worth. A Laplace posterior with correlations "
-    "(--fit kron; --fit full for a small model) shows more of it."
+    "This posterior is diagonal, without correlations between weights: for a whole group it can be "
+    "far off in either direction. A Laplace posterior with correlations (--fit kron; --fit full "
+    "for a small model) comes closer."
 )
 REGION_MEANS = {
     "regular": "well fitted, and others support it",

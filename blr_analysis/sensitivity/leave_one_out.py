@@ -81,7 +81,8 @@ class LeaveOneOut(Tabular):
         right = "" if self.accuracy is None else f", accuracy={self.accuracy:.4f}"
         return (
             f"LeaveOneOut(nll={self.nll:.4f}{right}, N={len(self)}, "
-            f"cavity for {cavity} of {len(self)})"
+            f"cavity for {cavity} of {len(self)}, "
+            f"leverage of 1 or more for {int((self.leverage >= 1).sum())})"
         )
 
 
