@@ -77,8 +77,9 @@ print(f"{N:,} training images of {DATA}, {K} labels flipped")
 # IVON learns a mean and a precision for every weight: the posterior costs nothing extra. The
 # settings were chosen on *other* 6,000 images of the same data set, for the likelihood that the
 # network gives to held-out images, and not for the flips that it finds. The weights start with a
-# precision of 30,000, a standard deviation of 0.006; what they started with fades by a factor e⁻³
-# during the run (`beta2`), so that the precision is learned.
+# precision of 30,000, a standard deviation of 0.006. During the run that fades by a factor e⁻³
+# (`beta2`) in favour of the precision that the data give; a faster fading would leave so much
+# noise in the weights that a network of this size learns less.
 
 
 # %%

@@ -121,7 +121,8 @@ def sensitivity(
     if variance is None:
         variance = c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS
     columns = c if variance else 1
-    parts: list[tuple[Tensor, ...]] = []
+    kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
+    start = 0
     passes = chunks(
         task,
         q.mean,
@@ -132,8 +133,12 @@ def sensitivity(
         progress=progress,
     )
     for chunk in passes:
-        parts.append(_chunk_scores(task, q, chunk, variance))
-    error, outputs, targets, influence, *rest = (torch.cat(p) for p in zip(*parts, strict=True))
+        found = _chunk_scores(task, q, chunk, variance)
+        kept = kept or [t.new_empty((task.n_data, *t.shape[1:])) for t in found]
+        for whole, part in zip(kept, found, strict=True):
+            whole[start : start + len(part)] = part
+        start += len(found[0])
+    error, outputs, targets, influence, *rest = kept
     likelihood = task.likelihood
     return Scores(
         error=error,
