@@ -19,12 +19,13 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist wor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format parity-deps clean
+.PHONY: help demo test bench fidelity peers lint format parity-deps clean
 
 help:
 	@echo 'make demo     train a small network with IVON and audit its data'
 	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
 	@echo 'make bench    measure side by side with other packages'
+	@echo 'make fidelity compare estimates with retraining, beside other packages'
 	@echo 'make lint     check style and types;  make format rewrites the style'
 	@echo 'make clean    remove the environments and the caches'
 
@@ -34,8 +35,14 @@ demo: $(VENV)/.demo
 test: parity-deps
 	$(PYTEST) $(ARGS)
 
-bench: parity-deps $(VENV)-kronfluence/.done
-	$(RUN) -m benchmarks --kronfluence $(VENV)-kronfluence/bin/python $(ARGS)
+bench: parity-deps $(VENV)-peers/kronfluence/.done
+	$(RUN) -m benchmarks --kronfluence $(VENV)-peers/kronfluence/bin/python $(ARGS)
+
+# laplace-torch is there already, among the packages that the tests compare with.
+fidelity: parity-deps peers
+	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
+
+peers: $(foreach peer,kronfluence dattri traker captum pydvl,$(VENV)-peers/$(peer)/.done)
 
 lint: parity-deps
 	$(RUN) -m ruff check .
@@ -50,7 +57,7 @@ format: parity-deps
 parity-deps: $(VENV)/.parity
 
 clean:
-	rm -rf $(VENV) $(VENV)-kronfluence .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-peers .pytest_cache .ruff_cache .hypothesis build dist
 
 # The environment, in steps; a stamp says that a step is done.
 $(RUN):
@@ -71,10 +78,9 @@ $(VENV)/.parity: requirements/parity.txt $(VENV)/.test
 	$(INSTALL) --no-deps -r requirements/parity.txt
 	@touch $@
 
-# kronfluence asks for torchvision too, and lives in an environment of its own.
-$(VENV)-kronfluence/.done: constraints.txt | $(RUN)
+# Every peer lives in an environment of its own: what they ask for does not go together.
+$(VENV)-peers/%/.done: requirements/peers-%.txt constraints.txt | $(RUN)
 	@$(RUN) -m venv $(@D)
-	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) -c constraints.txt torch numpy accelerate einops \
-		einconv opt_einsum
-	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) -c constraints.txt --no-deps kronfluence
+	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) -c constraints.txt torch
+	$(subst $(RUN),$(@D)/bin/python,$(INSTALL)) --no-deps -r $<
 	@touch $@

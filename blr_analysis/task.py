@@ -14,7 +14,7 @@ comes in and out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from blr_analysis.batches import Forward, check_inputs, checked, default_forward, versions
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.data import chosen_indices, describe, moved, read_data, read_metadata
-from blr_analysis.errors import BLRError, DataError, DeviceError, InputError, ModelError
+from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood, resolve
-
-Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 
 
 class Task:
@@ -42,7 +41,8 @@ class Task:
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
             in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
             index must give the same example on every visit: no random augmentation.
-        likelihood: "categorical", "bernoulli", "gaussian", "poisson", or a
+        likelihood: "categorical", "bernoulli", "gaussian", "poisson", for sequences "tokens" (one
+            class per token) and "causal_lm", or a
             :class:`~blr_analysis.likelihoods.Likelihood`.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
             Hugging Face dict batches with a ``labels`` entry.
@@ -194,6 +194,8 @@ class Task:
     ) -> tuple[Tensor, Tensor]:
         """Outputs ``[B, C]`` and checked targets at these parameters (others: the model's own).
 
+        Of sequences, ``[B, T, C]``: what the likelihood scores, 0 where the target is ignored.
+
         Raises:
             ModelError: the model fails on the batch, does not return one row of finite numbers
                 per example, or returns something else than outputs and targets.
@@ -201,10 +203,10 @@ class Task:
                 dtype.
         """
         if self.forward is default_forward:
-            _check_inputs(batch, indices)
+            check_inputs(batch, indices)
         own = {id(p): params.get(n, p.detach()) for n, p in self.model.named_parameters()}
         values = {f"model.{n}": own[id(p)] for n, p in parameter_places(self.model).items()}
-        before = _versions(batch)
+        before = versions(batch)
         try:
             runner = _Runner(self.model, self.forward)
             outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
@@ -215,43 +217,8 @@ class Task:
                 f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
                 f"{error}; check that data, forward= and the posterior belong to this model"
             ) from error
-        self._overwrites = _versions(batch) != before
-        return self._checked(outputs, targets, indices)
-
-    def _checked(self, outputs: Any, targets: Any, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
-            raise ModelError(
-                "the model must return a float32 or float64 tensor (or an object with .logits), "
-                f"got {describe(outputs)}; pick or convert it in Task(..., forward=...)"
-            )
-        if outputs.ndim == 1 and not self.likelihood.integer_targets:
-            outputs = outputs.unsqueeze(-1)
-        self.likelihood.check_outputs(outputs)
-        if indices is not None and len(outputs) != len(indices):
-            raise ModelError(
-                f"the model returned {len(outputs)} rows of outputs for {len(indices)} examples; "
-                "return one row per example (forward= can reshape)"
-            )
-        try:
-            targets = torch.as_tensor(targets, device=outputs.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"the targets must be a tensor of numbers, got {describe(targets)}: {error}"
-            ) from error
-        if targets.ndim == 0 or len(targets) != len(outputs):
-            raise DataError(
-                f"{len(outputs)} rows of outputs but targets of shape {tuple(targets.shape)} in "
-                "one batch; give one output row and one target per example"
-            )
-        targets = self.likelihood.prepare_targets(targets, outputs)
-        bad = ~torch.isfinite(outputs.detach()).all(-1)
-        if bool(bad.any()):
-            raise ModelError(
-                f"the model's outputs are NaN or inf {_where(bad, indices)}; check the weights "
-                "and those inputs"
-            )
-        return outputs, targets
+        self._overwrites = versions(batch) != before
+        return checked(outputs, targets, self.likelihood, indices)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -279,12 +246,6 @@ class Task:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-
-
-def _versions(batch: Any) -> list[int]:
-    """A count for every tensor of a batch, which rises when the tensor is written to."""
-    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -321,28 +282,6 @@ class _Runner(nn.Module):
         return result
 
 
-def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    """``(x, y)`` pairs, and dict batches with ``labels`` as Hugging Face models take them."""
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise DataError(
-                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; rename the target "
-                "column or pass forward= to Task"
-            )
-        return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = batch
-        if isinstance(x, Tensor) and x.is_floating_point():
-            first = next((p for p in model.parameters() if p.is_floating_point()), None)
-            if first is not None:
-                x = x.to(first.dtype)
-        return model(x), y
-    raise DataError(
-        f"cannot read a batch of type {type(batch).__name__}; give (x, y) pairs, dict batches "
-        "with 'labels', or forward=(model, batch) -> (outputs, targets)"
-    )
-
-
 def _each(kinds: Mapping[torch.dtype, str]) -> str:
     return ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
 
@@ -374,24 +313,3 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
             f"move the model first: model.to({str(wanted)!r})"
         )
     return wanted
-
-
-def _check_inputs(batch: Any, indices: Tensor | None) -> None:
-    """Refuse NaN and inf in the x of (x, y) pairs, which a saturated layer would hide."""
-    x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0:
-        return
-    if bool(torch.isfinite(x.sum())):
-        return
-    bad = (~torch.isfinite(x)).flatten(1).any(1) if x.ndim > 1 else ~torch.isfinite(x)
-    if bool(bad.any()):
-        raise DataError(
-            f"the inputs hold NaN or inf {_where(bad, indices)}; drop or mend those examples (a "
-            "model that takes them needs its own forward=)"
-        )
-
-
-def _where(bad: Tensor, indices: Tensor | None) -> str:
-    rows = bad.nonzero().flatten().cpu()
-    named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
-    return f"in {len(rows)} examples, the first at index {int(named[0])}"

@@ -155,7 +155,7 @@ def test_audit_prints_and_writes_what_the_library_finds(
         assert cells(out, f"{region}  ")[:2] == [region, str(count)]
     first = int(scores.table["deviation"].idxmax())
     assert re.search(rf"Most influential.*?\n\s*{first}\s", out, re.DOTALL)
-    each = blr.what_if_each(task, q, evaluate=test)
+    each = blr.what_if_each(task, q, evaluate=test, solver="posterior")
     worst = each.loc[each["nll_change"].abs().idxmax()]
     after = cells(out.split("What if")[1].split("change")[1], f"    {int(worst['group'])}  ")
     assert after[2:4] == [f"{worst['nll_after']:.3f}", f"{worst['nll_change']:+.3f}"]
@@ -297,6 +297,37 @@ def test_what_if(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = blr.Posterior.load("less/perturbed.safetensors")
     assert torch.equal(left.mean["1.weight"], result.parameters["1.weight"])
     assert left.n_data == 60 - result.removed
+
+
+def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("what-if", "script.py:make_task", "-p", "q.safetensors", "--test", "make_test")
+    task, test, q = inputs()
+    gone = task.dataset.tensors[1] == 1
+    for flags, options, said in (
+        (("--solver", "posterior"), {"solver": "posterior"}, "without retraining"),
+        (("--passes", "5"), {"passes": 5}, "without retraining"),
+        (("--passes", "20"), {"passes": 20}, "without retraining"),
+        (("--solver", "cg", "--passes", "9"), {"solver": "cg", "passes": 9}, "a descent of 9"),
+        (("--converge",), {"steps": "converge"}, "by a descent of"),
+    ):
+        code, out, _ = run(capsys, *argv, "--remove", "target=1", *flags)
+        result = blr.what_if(task, q, remove=gone, evaluate=test, **options)
+        assert code == 0 and said in " ".join(out.split())
+        assert cells(out, "all")[3] == f"{result.nll:.3f}"
+        assert ("One more step would change the NLL" in out) is ("9" in flags)
+    code, _, err = run(capsys, *argv, "--remove", "3", "--solver", "posterior", "--passes", "5")
+    assert code == 2 and "passes= bounds solver='cg'" in err
+
+
+def test_audit_takes_groups_out_by_a_descent(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("audit", "script.py:make_task", "-p", "q.safetensors", "--test", "make_test")
+    code, out, _ = run(capsys, *argv, "--passes", "6", "--out", "deep")
+    assert code == 0 and "by a descent of 6 passes over the data that stay" in " ".join(out.split())
+    task, test, q = inputs()
+    each = blr.what_if_each(task, q, evaluate=test, solver="cg", passes=6)
+    pd.testing.assert_frame_equal(pd.read_parquet("deep/removals.parquet"), each)
 
 
 # Selections

@@ -25,6 +25,7 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks"},
     {"likelihoods", "data"},
+    {"batches"},
     {"task"},
     {"backprop"},
     {"posterior"},

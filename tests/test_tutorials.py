@@ -65,6 +65,24 @@ def test_mislabelled_data(tmp_path: Path) -> None:
         check_picture(tmp_path / f"{name}.png")
 
 
+@pytest.mark.slow
+def test_what_is_wrong(tmp_path: Path) -> None:
+    """Each of the three faults is found, and no worse than by what one would do without us."""
+    said = run_tutorial("03_what_is_wrong.py", BLR_OUT=tmp_path, BLR_IMAGES=700, BLR_EPOCHS=30)
+    assert "35 label" in said
+    table = pd.read_csv(tmp_path / "scores.csv")
+    ours = table[table.score == "ours"].set_index("fault")
+    simple = table[table.score != "ours"].set_index("fault")
+    assert list(ours.index) == ["label", "unfamiliar", "duplicate"]
+    assert ours.AUROC["label"] > simple.AUROC["label"] > 0.5
+    assert ours.AUROC["unfamiliar"] > simple.AUROC["unfamiliar"] > 0.5
+    assert ours.AUROC["duplicate"] > 0.98
+    found = pd.read_csv(tmp_path / "suspicious.csv")
+    assert sorted(found["index"]) == list(range(742))
+    for name in ("map", "worst"):
+        check_picture(tmp_path / f"{name}.png")
+
+
 def check_flips(examples: pd.DataFrame) -> None:
     """Five per cent of the labels are wrong, and they are those that are marked."""
     flipped, given, true = examples[["flipped", "label", "true_label"]].to_numpy().T

@@ -88,6 +88,7 @@ def investigate(
     *,
     test: Task | None = None,
     by: str | None = AUTO,
+    passes: int | None = None,
     say: Callable[[str], None] | None = None,
     progress: bool | None = None,
 ) -> Findings:
@@ -99,6 +100,8 @@ def investigate(
         test: further examples, for comparison and to measure the removals on.
         by: the column whose groups are taken out in turn: "target" or a metadata column; None
             for none; "auto" for the classes of a classification with at most 100 of them.
+        passes: None: each group is taken out by the posterior's one step; else by a descent of
+            about so many passes over the data that stay (:func:`blr_analysis.what_if`).
         say: told in a few words what begins.
         progress: None shows bars on a terminal when the work is long.
 
@@ -111,7 +114,8 @@ def investigate(
     say("memory map: prediction error against prediction variance")
     memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
-    loo = leave_one_out(task, posterior, progress=progress)
+    ready = None if scores.variance is None else scores
+    loo = leave_one_out(task, posterior, scores=ready, progress=progress)
     on_test, test_targets = None, None
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
@@ -122,7 +126,15 @@ def investigate(
     removals = None
     if column is not None:
         say(f"what if: without each {column}")
-        removals = what_if_each(task, posterior, by=column, evaluate=test, progress=progress)
+        removals = what_if_each(
+            task,
+            posterior,
+            by=column,
+            evaluate=test,
+            solver="cg" if passes else "posterior",
+            passes=passes,
+            progress=progress,
+        )
     return Findings(
         task=task,
         posterior=posterior,

@@ -183,11 +183,19 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     order = removals["nll_change"].abs().argsort(kind="stable")[::-1].tolist()
     rows = {name: [values[k] for k in order[:MOST_ROWS]] for name, values in columns.items()}
     before = removals["nll_before"].iloc[0]
-    lead = f"Predicted without retraining, measured on {where} (NLL with all data: {before:.3f})."
+    lead = f"Predicted {_how(removals)}, measured on {where} (NLL with all data: {before:.3f})."
     parts: list[RenderableType] = [grid(rows)]
     if len(order) > MOST_ROWS:
         parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
     return section(f"What if a {noun} were gone?", lead, *parts)
+
+
+def _how(removals: pd.DataFrame) -> str:
+    """In how many passes each group was taken out."""
+    passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
+    if passes == 0:
+        return "without retraining"
+    return f"by a descent of {passes:.0f} passes over the data that stay"
 
 
 def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
@@ -208,10 +216,19 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         columns["accuracy"] = [f"{before:.1%}" for before, _ in shares]
         columns["without "] = [f"{after:.1%}" for _, after in shares]
     lead = (
-        f"{result.removed:,} of {n_data:,} training examples taken out; predicted without "
-        f"retraining, measured on {where}."
+        f"{result.removed:,} of {n_data:,} training examples taken out; predicted "
+        + (
+            "without retraining"
+            if result.solver == "posterior"
+            else f"by a descent of {result.passes:.0f} passes over the data that stay"
+        )
+        + f", measured on {where}."
     )
     parts: list[RenderableType] = [grid(columns)]
+    if result.solver != "posterior":
+        if not result.converged and result.error is not None:
+            parts.append(note(f"One more step would change the NLL by {result.error:.1g}."))
+        return section("What if they were gone?", lead, *parts)
     if result.posterior.structure == "diag" and result.removed > 1:
         parts.append(note(DIAGONAL))
     if result.floored > NOTABLE:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layout import probe_indices
 from blr_analysis.backprop.outer import MatrixShape, Outer, gram_numbers
 from blr_analysis.backprop.reading import Plan
-from blr_analysis.backprop.record import Visit, fetched, record
+from blr_analysis.backprop.record import Recording, Visit, fetched, record
 from blr_analysis.backprop.terms import Rows, Term
 from blr_analysis.task import Task, parameter_places
+
+SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
 
 
 def cost_of(
     plan: Plan,
     task: Task,
     params: Mapping[str, Tensor],
-    visits: list[Visit],
+    recording: Recording,
     terms: list[Term],
 ) -> Callable[[int], float]:
     """Numbers held per example as a function of the columns K: graph, inputs, gradients."""
+    visits = recording.visits
     probe = probe_indices(task.n_data)[0]
     batch = len(probe)
     own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
@@ -45,6 +50,7 @@ def cost_of(
         alone = max((_saved(own, lambda v=visit: _again(v)) for visit in loose), default=0)
     inputs = dense = 0.0
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
+    scored = recording.outputs.numel() / batch if task.likelihood.is_sequence else 0.0
     layers: list[tuple[MatrixShape, int]] = []
     for term in terms:
         if isinstance(term, Outer):
@@ -59,9 +65,15 @@ def cost_of(
         kept = (graph + 2 * alone) / batch + 2 * inputs
         gradients = (columns + 3) * outputs + 2.5 * columns * dense
         layer = max((gram_numbers(*shape, columns) for shape in layers), default=0)
-        return kept + gradients + layer
+        return kept + gradients + layer + SCORED * scored
 
     return floats
+
+
+def batch_numbers(batch: Any) -> int:
+    """How many numbers the tensors of a batch hold."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    return sum(x.numel() for x in tree_leaves(parts) if isinstance(x, Tensor))
 
 
 def _saved(own: list[Tensor], run: Callable[[], object]) -> int:

@@ -6,16 +6,20 @@ gradients of as many output directions (columns) as needed, in factored form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.cost import batch_numbers
 from blr_analysis.backprop.plan import Plan, plan_for
 from blr_analysis.backprop.record import Recording, fetched, record
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -24,7 +28,10 @@ DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no b
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some examples: their indices, outputs ``[B, C]``, targets, and gradients on demand."""
+    """Some examples: their indices, outputs ``[B, C]``, targets, and gradients on demand.
+
+    Of sequences the outputs are ``[B, T, C]``, with a T that may differ between chunks.
+    """
 
     indices: Tensor
     outputs: Tensor
@@ -35,12 +42,20 @@ class Chunk:
     _recording: Recording
 
     def terms(self, cotangents: Tensor) -> list[Term]:
-        """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer."""
+        """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer.
+
+        Of sequences ``[B, K, T, C]``, where J_i has a row for every output of every token.
+        """
         columns = list(cotangents.detach().unbind(1))
         return self._plan.terms(self._task, self._params, self._recording, self.indices, columns)
 
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
+        if self.outputs.ndim > 2:
+            raise InputError(
+                f"the {math.prod(self.outputs.shape[1:]):,} outputs of a sequence are not "
+                "differentiated one by one; ask for one gradient per sequence"
+            )
         b, c = self.outputs.shape
         eye = torch.eye(c, dtype=self.outputs.dtype, device=self.outputs.device)
         return self.terms(eye.expand(b, c, c))
@@ -63,7 +78,8 @@ def chunks(
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with ``memory_budget``.
         chunk_size: examples per chunk; overrides the budget.
-        memory_budget: bytes of working memory above model and data (default 56 MiB).
+        memory_budget: bytes of working memory above model and data (default 56 MiB); at least one
+            example's need is taken.
 
     Raises:
         InputError: a chunk size or budget that is not a positive integer.
@@ -76,10 +92,8 @@ def chunks(
     plan = plan_for(task, params)
     n = task.n_data if indices is None else len(indices)
     size = chunk_size
-    for chosen in _split(
-        task, indices, n, plan, params, size, columns, memory_budget, label, progress
-    ):
-        batch = fetched(task, chosen)
+    pieces = _split(task, indices, n, plan, params, size, columns, memory_budget, label, progress)
+    for chosen, batch in _fitted(task, plan, pieces, exact=size is not None):
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )
@@ -92,7 +106,27 @@ def chunks(
             plan,
             recording,
         )
-        del recording
+        del recording, batch
+
+
+def _fitted(
+    task: Task, plan: Plan, pieces: Iterable[Tensor], *, exact: bool
+) -> Iterator[tuple[Tensor, Any]]:
+    """The batches of these pieces; one whose examples are longer than the plan's is divided.
+
+    A padded batch is as long as its longest sequence, and attention may take the square of it.
+    """
+    for chosen in pieces:
+        batch = fetched(task, chosen)
+        longer = 1.0
+        if not exact and plan.numbers:
+            longer = batch_numbers(batch) / (len(chosen) * plan.numbers)
+        if longer <= 1 or len(chosen) == 1:
+            yield chosen, batch
+            continue
+        del batch
+        for part in chosen.split(max(1, int(len(chosen) / longer**2))):
+            yield part, fetched(task, part)
 
 
 def _keep_freed_memory(device: torch.device) -> None:
@@ -136,7 +170,16 @@ def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:
 def predict(
     task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[N, C]`` and targets of the whole task at these parameters, on the CPU."""
+    """Outputs ``[N, C]`` and targets of the whole task at these parameters, on the CPU.
+
+    Raises:
+        InputError: the examples are sequences, whose outputs are too many to be held.
+    """
+    if task.likelihood.is_sequence:
+        raise InputError(
+            "the outputs of sequences are too many to be held for a whole dataset; ask for losses "
+            "(sensitivity, leave_one_out, what_if)"
+        )
     outputs, targets = [], []
     batches = track(
         task.batches(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HELD = 2**20  # numbers of one example's G_c that are made at once
 CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
 
 
@@ -119,15 +120,21 @@ class Outer:
             return self._bias_grads().unsqueeze(-1)
         return torch.cat([self.matrices(), self._bias_grads().unsqueeze(-1)], dim=-1)
 
-    def second_moments(self) -> tuple[Tensor, Tensor]:
+    def second_moments(self, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Σ a aᵀ (with a 1 joined to a for the bias) and Σ d dᵀ: ``[g, I', I']``, ``[g, O, O]``.
 
-        Sums run over examples and positions, and over columns for d.
+        Sums run over examples and positions, and over columns for d. ``padded`` leaves positions
+        out on which no column depends, so that padding does not count.
         """
         _, g, _, i = self.inputs.shape
         a = self.inputs.transpose(0, 1).reshape(g, -1, i)
+        one = a.new_ones(*a.shape[:-1], 1)
+        if padded:
+            used = torch.stack([(d != 0).any(-1).any(1) for d in self.grads]).any(0)  # [B, T]
+            one = one * used.reshape(1, -1, 1)
+            a = a * one
         if self.bias is not None:
-            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+            a = torch.cat([a, one], dim=-1)
         if self.weight is None:
             a = a[..., -1:]
         right = a.mT @ a
@@ -152,7 +159,9 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
         return _position_gram(term, weight, bias)
     total = term.inputs.new_zeros(())
     if weight is not None:
-        total = total + flat_gram(term.matrices(), weight.unsqueeze(1))
+        for rows in _row_blocks(term):
+            part = _of_rows(term, rows).matrices()
+            total = total + flat_gram(part, weight[:, rows].unsqueeze(1))
     if bias is not None:
         total = total + flat_gram(term._bias_grads(), bias.unsqueeze(1))
     return total
@@ -170,7 +179,21 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
         return 1.5 * k * g * o
     if _few_positions(t, k, i):
         return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
-    return 2.5 * k * g * o * i
+    return 2.5 * min(k * g * o * i, max(HELD, k * g * i))
+
+
+def _row_blocks(term: Outer) -> list[slice]:
+    """Rows of G_c, as many at a time as hold up to HELD numbers per example (a large read-out)."""
+    _, g, _, i = term.inputs.shape
+    o = term.grads[0].shape[-1]
+    most = max(1, HELD // (len(term.grads) * g * i))
+    return [slice(start, start + most) for start in range(0, o, most)]
+
+
+def _of_rows(term: Outer, rows: slice) -> Outer:
+    """The term of some of the weight's rows."""
+    grads = [d[..., rows] for d in term.grads]
+    return Outer(term.weight, None, term.layout, term.inputs, grads)
 
 
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
@@ -248,7 +271,8 @@ def matrix_square_sum(term: Outer) -> Tensor:
     if term.positions == 1:
         d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
         return torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
-    return term.matrices().square().sum((0, 2))
+    blocks = [_of_rows(term, rows).matrices().square().sum((0, 2)) for rows in _row_blocks(term)]
+    return torch.cat(blocks, dim=1)
 
 
 def rotated(term: Outer, right: Tensor, left: Tensor) -> Outer | Tensor:

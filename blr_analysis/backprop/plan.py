@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.cost import cost_of
+from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices
 from blr_analysis.backprop.reading import Plan, read
-from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.record import Unit, fetched
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.backprop.truth import (
     autograd_gradients,
@@ -68,11 +68,12 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
         )
         wrong = broken | {n for n in params if not agrees(ours.get(n), truth[n], floor)}
         if not wrong:
-            cost = cost_of(plan, task, params, layout.recording.visits, terms)
+            cost = cost_of(plan, task, params, layout.recording, terms)
             return replace(
                 plan,
                 floats=cost,
-                outputs=cotangents[0].shape[-1],
+                numbers=batch_numbers(fetched(task, probe)) / len(probe),
+                outputs=1 if task.likelihood.is_sequence else cotangents[0].shape[-1],
                 routes=layout.recording.routes(),
             )
         if wrong & whole:

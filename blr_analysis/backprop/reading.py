@@ -32,7 +32,8 @@ class Plan:
     axes: dict[tuple[str, int], Axes]  # by unit and occurrence
     shared: frozenset[tuple[str, int, int]]  # outputs that are lifted to one row per example
     floats: Callable[[int], float]  # K columns → numbers held per example
-    outputs: int = 0  # C
+    outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
+    numbers: float = 0.0  # in the data of one example of the probe
     routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
 
     def chunk_size(self, columns: int, budget: int, itemsize: int, n_data: int) -> int:
@@ -82,7 +83,8 @@ class Plan:
         batch = len(cotangent)
         steps = torch.arange(batch, dtype=torch.float64) * 0.6180339887498949
         scales = (1 + steps.frac()).to(cotangent)
-        scaled = recording.backward([cotangent * scales.unsqueeze(1)])
+        lead = scales.view(batch, *[1] * (cotangent.ndim - 1))
+        scaled = recording.backward([cotangent * lead])
         found: set[str] = set()
         for visit, before, after in zip(recording.visits, grads, scaled, strict=True):
             axes = self.axes_of(visit, batch)

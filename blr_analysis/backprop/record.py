@@ -88,7 +88,7 @@ class Recording:
     def backward(self, cotangents: Sequence[Tensor]) -> list[list[list[Tensor]]]:
         """Gradients at every visit's outputs: ``[visit][output leaf][column]``.
 
-        ``cotangents``: K tensors ``[B, C]``; one backward pass each.
+        ``cotangents``: K tensors in the shape of the outputs; one backward pass each.
         """
         edges = [edge for visit in self.visits for edge in visit.edges]
         leaves = [leaf for visit in self.visits for leaf in visit.outputs]

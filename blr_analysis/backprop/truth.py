@@ -18,7 +18,7 @@ def autograd_gradients(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Every probe example's gradients of two random combinations of outputs.
 
-    ``[k, 2, *shape]`` per name, and the combinations ``[k, C]``.
+    ``[k, 2, *shape]`` per name, and the combinations, in the shape of the outputs.
 
     Raises:
         ModelError: autograd cannot differentiate the model.
@@ -58,19 +58,23 @@ def not_differentiable(error: RuntimeError) -> ModelError:
 def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> None:
     """Raise :class:`ModelError` when an example's output depends on its batch or on chance."""
     with torch.no_grad(), task.evaluation():
-        together, _ = task.run(task.fetch(probe), params, probe)
-        alone, _ = task.run(task.fetch(probe[:1]), params, probe[:1])
+        together, targets = task.run(task.fetch(probe), params, probe)
+        alone, target = task.run(task.fetch(probe[:1]), params, probe[:1])
         turned, _ = task.run(task.fetch(probe.roll(1)), params, probe.roll(1))
     if len(together) != len(probe) or len(alone) != 1:
         raise ModelError(
             f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
             "return one row per example (forward= can reshape)"
         )
-    if alone.shape[1:] != together.shape[1:]:
+    counted, own = task.likelihood.counted(targets), task.likelihood.counted(target)
+    first, single = together[0], alone[0]
+    if counted is not None and own is not None:  # padding may be longer in company
+        first, single = first[counted[0]], single[own[0]]
+    if first.shape != single.shape:
         raise ModelError("the number of outputs of an example changes with its batch")
     scale = together.abs().amax().clamp_min(1e-30)
     tolerance = 30 * torch.finfo(scale.dtype).eps ** 0.5
-    gaps = torch.cat([together[:1] - alone, together - turned.roll(-1, 0)])
+    gaps = torch.cat([(first - single).flatten(), (together - turned.roll(-1, 0)).flatten()])
     if bool(gaps.abs().amax() > tolerance * scale):
         raise ModelError(
             "the output of an example changes with the batch it comes in or its place there, or "

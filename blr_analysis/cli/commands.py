@@ -9,16 +9,20 @@ from typing import Annotated
 import typer
 
 from blr_analysis.cli.options import (
+    Calibrate,
     Correction,
     Fit,
     Out,
+    Passes,
     PosteriorFile,
     PriorPrecision,
+    Solver,
     TaskName,
     Teller,
     Test,
     check_choice,
     find_posterior,
+    in_scale,
     paper,
 )
 from blr_analysis.cli.script import load_tasks
@@ -80,6 +84,7 @@ def audit(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    calibrate: Calibrate = None,
     test: Test = None,
     by: Annotated[
         str,
@@ -89,6 +94,7 @@ def audit(
             "the task's metadata; none for none; auto for the classes, where they are few.",
         ),
     ] = "auto",
+    passes: Passes = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
     ] = Path("blr-audit"),
@@ -114,7 +120,8 @@ def audit(
         column = None if by == "none" else by
         check_column(column, ours)
         q = find_posterior(ours, posterior, fit, prior_precision, say)
-        findings = investigate(ours, q, test=theirs, by=column, say=say)
+        q = in_scale(ours, q, calibrate, say)
+        findings = investigate(ours, q, test=theirs, by=column, passes=passes, say=say)
         found = summary(findings)
         files = write(findings, folder, say=say)
         files.append(write_text(as_text(found), folder, "summary.txt"))
@@ -161,6 +168,7 @@ def loo(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    calibrate: Calibrate = None,
     test: Test = None,
     correction: Annotated[
         Correction,
@@ -179,6 +187,7 @@ def loo(
     with nullcontext() if out is None else folder_for(out) as folder:
         ours, theirs = load_tasks(task, test)
         q = find_posterior(ours, posterior, fit, prior_precision, say)
+        q = in_scale(ours, q, calibrate, say)
         say(f"leaving out each of {ours.n_data:,} examples")
         found = leave_one_out(ours, q, correction=correction.value)
         on_test, targets = None, None
@@ -208,9 +217,20 @@ def what_if_(
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
     test: Test = None,
+    solver: Annotated[
+        Solver,
+        typer.Option(
+            help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
+            "auto: the first for up to 1 % of the data, else the second."
+        ),
+    ] = Solver.auto,
+    passes: Passes = None,
+    converge: Annotated[
+        bool, typer.Option("--converge", help="Descend until nothing is left to gain.")
+    ] = False,
     out: Out = None,
 ) -> None:
-    """One step away from some of the data."""
+    """The model without some of its data."""
     from blr_analysis.audit import folder_for, show, what_if_section, write_picture
     from blr_analysis.audit.pictures import figure_of
     from blr_analysis.audit.summary import has_classes
@@ -228,7 +248,15 @@ def what_if_(
         q = find_posterior(ours, posterior, fit, prior_precision, say)
         leaving = selected(remove, ours, q)
         say(f"what if: without {int(leaving.sum()):,} of {ours.n_data:,} examples")
-        result = what_if(ours, q, remove=leaving, evaluate=theirs)
+        result = what_if(
+            ours,
+            q,
+            remove=leaving,
+            evaluate=theirs,
+            solver=solver.value,
+            steps="converge" if converge else None,
+            passes=passes,
+        )
         if folder is not None:
             if has_classes(result):
                 write_table(result.by_class, folder, "by_class")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.sensitivity import calibrate
 from blr_analysis.task import Task
 
 
@@ -23,6 +24,7 @@ class Structure(StrEnum):
 
     diag = "diag"
     kron = "kron"
+    lowrank = "lowrank"
     full = "full"
 
 
@@ -32,6 +34,14 @@ class Correction(StrEnum):
     auto = "auto"
     first_order = "first_order"
     cavity = "cavity"
+
+
+class Solver(StrEnum):
+    """How ``what-if`` finds the model without some of its data."""
+
+    auto = "auto"
+    posterior = "posterior"
+    cg = "cg"
 
 
 TaskName = Annotated[
@@ -66,6 +76,24 @@ Test = Annotated[
     str | None,
     typer.Option(
         metavar="NAME", help="A function in the same script that returns a Task with test data."
+    ),
+]
+Calibrate = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Check the posterior's scale by exact solves on N random examples (32 is a good "
+        "number) and set it right; each costs some tens of passes over the data.",
+    ),
+]
+Passes = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=2,
+        help="Take a group out by a descent of about N passes over the data that stay (40 is a "
+        "good number), instead of the posterior's one step: slower, and far closer to retraining.",
     ),
 ]
 Out = Annotated[
@@ -125,6 +153,18 @@ def find_posterior(
     assert prior is not None
     say(f"fitting a Laplace posterior, structure {fit.value}")
     return fit_laplace(task, structure=fit.value, prior_precision=prior)
+
+
+def in_scale(task: Task, posterior: Posterior, probe: int | None, say: Teller) -> Posterior:
+    """The posterior, calibrated if that was asked for."""
+    if probe is None:
+        return posterior
+    say(f"calibrating the posterior: exact solves for {probe:,} examples")
+    better = calibrate(task, posterior, probe)
+    found = better.record["calibration"]
+    spread = "" if found["spread"] is None else f", {found['spread']:.0%} apart on single examples"
+    say(f"variances times {found['scale']:.3g}{spread}")
+    return better
 
 
 def _warn_of_buffers(task: Task, posterior: Posterior, say: Teller) -> None:

@@ -80,7 +80,7 @@ AUDIT = flowed(
       blr-analysis audit train.py:make_task -p FILE
       blr-analysis audit train.py:make_task -p FILE --test make_test
       blr-analysis audit train.py:make_task -p FILE --by source --out audit
-      blr-analysis audit train.py:make_task --fit kron --prior-precision 5
+      blr-analysis audit train.py:make_task --fit kron --prior-precision 5 --calibrate 32
 
     Writes the tables table (every example), leave_one_out and removals as CSV and Parquet,
     summary.txt, the posterior, and the pictures memory_map, deviations, leave_one_out, suspicious
@@ -111,6 +111,7 @@ LOO = flowed(
 
       blr-analysis loo train.py:make_task -p FILE
       blr-analysis loo train.py:make_task -p FILE --test make_test
+      blr-analysis loo train.py:make_task -p FILE --calibrate 32
 
     With --test, the estimate is set beside what test data say. With --out, every left-out
     prediction is written.

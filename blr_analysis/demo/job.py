@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 
 from blr_analysis.audit import (
     Findings,
-    evaluated,
     files_section,
     folder_for,
     investigate,
@@ -30,9 +28,9 @@ from blr_analysis.audit.summary import as_text, grid, note, section
 from blr_analysis.demo.removals import IVON_DIAGONAL, Removals, remove_each_class
 from blr_analysis.demo.training import RECIPE, Digits, Recipe, load, train
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.plots import plot_leave_one_out, plot_what_if
+from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import Posterior
-from blr_analysis.sensitivity import leave_one_out
+from blr_analysis.sensitivity import Monitor
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
 
@@ -42,15 +40,6 @@ ABOUT_LOO = (
     "network (blr_analysis.demo.Recipe says how)."
 )
 LOOKS = 10  # how often the estimate is compared with the test data while the network trains
-
-
-@dataclass(frozen=True)
-class Look:
-    """Leave-one-out estimate and test NLL after so many epochs."""
-
-    epoch: int
-    loo: float
-    test: float
 
 
 def run(
@@ -78,7 +67,7 @@ def run(
     with folder_for(out) as folder, _one_thread():
         say("loading scikit-learn's digits")
         data = load(seed)
-        model, optimizer, looks = _train(data, seed, recipe, say)
+        model, optimizer, monitor = _train(data, seed, recipe, say)
         task, test = tasks(model, data)
         posterior = Posterior.from_optimizer(optimizer, model)
         findings = investigate(task, posterior, test=test, by=None, say=say)
@@ -86,7 +75,9 @@ def run(
         found = Group(summary(findings, about_loo=ABOUT_LOO), _removals_section(removals))
         files = write(findings, folder, say=say)
         files += write_table(removals.table, folder, "removals")
-        files.append(write_picture(_curves(looks), folder, "leave_one_out_while_training"))
+        files.append(
+            write_picture(figure_of(monitor.plot()), folder, "leave_one_out_while_training")
+        )
         files.append(write_picture(_bars(removals), folder, "removals"))
         files.append(write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
         files.append(write_text(as_text(found), folder, "summary.txt"))
@@ -113,24 +104,24 @@ def tasks(model: nn.Module, data: Digits) -> tuple[Task, Task]:
 
 def _train(
     data: Digits, seed: int, recipe: Recipe, say: Callable[[str], None]
-) -> tuple[nn.Module, IVON, list[Look]]:
+) -> tuple[nn.Module, IVON, Monitor]:
     """Train, and look ten times at how the leave-one-out estimate follows the test data."""
-    looks: list[Look] = []
+    monitors: list[Monitor] = []  # one, as soon as there is a model
 
     def look(epoch: int, model: nn.Module, optimizer: IVON) -> None:
-        if epoch % max(1, recipe.epochs // LOOKS):
-            return
-        task, test = tasks(model, data)
-        posterior = Posterior.from_optimizer(optimizer, model)
-        loo = leave_one_out(task, posterior, progress=False)
-        on_test, _ = evaluated(test, test.parameters(), progress=False)
-        looks.append(Look(epoch, loo.nll, on_test.nll))
-        say(f"  epoch {epoch}: leave-one-out NLL {loo.nll:.3f}, test NLL {on_test.nll:.3f}")
+        if not monitors:
+            task, test = tasks(model, data)
+            every = max(1, recipe.epochs // LOOKS)
+            monitors.append(Monitor(task, every=every, test=test, keep=(), progress=False))
+        row = monitors[0](lambda: Posterior.from_optimizer(optimizer, model), epoch)
+        if row is not None:
+            nll = f"leave-one-out NLL {row['loo_nll']:.3f}, test NLL {row['test_nll']:.3f}"
+            say(f"  epoch {epoch}: {nll}")
 
     n = len(data.labels)
     say(f"training a small convolutional network on {n:,} digits: {recipe.epochs} epochs of IVON")
     model, optimizer = train(data.images, data.labels, seed=seed, recipe=recipe, each_epoch=look)
-    return model, optimizer, looks
+    return model, optimizer, monitors[0]
 
 
 def _removals_section(removals: Removals) -> RenderableType:
@@ -159,15 +150,6 @@ def _removals_section(removals: Removals) -> RenderableType:
             "for single examples (above), not for a whole class."
         )
     return section("What if a class were gone?", lead, grid(rows), note(verdict))
-
-
-def _curves(looks: list[Look]) -> Figure:
-    ax = plot_leave_one_out(
-        [look.loo for look in looks],
-        [look.test for look in looks],
-        epochs=[look.epoch for look in looks],
-    )
-    return figure_of(ax)
 
 
 def _bars(removals: Removals) -> Figure:

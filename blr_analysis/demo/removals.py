@@ -98,7 +98,7 @@ def remove_each_class(
     predicted = {}
     for name, q in posteriors.items():
         say(f"what if: without each class, one step ({name})")
-        predicted[name] = what_if_each(task, q, evaluate=test)
+        predicted[name] = what_if_each(task, q, evaluate=test, solver="posterior")
     expected = predicted[FULL].set_index("group")["nll_after"]
     retrained = {}
     for c in dict.fromkeys([int(expected.idxmax()), int(expected.idxmin())]):

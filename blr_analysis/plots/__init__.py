@@ -14,9 +14,16 @@ from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots.deviations import plot_deviations
 from blr_analysis.plots.generalisation import plot_leave_one_out
 from blr_analysis.plots.images import image_of, plot_examples
+from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
+from blr_analysis.plots.monitor import plot_monitor, plot_prior_selection
+from blr_analysis.plots.suspicious import plot_suspicious
 from blr_analysis.plots.what_if import plot_what_if
+from blr_analysis.sensitivity.influence_results import Influence, TopInfluence
+from blr_analysis.sensitivity.monitor import Monitor
+from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.suspicious import Suspicions
 from blr_analysis.sensitivity.what_if import WhatIf
 from blr_analysis.views import make_plot
 
@@ -25,11 +32,20 @@ __all__ = [
     "image_of",
     "plot_deviations",
     "plot_examples",
+    "plot_influence",
     "plot_leave_one_out",
     "plot_memory_map",
+    "plot_monitor",
+    "plot_prior_selection",
+    "plot_suspicious",
     "plot_what_if",
 ]
 
 make_plot.register(MemoryMap, plot_memory_map)
+make_plot.register(Monitor, plot_monitor)
+make_plot.register(PriorSelection, plot_prior_selection)
 make_plot.register(Scores, plot_deviations)
+make_plot.register(Suspicions, plot_suspicious)
+make_plot.register(Influence, plot_influence)
+make_plot.register(TopInfluence, plot_influence)
 make_plot.register(WhatIf, plot_what_if)

@@ -11,6 +11,7 @@ from blr_analysis.backprop.outer import MatrixShape
 from blr_analysis.errors import StorageError
 from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.kronecker import Block, Kronecker
+from blr_analysis.posterior.lowrank import LowRank
 from blr_analysis.posterior.structures import Diagonal, Prior, Structure
 
 OWN_KEYS = (
@@ -93,6 +94,9 @@ def _form(tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: list[
     shapes = {n: tuple(record["shapes"][n]) for n in names}
     if kind == "full":
         return Full(tensors["full.precision"], shapes)
+    if kind == "lowrank":
+        basis = {n: tensors[f"{n}.basis"] for n in names}
+        return LowRank({n: tensors[n] for n in names}, basis, tensors["lowrank.core"])
     if kind != "kron":
         raise ValueError(f"structure {kind!r}")
     blocks = []

@@ -92,7 +92,7 @@ class Posterior:
 
     @property
     def structure(self) -> str:
-        """ "diag", "kron" or "full"."""
+        """ "diag", "kron", "lowrank" or "full"."""
         return self.form.kind
 
     @classmethod
@@ -226,7 +226,8 @@ class Posterior:
         return self.form.solve(self._vector(v))
 
     def precision_root_product(self, v: Tree) -> Tree:
-        """R v with S = R Rᵀ (symmetric for "diag" and "kron", Cholesky for "full")."""
+        """R v with S = R Rᵀ (symmetric for "diag", "kron"; Cholesky for "full"; for "lowrank"
+        see :class:`~blr_analysis.posterior.lowrank.LowRank`)."""
         return self.form.root(self._vector(v))
 
     def covariance_root_product(self, v: Tree) -> Tree:

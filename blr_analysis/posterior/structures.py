@@ -1,4 +1,4 @@
-"""Shapes that a precision matrix S can take: diagonal, Kronecker, full. One contract for all.
+"""Shapes that a precision matrix S can take: diagonal, Kronecker, low rank, full. One contract.
 
 A structure is a symmetric positive matrix over named parameters. Vectors are dicts of tensors by
 parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:

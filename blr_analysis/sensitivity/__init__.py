@@ -1,15 +1,46 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
+from blr_analysis.sensitivity.calibration import calibrate
+from blr_analysis.sensitivity.influence import influence, top_influence
+from blr_analysis.sensitivity.influence_results import (
+    GroupInfluence,
+    Influence,
+    ProjectionError,
+    TopInfluence,
+)
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut, leave_one_out
+from blr_analysis.sensitivity.monitor import Monitor
+from blr_analysis.sensitivity.prior_selection import PriorSelection, select_prior_precision
 from blr_analysis.sensitivity.scores import Scores, sensitivity
+from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
+from blr_analysis.sensitivity.subsets import subset_posterior
+from blr_analysis.sensitivity.suspicious import Suspicions, suspicious
+from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
 from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
 
 __all__ = [
+    "GroupInfluence",
+    "Influence",
     "LeaveOneOut",
+    "Monitor",
+    "PriorSelection",
+    "ProjectionError",
     "Scores",
+    "SequenceLeaveOneOut",
+    "SequenceScores",
+    "Suspicions",
+    "TokenScores",
+    "TopInfluence",
     "WhatIf",
+    "calibrate",
+    "influence",
     "leave_one_out",
+    "select_prior_precision",
     "sensitivity",
+    "subset_posterior",
+    "suspicious",
+    "token_sensitivity",
+    "top_influence",
     "what_if",
     "what_if_each",
 ]

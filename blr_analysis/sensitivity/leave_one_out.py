@@ -10,7 +10,7 @@ left-out losses estimate the loss on new data from the training data alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
-from blr_analysis.checks import one_of
+from blr_analysis.checks import instance, one_of
+from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.scores import check_finite, fitted, leverage
+from blr_analysis.sensitivity.corrections import WORDS, bound_of, left_out_by, taken
+from blr_analysis.sensitivity.scores import Scores, check_finite, fitted
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
 CORRECTIONS = ("auto", "cavity", "first_order")
-BEARS_CAVITY = ("full", "lowrank")  # structures whose V_i is not overstated
-HIGHEST_LEVERAGE = 0.999
+ROWS = 4096  # of ready scores at a time
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class LeaveOneOut(Tabular):
         deviation: how far each prediction moves, as in :class:`Scores`.
         leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
             structure overstates V_i and no cavity exists.
-        correction: "cavity" or "first_order", what was used for each example.
+        correction: "first_order", "cavity", or "bounded" where the cavity was asked for and the
+            leverage is too close to 1 or above it; one word for each example.
         mse: mean squared left-out error (Gaussian likelihood only, else None).
     """
 
@@ -78,10 +80,12 @@ class LeaveOneOut(Tabular):
 
     def __repr__(self) -> str:
         cavity = self.correction.count("cavity")
+        bounded = self.correction.count("bounded")
+        fell_back = f"bounded for {bounded}, " if bounded else ""
         right = "" if self.accuracy is None else f", accuracy={self.accuracy:.4f}"
         return (
             f"LeaveOneOut(nll={self.nll:.4f}{right}, N={len(self)}, "
-            f"cavity for {cavity} of {len(self)}, "
+            f"cavity for {cavity} of {len(self)}, {fell_back}"
             f"leverage of 1 or more for {int((self.leverage >= 1).sum())})"
         )
 
@@ -92,6 +96,7 @@ def leave_one_out(
     posterior: Posterior,
     *,
     correction: str = "auto",
+    scores: Scores | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -101,17 +106,26 @@ def leave_one_out(
     Args:
         task: the model and the data it was trained on.
         posterior: learned on those data.
-        correction: "first_order", "cavity", or "auto": the cavity for structures that can bear
-            it ("full"), first order for those that overstate V_i ("diag", "kron"). Where an
-            example's leverage reaches 1 no cavity exists and first order is used for that row;
-            the table's ``correction`` column says so.
+        correction: "first_order", "cavity", or "auto": what the posterior was calibrated for
+            (:func:`blr_analysis.calibrate`); else the cavity for structures that can bear it
+            ("full", "lowrank"), first order for those that overstate V_i ("diag", "kron"). Where
+            the leverage is too close to 1 for the cavity (0.999, or 0.9 for "diag" and "kron"),
+            the row is "bounded"; the table's ``correction`` column says so.
+        scores: what ``sensitivity(task, posterior)`` gave for the same posterior, with its
+            variance; V_i is then not computed again.
         chunk_size, memory_budget: see :func:`blr_analysis.sensitivity`.
 
+    Returns:
+        The left-out predictions; of sequences (likelihood "tokens", "causal_lm")
+        :class:`~blr_analysis.sensitivity.sequences.SequenceLeaveOneOut`, to first order.
+
     Raises:
-        InputError: an unknown correction.
+        InputError: an unknown correction, the cavity of sequences, scores of other data or
+            without a variance.
         PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
 
-    Source: Nickl et al., NeurIPS 2023, Eq. 12 (first order); Cook, 1977 (cavity).
+    Source: Nickl et al., NeurIPS 2023, Eq. 12 (first order); Cook, 1977 (cavity). Beyond
+    the bound see :mod:`blr_analysis.sensitivity.corrections`.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -128,32 +142,32 @@ def leave_one_out(
     """
     one_of("correction", correction, CORRECTIONS)
     q = fitted(task, posterior)
-    wants_cavity = correction == "cavity" or (correction == "auto" and q.structure in BEARS_CAVITY)
+    if task.likelihood.is_sequence:
+        from blr_analysis.sensitivity.sequences import sequence_leave_one_out  # which extends this
+
+        return sequence_leave_one_out(
+            task,
+            q,
+            correction,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+    word = taken(q, correction)
     likelihood = task.likelihood
-    parts: list[tuple[Tensor, ...]] = []
-    passes = chunks(
-        task,
-        q.mean,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="leave one out",
-        progress=progress,
+    if scores is None:
+        parts = _computed(
+            task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
+        )
+    else:
+        parts = _ready(task, scores)
+    found = [
+        (f, y, *left_out_by(word, f, likelihood.error(f, y), v, likelihood, bound_of(q)))
+        for f, y, v in parts
+    ]
+    before, targets, after, height, used = (
+        torch.cat([t.cpu() for t in part]) for part in zip(*found, strict=True)
     )
-    for chunk in passes:
-        f, y = chunk.outputs, chunk.targets
-        e = likelihood.error(f, y)
-        v = q.form.gram(chunk.jacobian_terms())
-        check_finite(v)
-        height = leverage(v, likelihood.hessian_root(f))
-        cavity = (
-            height < HIGHEST_LEVERAGE
-            if wants_cavity
-            else torch.zeros_like(height, dtype=torch.bool)
-        )
-        parts.append(
-            tuple(t.cpu() for t in (f, y, left_out(f, e, v, likelihood, cavity), height, cavity))
-        )
-    before, targets, after, height, cavity = (torch.cat(p) for p in zip(*parts, strict=True))
     return LeaveOneOut(
         logits=after,
         losses=likelihood.nll(after, targets),
@@ -163,17 +177,31 @@ def leave_one_out(
         targets=targets,
         deviation=likelihood.distance(before, after),
         leverage=height,
-        correction=["cavity" if c else "first_order" for c in cavity.tolist()],
+        correction=[WORDS[k] for k in used.tolist()],
         likelihood=likelihood,
         metadata=task.metadata,
     )
 
 
-def left_out(f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, cavity: Tensor) -> Tensor:
-    """f_i^{\\i}: by the cavity where ``cavity`` is true, to first order elsewhere; ``[B, C]``."""
-    move = torch.bmm(v, e.unsqueeze(-1))
-    if bool(cavity.any()):
-        eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        system = torch.where(cavity[:, None, None], eye - v @ likelihood.hessian(f), eye)
-        move = torch.linalg.solve(system, move)
-    return f + move.squeeze(-1)
+def _computed(
+    task: Task, q: Posterior, **settings: int | bool | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """f, y, V of the whole task, chunk by chunk."""
+    for chunk in chunks(task, q.mean, label="leave one out", **settings):  # type: ignore[arg-type]
+        v = q.form.gram(chunk.jacobian_terms())
+        check_finite(v)
+        yield chunk.outputs, chunk.targets, v
+
+
+def _ready(task: Task, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The same from scores."""
+    instance("scores", scores, Scores, "what blr_analysis.sensitivity(task, posterior) returns")
+    if scores.variance is None:
+        raise InputError(
+            "the scores hold no prediction variance; compute them with variance=True, or leave "
+            "scores= out"
+        )
+    if len(scores) != task.n_data:
+        raise InputError(f"scores of {len(scores)} examples for a task of {task.n_data}")
+    parts = (scores.outputs, scores.targets, scores.variance)
+    return zip(*(t.split(ROWS) for t in parts), strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.checks import instance
-from blr_analysis.errors import ModelError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.task import Task
@@ -97,7 +97,12 @@ def sensitivity(
         chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
         progress: None shows a bar on a terminal when the work is long.
 
+    Returns:
+        The scores; of sequences (likelihood "tokens", "causal_lm")
+        :class:`~blr_analysis.sensitivity.sequences.SequenceScores`, without V_i.
+
     Raises:
+        InputError: ``variance=True`` for sequences.
         PosteriorError: a posterior of another model, or of another number of examples.
         ModelError: NaN or inf outputs, BatchNorm in training mode, half precision.
         DataError: NaN or inf inputs, targets out of range.
@@ -117,6 +122,8 @@ def sensitivity(
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)
+    if task.likelihood.is_sequence:
+        return _of_sequences(task, q, variance, chunk_size, memory_budget, progress)
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS
@@ -151,6 +158,26 @@ def sensitivity(
         predictions=likelihood.prediction(outputs),
         likelihood=likelihood,
         metadata=task.metadata,
+    )
+
+
+def _of_sequences(
+    task: Task,
+    q: Posterior,
+    variance: bool | None,
+    chunk_size: int | None,
+    memory_budget: int | None,
+    progress: bool | None,
+) -> Scores:
+    from blr_analysis.sensitivity.sequences import sequence_scores  # which extends Scores
+
+    if variance:
+        raise InputError(
+            "variance=True asks for (T·C)² numbers per sequence; leave it out, self_influence "
+            "needs none of them"
+        )
+    return sequence_scores(
+        task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
     )
 
 

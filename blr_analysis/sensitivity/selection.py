@@ -20,7 +20,7 @@ from blr_analysis.task import Task
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
 CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
-RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage")
+RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage", "tokens")
 
 SEVERAL = ("target_", "prediction_")
 
@@ -35,7 +35,8 @@ class Columns:
         self._whole = False
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        if name not in self._known and name in CHEAP and not self._whole:
+        cheap = name in CHEAP and not self._task.likelihood.is_sequence
+        if name not in self._known and cheap and not self._whole:
             self._predict()
         if name not in self._known and name not in self.names():
             raise InputError(f"the table has no column {name!r}; it has {self.names()}")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.record import fetched
-from blr_analysis.errors import DataError, PosteriorError
+from blr_analysis.errors import DataError, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root
-from blr_analysis.posterior.structures import Structure, Tree
+from blr_analysis.posterior.structures import Prior, Structure, Tree
 from blr_analysis.task import Task
 
 
@@ -69,7 +69,18 @@ def loss_gradient(
 
     ``errors`` ``[M, C]`` replaces the e_i.
     """
+    return loss_and_gradient(task, params, indices, errors)[0]
+
+
+def loss_and_gradient(
+    task: Task,
+    params: Tree,
+    indices: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> tuple[Tree, float]:
+    """:func:`loss_gradient` with the summed loss Σ_i ℓ_i in nats, from the same passes."""
     total = {n: torch.zeros_like(p) for n, p in params.items()}
+    loss = 0.0
     order = torch.arange(task.n_data) if indices is None else indices
     parts = order.split(task.batch_size)
     given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
@@ -77,6 +88,7 @@ def loss_gradient(
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         for chosen, e in zip(parts, given, strict=True):
             outputs, targets = task.run(fetched(task, chosen), leaves, chosen)
+            loss += float(task.likelihood.nll(outputs.detach(), targets).double().sum())
             if not outputs.requires_grad:
                 continue
             if e is None:
@@ -86,7 +98,7 @@ def loss_gradient(
             )
             for name, grad in zip(total, grads, strict=True):
                 total[name] += grad
-    return total
+    return total, loss
 
 
 def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
@@ -94,7 +106,13 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
 
     Raises:
         DataError: a new label that is no target of the likelihood.
+        InputError: the examples are sequences.
     """
+    if task.likelihood.is_sequence:
+        raise InputError(
+            "relabel= takes one target per example; for sequences give remove= and add= the old "
+            "and the new ones"
+        )
     chosen = torch.tensor(sorted(labels))
     outputs, targets = [], []
     with torch.no_grad(), task.evaluation():
@@ -104,7 +122,7 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
             targets.append(y)
     f, y = torch.cat(outputs), torch.cat(targets)
     try:
-        new = torch.stack([_target(labels[int(i)]) for i in chosen])
+        new = torch.stack([as_target(labels[int(i)]) for i in chosen])
         new = task.likelihood.prepare_targets(new.to(f.device), f)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"relabel must map indices to targets: {error}") from error
@@ -112,7 +130,7 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
     return Share(loss_gradient(task, q.mean, chosen, change), q.form.zeros(), 0)
 
 
-def _target(value: Any) -> Tensor:
+def as_target(value: Any) -> Tensor:
     """A label as a tensor; Python's floats keep their 64 bits."""
     return value.cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
 
@@ -133,7 +151,7 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         n_data += sign * part.count
         for name, grad in part.gradient.items():
             pull[name] -= sign * grad
-    form, floored = form.floored(q.prior_precision)
+    form, floored = form.floored(prior_within(q))
     move = form.solve(pull)
     mean = {n: m + move[n] for n, m in q.mean.items()}
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
@@ -149,3 +167,12 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         record={**q.record, "kind": "what_if"},
     )
     return perturbed, floored
+
+
+def prior_within(q: Posterior) -> Prior:
+    """The prior's share of S: δ, or δ/τ where calibration has divided the whole of S by τ."""
+    scale = float(q.record.get("calibration", {}).get("scale", 1.0))
+    prior = q.prior_precision
+    if scale == 1.0:
+        return prior
+    return {n: d / scale for n, d in prior.items()} if isinstance(prior, Mapping) else prior / scale

@@ -1,139 +1,41 @@
 """What the model would be if a group of examples were gone, new, or relabelled.
 
-One step of the memory-perturbation equation for a group G (Nickl et al., NeurIPS 2023):
+``solver="posterior"``: one step of the memory-perturbation equation for a group G (Nickl et al.,
+NeurIPS 2023), in the posterior's own structure; no example that stays is visited:
 
     m^{\\G} = m + (S − S_G)⁻¹ Σ_{i∈G} J_iᵀ e_i,     S_G = Σ_{i∈G} J_iᵀ Λ_i J_i
 
-in the posterior's own structure, followed by real forward passes at m^{\\G}. Adding is the same
-with the sign turned, relabelling a removal plus an addition. No example that stays is visited.
+``solver="cg"``: a descent on the objective of the changed data that starts at m, with the learned
+S − S_G as preconditioner (:mod:`blr_analysis.sensitivity.descent`), for a few passes over them.
+
+Real forward passes at m^{\\G} follow. Adding is the same with the sign turned, relabelling a
+removal plus an addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from blr_analysis.backprop.engine import predict
-from blr_analysis.checks import instance, one_of
+from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.descent import Descent
+from blr_analysis.sensitivity.evaluation import Evaluation, evaluated
+from blr_analysis.sensitivity.perturbed import ByClass, WhatIf
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
-from blr_analysis.sensitivity.shares import Share, relabelled, share, step
+from blr_analysis.sensitivity.solving import Change, checked_plan, next_parameters, solve
 from blr_analysis.task import Task
-from blr_analysis.views import GroupRows, Plottable, make_table
+from blr_analysis.views import GroupRows
 
-SOLVERS = ("auto", "posterior")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Losses ``[M]`` in nats and hits ``[M]`` (None for regression) on a set of examples."""
-
-    losses: Tensor
-    correct: Tensor | None
-
-    @property
-    def nll(self) -> float:
-        return float(self.losses.double().mean())
-
-    @property
-    def accuracy(self) -> float | None:
-        return None if self.correct is None else float(self.correct.double().mean())
-
-
-@dataclass(frozen=True)
-class WhatIf(Plottable):
-    """What :func:`what_if` found.
-
-    Attributes:
-        parameters: m^{\\G}, the weights that the model would have, by name.
-        posterior: the posterior that would be left: mean m^{\\G}, precision S − S_G, new n_data.
-        after, before: losses and hits on ``evaluate`` with and without the change.
-        targets: of ``evaluate``.
-        removed, added, relabelled: how many examples.
-        floored: the fraction of S − S_G that had to be raised to the prior, where the learned
-            precision is smaller than the group's share; near 0 for a posterior that fits.
-        solver: what was used.
-    """
-
-    parameters: Tree
-    posterior: Posterior
-    after: Evaluation
-    before: Evaluation
-    targets: Tensor
-    removed: int
-    added: int
-    relabelled: int
-    floored: float
-    solver: str = "posterior"
-
-    @property
-    def nll(self) -> float:
-        """Mean loss on ``evaluate`` after the change, in nats."""
-        return self.after.nll
-
-    @property
-    def accuracy(self) -> float | None:
-        """Accuracy on ``evaluate`` after the change; None for regression."""
-        return self.after.accuracy
-
-    @property
-    def by_class(self) -> Any:
-        """DataFrame: one row per class of ``evaluate``, before and after."""
-        return make_table(ByClass(self.targets, self.before, self.after))
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Write :attr:`parameters` into ``model`` (in place) and return it.
-
-        Raises:
-            ModelError: the model lacks a parameter or has another shape; nothing is written.
-        """
-        instance("model", model, nn.Module, "a torch.nn.Module")
-        own = dict(model.named_parameters())
-        for name, value in self.parameters.items():
-            if name not in own or own[name].shape != value.shape:
-                got = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ModelError(
-                    f"cannot apply {name!r} of shape {tuple(value.shape)}: the model has {got}"
-                )
-        with torch.no_grad():
-            for name, value in self.parameters.items():
-                own[name].copy_(value)
-        return model
-
-    def __repr__(self) -> str:
-        change = [
-            f"{count} {word}"
-            for count, word in (
-                (self.removed, "removed"),
-                (self.added, "added"),
-                (self.relabelled, "relabelled"),
-            )
-            if count
-        ]
-        right = (
-            ""
-            if self.accuracy is None
-            else f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
-        )
-        return f"WhatIf({', '.join(change)}: nll {self.before.nll:.4f} -> {self.nll:.4f}{right})"
-
-
-@dataclass(frozen=True)
-class ByClass:
-    """Losses and hits by target, for a table."""
-
-    targets: Tensor
-    before: Evaluation
-    after: Evaluation
+__all__ = ["ByClass", "WhatIf", "what_if", "what_if_each"]
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -146,14 +48,20 @@ def what_if(
     relabel: Mapping[int, Any] | None = None,
     evaluate: Task | None = None,
     solver: str = "auto",
-    steps: int = 1,
+    steps: int | str | None = None,
+    passes: int | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
 ) -> WhatIf:
     """The model that other data would have given, predicted without retraining.
 
-    m' = m + (S ∓ S_G)⁻¹ (± Σ_{i∈G} J_iᵀ e_i), then forward passes at m' on ``evaluate``.
+    "posterior":  m' = m + (S ∓ S_G)⁻¹ (± Σ_{i∈G} J_iᵀ e_i)
+    "cg":         m' from m by minimising F(θ) = Σ_{changed data} ℓ_i(θ) + ½ θᵀ diag(δ) θ
+
+    then forward passes at m' on ``evaluate``. F never rises from one accepted move to the next.
+    What is compared is m and m': where m does not minimise its own F (a model stopped early, a
+    posterior mean of IVON), part of the change is training that goes on.
 
     Args:
         task: the model and the data it was trained on.
@@ -164,12 +72,24 @@ def what_if(
         relabel: index → new target.
         evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
             and their likelihood are used; the model is ``task``'s.
-        solver: "posterior" (one step in the posterior's structure), or "auto".
-        steps: 1.
+        solver: "posterior" (one step in the posterior's structure, no pass over the data that
+            stay), "cg" (a descent on the changed data), or "auto": "posterior" for up to 1 % of
+            the data, fewer than 8 passes, or a model that does not minimise its own F (checked
+            by one pass over the data, unless ``steps`` are given), else "cg".
+            ``result.solver`` says which.
+        steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
+            a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned
+            conjugate gradients to 1e-6; K: that many rough Gauss–Newton steps, six
+            quasi-Newton moves after each; "converge": moves until nothing is left to gain,
+            which is retraining by another name.
+        passes: at most about that many passes over the changed data (default 60 where ``steps``
+            is None, no bound else); the answer says how many were made, and ``result.error``
+            what one more would change.
 
     Raises:
-        InputError: nothing to change, nothing left, a bad selection, an unknown solver,
-            steps ≠ 1, an example both removed and relabelled, ``add`` of another likelihood.
+        InputError: nothing to change, nothing left, a bad selection, an unknown solver, bad
+            steps or passes, an example both removed and relabelled, ``add`` of another
+            likelihood.
         DataError: a new target out of range.
         PosteriorError: a posterior of another model or number of examples, S − S_G that is not
             positive definite, weights at which the model breaks down.
@@ -186,31 +106,29 @@ def what_if(
         >>> result.removed == int((y == 2).sum()), result.nll > result.before.nll
         (True, True)
     """
-    _check(solver, steps)
+    plan = checked_plan(solver, steps, passes)
     q = fitted(task, posterior)
     where = _evaluated_on(evaluate, task, q)
-    settings: dict[str, Any] = dict(
-        chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-    )
     leaving = torch.empty(0, dtype=torch.long) if remove is None else select(remove, task, q)
     if len(leaving) == task.n_data and add is None:
         raise InputError(
             f"remove selects all {task.n_data} examples; leave at least one, or add others"
         )
     new = None if add is None else _added(add, task)
-    labels = _new_labels(relabel, task, leaving)
-    changes: list[tuple[int, Share]] = []
-    if len(leaving):
-        changes.append((-1, share(task, q, leaving, **settings)))
-    if new is not None:
-        changes.append((1, share(new, q, None, **settings)))
-    if not labels and not changes:
+    change = Change(leaving, new, _new_labels(relabel, task, leaving))
+    if not change.count:
         raise InputError("nothing to change: give remove=, add= or relabel=")
-    if labels:
-        changes.append((1, relabelled(task, q, labels)))
-    perturbed, floored = step(q, changes)
-    before, targets = _measured(where, q, progress)
-    after, _ = _measured(where, perturbed, progress, moved=True)
+    perturbed, floored, descent = solve(
+        task,
+        q,
+        change,
+        plan,
+        chunk_size=chunk_size,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+    before, targets = _measured(where, q.mean, progress)
+    after, _ = _measured(where, perturbed.mean, progress, moved=True)
     return WhatIf(
         parameters={n: m.cpu() for n, m in perturbed.mean.items()},
         posterior=perturbed,
@@ -219,8 +137,9 @@ def what_if(
         targets=targets,
         removed=len(leaving),
         added=0 if add is None else add.n_data,
-        relabelled=len(labels),
+        relabelled=len(change.labels or {}),
         floored=floored,
+        **_account(descent, where, after),
     )
 
 
@@ -231,6 +150,9 @@ def what_if_each(
     *,
     by: str = "target",
     evaluate: Task | None = None,
+    solver: str = "auto",
+    steps: int | str | None = None,
+    passes: int | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -240,11 +162,13 @@ def what_if_each(
     Args:
         by: "target" or a metadata column of the task.
         evaluate: where to measure; default: ``task`` itself.
+        solver, steps, passes: as in :func:`what_if`, for each group.
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
-        accuracy_after, accuracy_change; one pass over the training data in all. Changes are
-        after − before: a positive nll_change means that the model is worse without the group.
+        accuracy_after, accuracy_change, and solver, passes, converged, error as in
+        :class:`WhatIf`. Changes are after − before: a positive nll_change means that the model
+        is worse without the group.
 
     Raises:
         InputError: no such column, or one with the same value everywhere.
@@ -259,20 +183,28 @@ def what_if_each(
         >>> table.group.tolist(), table.n.tolist()
         (['a', 'b'], [30, 30])
     """
+    plan = checked_plan(solver, steps, passes)
     q = fitted(task, posterior)
     where = _evaluated_on(evaluate, task, q)
     groups = groups_by(by, task, q)
     if len(groups) == 1:
         raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
-    before, _ = _measured(where, q, False)
+    before, _ = _measured(where, q.mean, False)
     rows = []
     for value, indices in track(
         groups.items(), total=len(groups), label=f"without each {by}", show=progress
     ):
-        leaving = share(
-            task, q, indices, chunk_size=chunk_size, memory_budget=memory_budget, progress=False
+        perturbed, _, descent = solve(
+            task,
+            q,
+            Change(indices),
+            plan,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            progress=False,
         )
-        after, _ = _measured(where, step(q, [(-1, leaving)])[0], False, moved=True)
+        after, _ = _measured(where, perturbed.mean, False, moved=True)
+        account = _account(descent, where, after)
         rows.append(
             {
                 "group": value,
@@ -281,9 +213,31 @@ def what_if_each(
                 "nll_after": after.nll,
                 "accuracy_before": before.accuracy,
                 "accuracy_after": after.accuracy,
+                **{k: account[k] for k in ("solver", "passes", "converged", "error")},
             }
         )
     return GroupRows(rows).table
+
+
+def _account(descent: Descent | None, where: Task, after: Evaluation) -> dict[str, Any]:
+    """How the answer was found: the entries of :class:`WhatIf` that say so."""
+    if descent is None:
+        return {"solver": "posterior", "passes": 0.0, "converged": True, "error": None}
+    if descent.converged:
+        error = 0.0
+    else:
+        try:
+            further, _ = evaluated(where, next_parameters(descent), progress=False)
+            error = abs(further.nll - after.nll)
+        except ModelError:  # it breaks down there: the search would have shortened the move
+            error = float("inf")
+    return {
+        "solver": "cg",
+        "passes": descent.passes,
+        "converged": descent.converged,
+        "error": error,
+        "moves": tuple(descent.moves),
+    }
 
 
 def _evaluated_on(evaluate: Task | None, task: Task, q: Posterior) -> Task:
@@ -328,11 +282,11 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
 
 
 def _measured(
-    task: Task, q: Posterior, progress: bool | None, *, moved: bool = False
+    task: Task, mean: Tree, progress: bool | None, *, moved: bool = False
 ) -> tuple[Evaluation, Tensor]:
-    """Losses and hits at the posterior's mean, by forward passes, and the targets."""
+    """Losses and hits at these weights, by forward passes, and the targets."""
     try:
-        outputs, targets = predict(task, q.mean, progress=progress)
+        return evaluated(task, mean, progress=progress)
     except ModelError as error:
         if not moved:
             raise
@@ -340,14 +294,3 @@ def _measured(
             f"at the weights after the change {error}. The step is too long for this posterior: "
             "raise prior_precision, change fewer examples, or use a structure with correlations"
         ) from error
-    losses = task.likelihood.nll(outputs, targets)
-    return Evaluation(losses, task.likelihood.correct(outputs, targets)), targets
-
-
-def _check(solver: str, steps: int) -> None:
-    one_of("solver", solver, SOLVERS)
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps != 1:
-        raise InputError(
-            f"steps={steps!r}: the posterior solver makes one step; apply the result and fit "
-            "again to go on"
-        )

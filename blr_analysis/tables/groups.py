@@ -87,7 +87,7 @@ def each_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         if missing:
             raise InputError(f"a row of what_if_each lacks {', '.join(missing)}; got {list(row)}")
     table = pd.DataFrame(rows, columns=order + sorted({k for r in rows for k in r} - {*order}))
-    for column in order[2:]:
+    for column in [*order[2:], *({"error"} & {*table.columns})]:
         table[column] = table[column].astype(np.float64)
     table.insert(4, "nll_change", table["nll_after"] - table["nll_before"])
     table.insert(7, "accuracy_change", table["accuracy_after"] - table["accuracy_before"])

@@ -40,6 +40,14 @@ class TestKronecker(StructureContract):
         assert joined | set(q.form.plain) == set(q.mean)
 
 
+class TestLowRank(StructureContract):
+    structure = "lowrank"
+
+
+class TestLowRankOfFewDirections(StructureContract):
+    structure, rank = "lowrank", 4
+
+
 class TestFull(StructureContract):
     structure = "full"
 

@@ -13,6 +13,7 @@ Measured with these data (float64, every example retrained to a gradient norm be
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_press_for_any_shape(n: int, d: int, c: int, delta: float, noise: float,
     q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
     loo = blr.leave_one_out(task, q, progress=False)
     kept = (hat < 0.999).tolist()  # where an example decides alone, no cavity is taken
-    assert loo.correction == ["cavity" if k else "first_order" for k in kept]
+    assert loo.correction == ["cavity" if k else "bounded" for k in kept]
     left_out = residual / (1 - hat)[:, None]
     torch.testing.assert_close((y - loo.logits)[kept], left_out[kept], rtol=1e-6, atol=1e-8)
 
@@ -259,11 +260,14 @@ def test_breast_cancer_with_cheaper_posteriors(cancer: Retrained) -> None:
         assert loo.correction == ["first_order"] * 569
         assert cancer.total(structure, "auto") == pytest.approx(total, abs=2e-3)
         assert cancer.rank(structure, "auto") > rank
-    # Three examples have a leverage above 1 there; the cavity of a few more is near its pole.
-    for structure in ("kron", "diag"):
+    for structure, rows in (("kron", 3), ("diag", 4)):
         loo = cancer.loo(structure, "cavity")
-        assert loo.correction.count("first_order") == int((loo.leverage >= 0.999).sum()) == 3
-    assert cancer.total("diag", "cavity") > 3
+        over = loo.leverage >= 0.9
+        assert int(over.sum()) == rows
+        assert loo.correction == ["bounded" if o else "cavity" for o in over]
+        # Overstated variances give overstated totals, but the ranking stays.
+        assert 1.2 < cancer.total(structure, "cavity") < 10
+        assert cancer.rank(structure, "cavity") > 0.998
 
 
 def test_iris_and_wine_with_three_classes(iris: Retrained, wine: Retrained) -> None:
@@ -329,19 +333,106 @@ def overstated() -> tuple[blr.Task, blr.Posterior, Tensor]:
     return task, blr.fit_laplace(task, structure="diag", prior_precision=1e-9, progress=False), x
 
 
-def test_without_a_cavity_the_row_falls_back_to_first_order() -> None:
+def test_near_the_pole_the_cavity_is_bounded() -> None:
     task, q, _ = overstated()
     loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
     assert loo.leverage.tolist() == pytest.approx([3 * 9 / 15] + [3 / 15] * 6, rel=1e-8)
-    assert loo.correction == ["first_order"] + ["cavity"] * 6
+    assert loo.correction == ["bounded"] + ["cavity"] * 6
     first = blr.leave_one_out(task, q, correction="first_order", progress=False)
-    assert float(loo.logits[0]) == float(first.logits[0])
-    error = first.logits - task.model(task.dataset.tensors[0]).detach()  # h · e
-    expected = (error / (1 - loo.leverage[:, None]))[1:]
-    moved = (loo.logits - task.model(task.dataset.tensors[0]).detach())[1:]
-    torch.testing.assert_close(moved, expected, rtol=1e-10, atol=1e-13)
+    before = task.model(task.dataset.tensors[0]).detach()
+    error = first.logits - before  # h · e
+    expected = error / (1 - loo.leverage[:, None])
+    expected[0] = error[0] * (1 + 0.9**2 / 0.1 / 1.8)  # what the cavity adds, as at h = 0.9
+    torch.testing.assert_close(loo.logits - before, expected, rtol=1e-8, atol=1e-11)
     assert loo.table.correction.tolist() == loo.correction
-    assert "cavity for 6 of 7" in repr(loo)
+    assert "cavity for 6 of 7, bounded for 1, leverage of 1 or more for 1" in repr(loo)
+
+
+def softmax_task(scale: float) -> tuple[blr.Task, blr.Posterior]:
+    """Softmax over three classes with a diagonal posterior whose V is ``scale`` times larger."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(12, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (12,), generator=g)
+    model = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(3, 4, generator=g, dtype=torch.float64))
+        model.bias.zero_()
+    task = blr.Task(model, (x, y))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    form = q.form.zeros().plus(q.form, 1 / scale)
+    return task, blr.Posterior(q.mean, form, prior_precision=1.0, n_data=12)
+
+
+@pytest.mark.parametrize("size", ["small", "at the bound", "large"])
+def test_the_bounded_move_in_several_dimensions(size: str) -> None:
+    """Against the spectral definition with an explicit inverse of the whitened system.
+
+    With Λ = Σ_k l_k l_kᵀ in eigenvectors of ΛV, the cavity's excess V Λ^{1/2} g(A) Λ^{1/2} V e.
+    """
+    task, q = softmax_task({"small": 0.1, "at the bound": 1.0, "large": 1e4}[size])
+    scores = blr.sensitivity(task, q, progress=False)
+    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    assert bool(torch.isfinite(loo.logits).all())
+    for i in range(len(scores)):
+        f, v, e = (t[i] for t in (scores.outputs, scores.variance, scores.error))
+        p = f.softmax(-1)
+        values, vectors = torch.linalg.eig((p.diag() - torch.outer(p, p)) @ v)  # not symmetric
+        g = torch.tensor(
+            [1 / (1 - a) if a < 0.9 else 0.81 / (a**2 * 0.1) for a in values.real],
+            dtype=torch.float64,
+        )
+        spectral = (vectors @ (g * values.real).diag().to(vectors)) @ torch.linalg.inv(vectors)
+        expected = f + v @ e + v @ spectral.real @ e
+        torch.testing.assert_close(loo.logits[i], expected, rtol=1e-7, atol=1e-9)
+        assert (loo.correction[i] == "bounded") == (float(loo.leverage[i]) >= 0.9)
+    words = {"small": {"cavity"}, "large": {"bounded"}}
+    assert size not in words or set(loo.correction) == words[size]
+
+
+def test_a_move_grows_continuously_through_the_bound() -> None:
+    """One output: the move is e v / (1 − h) up to h = 0.9, then grows on without a jump."""
+    x = torch.ones(1, 1, dtype=torch.float64)
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    task = blr.Task(model, (x, torch.zeros(1, 1, dtype=torch.float64)), likelihood="gaussian")
+    moves = []
+    for h in (0.5, 0.899999, 0.900001, 0.95, 0.999, 1.0, 1.001, 2.0, 50.0, 1e6):
+        precision = {"weight": torch.full((1, 1), 1 / h, dtype=torch.float64)}
+        q = blr.Posterior(task.parameters(), precision, prior_precision=0.0, n_data=1)
+        loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+        moves.append(float(loo.logits[0, 0] - 2.0) / (2.0 * h))  # in units of the first order
+    assert moves[0] == pytest.approx(2.0)
+    assert moves[1] == pytest.approx(moves[2], rel=1e-4)
+    assert all(1 <= m <= 10 * (1 + 1e-9) for m in moves)
+    lengths = [
+        m * h
+        for m, h in zip(moves, (0.5, 0.9, 0.9, 0.95, 0.999, 1, 1.001, 2, 50, 1e6), strict=True)
+    ]
+    assert lengths == sorted(lengths)
+    assert moves[-1] == pytest.approx(1, rel=1e-4)
+
+
+def test_ready_scores_save_the_pass_over_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = regression(c=2)
+    task, *_ = ridge_task(x, y, 1.0)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    asked = blr.leave_one_out(task, q, progress=False)
+    scores = blr.sensitivity(task, q, progress=False)
+    without = blr.sensitivity(task, q, variance=False, progress=False)
+    monkeypatch.setattr(sys.modules[blr.LeaveOneOut.__module__], "chunks", None)
+    given = blr.leave_one_out(task, q, scores=scores, progress=False)
+    assert torch.equal(given.logits, asked.logits)
+    assert given.correction == asked.correction
+    assert torch.equal(given.losses_before, asked.losses_before)
+    with pytest.raises(blr.errors.InputError, match="variance=True"):
+        blr.leave_one_out(task, q, scores=without, progress=False)
+    with pytest.raises(blr.errors.InputError, match="scores must be"):
+        blr.leave_one_out(task, q, scores=asked, progress=False)
+    other = task.subset(range(10))
+    few = blr.fit_laplace(other, structure="full", prior_precision=1.0, progress=False)
+    with pytest.raises(blr.errors.InputError, match="30 examples for a task of 10"):
+        blr.leave_one_out(other, few, scores=scores, progress=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,0 +1,206 @@
+"""What estimates are compared with: a trained model, its data, and what retraining gave.
+
+:func:`load` asks ``benchmarks.truth`` for the retrainings that it keeps outside the repository.
+:func:`small` makes a case of its own in seconds, for trying things out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from benchmarks.peers.problem import build
+from blr_analysis.likelihoods import Gaussian, Likelihood, resolve
+
+State = dict[str, Tensor]
+CHECKPOINTS = 5  # trained from other first weights, where they lead elsewhere
+
+
+@dataclass(frozen=True)
+class Subsets:
+    """Retrained on random subsets.
+
+    Attributes:
+        kept: which examples each retraining had, bool ``[K, N]``.
+        losses: of every test example after it, ``[K, M]``.
+        again: the same with another seed, for the ceiling; None where there is none.
+    """
+
+    kept: Tensor
+    losses: Tensor
+    again: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Retrained without one example: which, and the rise of that example's own loss, ``[L]``."""
+
+    indices: Tensor
+    rise: Tensor
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Retrained without a group.
+
+    Attributes:
+        names: of the groups.
+        indices: the examples of each.
+        losses: of every test example after each removal, ``[G, M]``.
+        before: with everything, ``[M]``.
+        passes: gradient evaluations over the kept data that a retraining took, on average.
+    """
+
+    names: list[str]
+    indices: list[Tensor]
+    losses: Tensor
+    before: Tensor
+    passes: float
+
+    def rise(self, count: int | None = None) -> Tensor:
+        """Of the mean loss of the first ``count`` test examples, ``[G]``."""
+        return (self.losses - self.before)[:, :count].double().mean(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trained model in float64, its data, and what retraining gave (what there is of it)."""
+
+    name: str
+    architecture: dict[str, Any]
+    likelihood: str
+    delta: float
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    checkpoints: list[State]  # the first is the model that is analysed
+    noise: float = 1.0  # variance of a Gaussian likelihood
+    subsets: Subsets | None = None
+    left_out: LeftOut | None = None
+    removed: Removed | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def model(self, which: int = 0) -> nn.Module:
+        """The model with the weights of a checkpoint."""
+        model = build(self.architecture).double()
+        model.load_state_dict(self.checkpoints[which])
+        return model.eval()
+
+    def task(self, which: int = 0) -> blr.Task:
+        """Model and training data."""
+        return blr.Task(self.model(which), (self.x, self.y), likelihood=self.observed())
+
+    def test_task(self, task: blr.Task, count: int | None = None) -> blr.Task:
+        """The first ``count`` test examples under a task's model."""
+        data = (self.x_test[:count], self.y_test[:count])
+        return blr.Task(task.model, data, likelihood=self.observed())
+
+    def observed(self) -> Likelihood:
+        """The likelihood, with its noise."""
+        return Gaussian(self.noise) if self.likelihood == "gaussian" else resolve(self.likelihood)
+
+    @property
+    def size(self) -> int:
+        """How many parameters."""
+        return sum(p.numel() for p in self.checkpoints[0].values())
+
+
+def load(name: str, checkpoints: int = CHECKPOINTS) -> Case:
+    """A case of ``benchmarks.truth`` with at most so many trained models, or "small"."""
+    if name == "small":
+        return small()
+    from benchmarks.agreement.from_truth import case
+
+    return case(name, checkpoints)
+
+
+def names() -> list[str]:
+    """The cases whose retrainings are there."""
+    try:
+        from benchmarks.agreement.from_truth import available
+    except ImportError:
+        return ["small"]
+    return available() or ["small"]
+
+
+def retrained(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: Likelihood, delta: float
+) -> nn.Module:
+    """The model at the minimum of Σ ℓ_i + δ/2 ‖θ‖² nearest to its weights; changed in place."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.LBFGS(
+        parameters,
+        max_iter=400,
+        history_size=30,
+        tolerance_grad=1e-7,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+
+    def objective() -> float:
+        optimizer.zero_grad()
+        value = likelihood.nll(model(x), y).sum()
+        value = value + 0.5 * delta * sum(p.square().sum() for p in parameters)
+        value.backward()
+        return value  # type: ignore[return-value]
+
+    optimizer.step(objective)
+    return model
+
+
+def small(subsets: int = 20, left_out: int = 20) -> Case:
+    """Logistic regression on 400 of scikit-learn's digits: convex, so retraining has no noise."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(labels), generator=generator)[:500]
+    inputs, targets = torch.from_numpy(images)[order] / 16, torch.from_numpy(labels)[order]
+    x, y, x_test, y_test = inputs[:400], targets[:400], inputs[400:], targets[400:]
+    likelihood, delta = resolve("categorical"), 1.0
+    architecture = {"kind": "mlp", "widths": [64, 10]}
+    full = retrained(build(architecture).double(), x, y, likelihood, delta)
+
+    def without(kept: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        model = build(architecture).double()
+        model.load_state_dict(full.state_dict())
+        retrained(model, x[kept], y[kept], likelihood, delta)
+        return lambda inputs, labels: likelihood.nll(model(inputs), labels).detach()
+
+    every = torch.ones(len(x), dtype=torch.bool)
+    before, before_test = without(every)(x, y), without(every)(x_test, y_test)
+    rows = [torch.rand(len(x), generator=generator).argsort() < len(x) // 2 for _ in range(subsets)]
+    chosen = torch.randperm(len(x), generator=generator)[:left_out]
+
+    def all_but(gone: Tensor) -> Tensor:
+        kept = every.clone()
+        kept[gone] = False
+        return kept
+
+    rises = [without(all_but(i[None]))(x[i : i + 1], y[i : i + 1])[0] - before[i] for i in chosen]
+    groups = [(y == c).nonzero().flatten() for c in range(10)]
+    return Case(
+        "small",
+        architecture,
+        "categorical",
+        delta,
+        *(x, y, x_test, y_test),
+        checkpoints=[{n: t.clone() for n, t in full.state_dict().items()}],
+        subsets=Subsets(
+            torch.stack(rows), torch.stack([without(kept)(x_test, y_test) for kept in rows])
+        ),
+        left_out=LeftOut(chosen, torch.stack(rises)),
+        removed=Removed(
+            [str(c) for c in range(10)],
+            groups,
+            torch.stack([without(all_but(g))(x_test, y_test) for g in groups]),
+            before_test,
+            passes=100.0,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""Our leave-one-out and class-removal estimates of a case: one function per row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import blr_analysis as blr
+from benchmarks.agreement.cases import Case
+from benchmarks.agreement.influences import FULL
+
+
+def structures(case: Case) -> list[str]:
+    """What is worth its time."""
+    return ["diag", "kron", "lowrank", *(["full"] if case.size <= FULL else [])]
+
+
+def left_out(case: Case) -> dict[str, Callable[[], Tensor]]:
+    """Name → rise of each examined example's own loss ``[L]``."""
+    assert case.left_out is not None
+    chosen = case.left_out.indices
+
+    def estimate(structure: str, correction: str, calibrated: str) -> Tensor:
+        task = case.task()
+        q = blr.fit_laplace(task, structure=structure, prior_precision=case.delta, progress=False)
+        if calibrated:
+            q = blr.calibrate(task, q, correction=correction, kind=calibrated, progress=False)
+        found = blr.leave_one_out(task, q, correction=correction, progress=False)
+        return (found.losses - found.losses_before)[chosen]
+
+    found: dict[str, Callable[[], Tensor]] = {}
+    best = structures(case)[-1]
+    for structure in structures(case):
+        for correction in ("first_order", "cavity"):
+            kinds = ("", "ggn", "hessian") if structure == best else ("", "ggn")
+            for kind in kinds:
+                name = f"{structure}, {correction.replace('_', ' ')}"
+                name += f", calibrated ({kind})" * bool(kind)
+                found[name] = lambda a=structure, b=correction, c=kind: estimate(a, b, c)
+    return found
+
+
+def removals(case: Case) -> dict[str, Callable[[], tuple[Tensor, float | None]]]:
+    """Name → rise of the mean test loss by each removal ``[G]``, and the passes over the data."""
+    assert case.removed is not None
+    truth = case.removed
+
+    def estimate(structure: str, **options: Any) -> tuple[Tensor, float | None]:
+        task = case.task()
+        tests = case.test_task(task)
+        q = blr.fit_laplace(task, structure=structure, prior_precision=case.delta, progress=False)
+        rises, passes = [], []
+        for group in truth.indices:
+            found = blr.what_if(task, q, remove=group, evaluate=tests, progress=False, **options)
+            rises.append(found.nll - found.before.nll)
+            passes.append(getattr(found, "passes", None))
+        known = [float(p) for p in passes if p is not None]
+        return torch.tensor(rises), sum(known) / len(known) if known else None
+
+    found: dict[str, Callable[[], tuple[Tensor, float | None]]] = {
+        f"{s}, solver posterior": lambda s=s: estimate(s, solver="posterior")
+        for s in structures(case)
+    }
+    if takes_cg():
+        tenth = max(2, round(truth.passes / 10))
+        for structure in ("kron", "lowrank", "diag"):
+            for words, passes in (("a tenth of retraining's passes", tenth), ("60 passes", 60)):
+                name = f"{structure}, solver cg, {words}"
+                found[name] = lambda s=structure, k=passes: estimate(s, solver="cg", passes=k)
+    return found
+
+
+def takes_cg() -> bool:
+    """Whether this version of the package has ``what_if(solver="cg", passes=K)``."""
+    return "passes" in inspect.signature(blr.what_if).parameters

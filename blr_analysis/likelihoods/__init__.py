@@ -1,0 +1,57 @@
+"""What a model's output says about a target: exponential-family likelihoods.
+
+Each likelihood is written with its natural link, so that with f = f_θ(x) the model output
+
+    ℓ(y, f) = A(f) − fᵀy + const,   e = ∂ℓ/∂f = E[y|f] − y,   Λ = ∂²ℓ/∂f² = Cov[y|f] ⪰ 0
+
+(the Gaussian divides both by its noise variance σ²). Shapes: outputs ``[B, C]``, error
+``[B, C]``, hessian ``[B, C, C]``, nll ``[B]``. For sequences, one softmax for each token,
+see :mod:`blr_analysis.likelihoods.tokens`.
+
+    >>> import torch
+    >>> from blr_analysis.likelihoods import Categorical
+    >>> f, y = torch.zeros(1, 2), torch.tensor([1])
+    >>> Categorical().error(f, y)
+    tensor([[ 0.5000, -0.5000]])
+"""
+
+from __future__ import annotations
+
+from blr_analysis.errors import InputError
+from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.categorical import Categorical
+from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
+from blr_analysis.likelihoods.tokens import CausalLM, TokenCategorical
+
+__all__ = [
+    "BY_NAME",
+    "Bernoulli",
+    "Categorical",
+    "CausalLM",
+    "Gaussian",
+    "Likelihood",
+    "Poisson",
+    "TokenCategorical",
+    "resolve",
+]
+
+BY_NAME: dict[str, type[Likelihood]] = {
+    kind.name: kind
+    for kind in (Categorical, Bernoulli, Gaussian, Poisson, TokenCategorical, CausalLM)
+}
+
+
+def resolve(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood of this name, or the object itself.
+
+    >>> resolve("poisson").name
+    'poisson'
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in BY_NAME:
+        return BY_NAME[likelihood]()
+    raise InputError(
+        f"likelihood must be one of {', '.join(map(repr, BY_NAME))} or a Likelihood object, "
+        f"got {likelihood!r}"
+    )

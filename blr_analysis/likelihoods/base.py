@@ -1,0 +1,120 @@
+"""What every likelihood answers: e, Λ, loss, mean, samples; and what it asks of the targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import DataError
+
+
+class Likelihood(ABC):
+    """One exponential-family likelihood: its error e, Hessian Λ, loss, mean and samples.
+
+    A likelihood of your own subclasses this and is passed as ``Task(..., likelihood=obj)``.
+    """
+
+    name: str
+    is_classification: bool
+    integer_targets: bool = False
+    is_sequence: bool = False  # whether an example has outputs [T, C], one row per token
+
+    @abstractmethod
+    def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Prediction error e = ∂ℓ/∂f, ``[B, C]``."""
+
+    @abstractmethod
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        """A root L of the output Hessian, Λ = L Lᵀ, ``[B, C, C]``."""
+
+    @abstractmethod
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of each example, in nats, ``[B]``."""
+
+    @abstractmethod
+    def mean(self, outputs: Tensor) -> Tensor:
+        """E[y | f]: probabilities, means or rates, ``[B, C]``."""
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Targets drawn from the model's own predictive distribution (the Fisher's labels)."""
+
+    @abstractmethod
+    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
+        """Raise :class:`DataError` where a target lies outside the likelihood's support."""
+
+    def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs that are scored, and their targets, checked; see :meth:`prepare_targets`."""
+        return outputs, self.prepare_targets(targets, outputs)
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """Which tokens of a sequence count, ``[B, T]`` bool; None where examples are no sequences.
+
+        ``targets`` are those that :meth:`prepare` returned.
+        """
+        return None
+
+    def resample(
+        self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """:meth:`sample` in the shape of ``targets``; what is ignored there stays so."""
+        return self.sample(outputs, generator)
+
+    def hessian(self, outputs: Tensor) -> Tensor:
+        """Output Hessian Λ = ∂²ℓ/∂f², ``[B, C, C]``."""
+        root = self.hessian_root(outputs)
+        return root @ root.mT
+
+    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """Λ u for vectors u ``[..., B, C]`` in the space of the outputs."""
+        return (self.hessian(outputs) @ vectors.unsqueeze(-1)).squeeze(-1)
+
+    def prediction(self, outputs: Tensor) -> Tensor:
+        """What the model would answer: the class, or the mean; ``[B]`` (``[B, C]`` if C > 1)."""
+        mean = self.mean(outputs)
+        return mean.squeeze(-1) if mean.shape[-1] == 1 else mean
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Whether each prediction is right, ``[B]`` bool; None for regression."""
+        return None
+
+    def distance(self, before: Tensor, after: Tensor) -> Tensor:
+        """How far a prediction moved between two outputs, ``[B]``.
+
+        Classification: ‖E[y|f'] − E[y|f]‖₁ in probability. Regression: ‖f' − f‖₂.
+        """
+        if self.is_classification:
+            return (self.mean(after) - self.mean(before)).abs().sum(-1)
+        return torch.linalg.vector_norm(after - before, dim=-1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C ≥ 1 that fits."""
+        if outputs.ndim != 2 or outputs.shape[-1] == 0:
+            raise DataError(
+                f"the {self.name} likelihood needs outputs of shape [batch, C], got "
+                f"{tuple(outputs.shape)}; reshape them in Task(..., forward=...)"
+            )
+
+    def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Targets in the shape and dtype that :meth:`error` and :meth:`nll` take, checked."""
+        if targets.shape != outputs.shape:
+            if outputs.shape[-1] == 1 and targets.shape == outputs.shape[:-1]:
+                targets = targets.unsqueeze(-1)
+            else:
+                raise DataError(
+                    f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                    f"{tuple(outputs.shape)} under the {self.name} likelihood; "
+                    "give one target per output"
+                )
+        if targets.is_complex():
+            raise DataError(f"{self.name} targets must be real numbers, got {targets.dtype}")
+        targets = targets.to(outputs.dtype)
+        if not bool(torch.isfinite(targets).all()):
+            raise DataError(f"{self.name} targets contain NaN or inf; drop or mend those examples")
+        self.check_values(targets, outputs)
+        return targets

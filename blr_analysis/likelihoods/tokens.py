@@ -1,0 +1,191 @@
+"""One of C classes for every token of a sequence: tagging, and causal language models.
+
+With f_t ∈ R^C the output at token t, p_t = softmax(f_t), and the sum over the tokens that count,
+
+    ℓ = Σ_t −log p_t[y_t],    e_t = p_t − onehot(y_t),    Λ = blockdiag_t(diag(p_t) − p_t p_tᵀ)
+
+The loss of an example is the SUM over its tokens, because the objective of training is read as a
+sum: with a training loss that is averaged over the tokens of all sequences and an L2 penalty
+``weight_decay``, δ = (number of tokens that count) · ``weight_decay``. Perplexity is
+exp(Σ losses / Σ tokens).
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.likelihoods.base import Likelihood
+
+
+class TokenCategorical(Likelihood):
+    """A softmax at every token (``likelihood="tokens"``): outputs ``[B, T, C]``, targets [B, T].
+
+    Tokens whose target is ``ignore_index`` (padding, prompts) do not count: their error is 0, and
+    the outputs there are read as 0. T may differ between batches. Λ has (T·C)² entries per
+    sequence and is not formed; ``hessian_times`` multiplies with it.
+
+    Raises:
+        InputError: ``ignore_index`` is no whole number; the Hessian itself is asked for.
+        DataError: targets of another shape or dtype, or out of range.
+
+    Example:
+        >>> f, y = torch.zeros(1, 2, 4), torch.tensor([[3, -100]])
+        >>> TokenCategorical().error(f, y).squeeze(0)
+        tensor([[ 0.2500,  0.2500,  0.2500, -0.7500],
+                [ 0.0000,  0.0000,  0.0000,  0.0000]])
+    """
+
+    name = "tokens"
+    is_classification = True
+    integer_targets = True
+    is_sequence = True
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
+        self.ignore_index = ignore_index
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ignore_index={self.ignore_index})"
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
+            raise DataError(
+                f"the {self.name} likelihood needs outputs of shape [batch, tokens, C] with "
+                f"C ≥ 2, got {tuple(outputs.shape)}; reshape them in Task(..., forward=...), or "
+                'use likelihood="categorical" for one class per example'
+            )
+
+    def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, 0 where the target is ignored, and targets ``[B, T]``, checked."""
+        targets = self.prepare_targets(targets, outputs)
+        counts = targets != self.ignore_index
+        if not bool(counts.all()):
+            outputs = outputs.masked_fill(~counts.unsqueeze(-1), 0.0)
+        return outputs, targets
+
+    def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        if targets.shape != outputs.shape[:2]:
+            raise DataError(
+                f"{self.name} targets must be one class index per token, shape "
+                f"{list(outputs.shape[:2])}, got {list(targets.shape)}; pad them with "
+                f"{self.ignore_index}"
+            )
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise DataError(
+                f"{self.name} targets must be integers, got {targets.dtype}; use labels.long()"
+            )
+        targets = targets.long()
+        self.check_values(targets, outputs)
+        return targets
+
+    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
+        kept = targets[targets != self.ignore_index]
+        if kept.numel():
+            low, high = (int(v) for v in torch.aminmax(kept))
+            if low < 0 or high >= outputs.shape[-1]:
+                raise DataError(
+                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
+                    f"{outputs.shape[-1]} logits), or be {self.ignore_index} where they do not "
+                    f"count; found {low if low < 0 else high}"
+                )
+
+    def counted(self, targets: Tensor) -> Tensor:
+        return targets != self.ignore_index
+
+    def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counts = self.counted(targets).unsqueeze(-1)
+        index = targets.unsqueeze(-1).masked_fill(~counts, 0)
+        p = outputs.softmax(-1)
+        return p.scatter_add(-1, index, -torch.ones_like(p[..., :1])).masked_fill(~counts, 0.0)
+
+    def token_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """−log p_t[y_t] of every token, in nats, ``[B, T]``; 0 where the target is ignored."""
+        counts = self.counted(targets)
+        index = targets.masked_fill(~counts, 0).unsqueeze(-1)
+        losses = outputs.logsumexp(-1) - outputs.gather(-1, index).squeeze(-1)
+        return losses * counts
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the tokens that count, in nats, ``[B]``."""
+        return self.token_nll(outputs, targets).sum(-1)
+
+    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """Λ u, token by token, for u ``[..., B, T, C]``; see :meth:`prepare` for what is ignored:
+        outputs that are 0 whatever the weights have no Jacobian, and so no share in JᵀΛJ."""
+        p = outputs.softmax(-1)
+        return p * (vectors - (p * vectors).sum(-1, keepdim=True))
+
+    def hessian(self, outputs: Tensor) -> NoReturn:
+        raise _too_large(outputs)
+
+    def hessian_root(self, outputs: Tensor) -> NoReturn:
+        raise _too_large(outputs)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1)
+
+    def prediction(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(-1)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The fraction of the tokens that count which are predicted right, ``[B]``."""
+        counts = self.counted(targets)
+        right = (outputs.argmax(-1) == targets) & counts
+        return right.sum(-1).to(outputs.dtype) / counts.sum(-1)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = outputs.softmax(-1).flatten(0, 1)
+        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:2])
+
+    def resample(
+        self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None
+    ) -> Tensor:
+        drawn = self.sample(outputs, generator)
+        return torch.where(self.counted(targets), drawn, self.ignore_index)
+
+
+class CausalLM(TokenCategorical):
+    """A causal language model (``likelihood="causal_lm"``): the output at t predicts token t + 1.
+
+    Takes outputs ``[B, T, C]`` and labels ``[B, T]`` as Hugging Face models do, where labels are
+    the input ids (``ignore_index`` on padding), and shifts them here: outputs ``[:, :-1]`` against
+    labels ``[:, 1:]``. Otherwise :class:`TokenCategorical`, on T − 1 tokens.
+
+    Example:
+        >>> f, ids = torch.zeros(1, 3, 4), torch.tensor([[3, 1, -100]])
+        >>> outputs, targets = CausalLM().prepare(f, ids)
+        >>> outputs.shape, targets
+        (torch.Size([1, 2, 4]), tensor([[   1, -100]]))
+    """
+
+    name = "causal_lm"
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        super().check_outputs(outputs)
+        if outputs.shape[1] < 2:
+            raise DataError(
+                "a causal language model needs sequences of at least 2 tokens, got batches of 1: "
+                "nothing follows a single token"
+            )
+
+    def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and labels shifted against each other, ``[B, T − 1, C]`` and ``[B, T − 1]``."""
+        if targets.shape != outputs.shape[:2]:
+            raise DataError(
+                f"{self.name} labels must be one token id per token, shape "
+                f"{list(outputs.shape[:2])}, got {list(targets.shape)}; give the input ids, "
+                "unshifted"
+            )
+        return super().prepare(outputs[:, :-1], targets[:, 1:])
+
+
+def _too_large(outputs: Tensor) -> InputError:
+    return InputError(
+        f"the output Hessian of a sequence, {tuple(outputs.shape[1:])} outputs, is not formed; use "
+        'curvature="empirical_fisher" or "mc_fisher", one gradient per sequence'
+    )

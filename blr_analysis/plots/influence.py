@@ -1,0 +1,146 @@
+"""Which training examples hold a prediction up, and which pull it down?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+from blr_analysis.plots._canvas import BLUE, ORANGE, as_array, axes_or_new
+from blr_analysis.plots.images import image_of
+from blr_analysis.sensitivity.influence_results import SHOWN, Influence, TopInfluence, index_of_test
+
+__all__ = ["plot_influence"]
+
+THUMBNAIL = 26  # pixels of the longer side, at 100 dots per inch
+
+
+def plot_influence(
+    result: Influence | TopInfluence,
+    ax: Axes | None = None,
+    *,
+    test: int = 0,
+    k: int = SHOWN,
+    images: Any = None,
+    test_images: Any = None,
+    names: Mapping[Any, str] | Sequence[str] | None = None,
+) -> Axes:
+    """The most helpful and the most harmful training examples of one test example, as bars.
+
+    Bars to the right: without this example the test loss would rise (it helps). To the left:
+    it would fall (it harms). Each bar is named by the index and the target of its example.
+
+    Args:
+        result: what :func:`blr_analysis.influence` or :func:`blr_analysis.top_influence` returns.
+        ax: where to draw; a new figure if None.
+        test: index of the test example.
+        k: bars of either sign, or fewer where the result holds fewer.
+        images: pictures of the training examples, drawn beside their bars; see
+            :func:`blr_analysis.plots.image_of`.
+        test_images: pictures of the test examples, of which one is drawn in the corner.
+        names: what targets are called, ``names[target]``.
+
+    Returns:
+        The Axes; the bars from top to bottom are ``ax.patches``.
+
+    Raises:
+        InputError: no such test example, k below 1 or above what the result holds, or an image
+            that is none.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        >>> ax = blr.influence(task, q, task, progress=False).plot(test=7, k=3)
+        >>> len(ax.patches)
+        6
+    """
+    if isinstance(result, Influence):
+        result = result.top(min(k, result.shape[0]))
+    test = index_of_test(test, len(result.helpful))
+    few = min(k, result.k)
+    indices = np.concatenate(
+        [
+            result.helpful[test, :few].numpy(),
+            result.harmful[test, :few].numpy()[::-1],
+        ]
+    )
+    values = np.concatenate(
+        [
+            as_array(result.helpful_values[test, :few]),
+            as_array(result.harmful_values[test, :few])[::-1],
+        ]
+    )
+    place = np.arange(len(values))
+    ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * len(values)))
+    for at, value in zip(place, values, strict=True):
+        helps = value >= 0
+        ax.barh(at, value, 0.72, color=BLUE if helps else ORANGE, ec="black", lw=0.7,
+                hatch="" if helps else "///")  # fmt: skip
+    ax.axvline(0, color="black", lw=0.8)
+    ax.set_yticks(place, _labels(result, indices, names))
+    ax.invert_yaxis()
+    if images is not None:
+        ax.tick_params(axis="y", length=0, pad=THUMBNAIL + 8)
+        for at, index in zip(place, indices, strict=True):
+            _thumbnail(ax, image_of(images, int(index)), float(at))
+    rise = "rise of the test loss" if result.pairs.measure == "loss" else "rise"
+    unit = " [nats]" if result.pairs.measure == "loss" else f" of {result.pairs.measure}"
+    ax.set_xlabel(f"{rise}{unit} without the training example\n← it harms      it helps →")
+    ax.set_ylabel("training example")
+    ax.set_title(_title(result, test, names))
+    if test_images is not None:
+        _inset(ax, image_of(test_images, test))
+    return ax
+
+
+def _labels(result: TopInfluence, indices: np.ndarray, names: Any) -> list[str]:
+    known = result.pairs.described(torch.from_numpy(indices.copy()))
+    if "target" not in known:
+        return [f"#{i}" for i in indices]
+    targets = known["target"]
+    return [
+        f"#{i}  {_name(target, names)}" for i, target in zip(indices, targets.tolist(), strict=True)
+    ]
+
+
+def _title(result: TopInfluence, test: int, names: Any) -> str:
+    known = result.pairs.described(torch.tensor([test]), test=True)
+    if not known:
+        return f"What shapes test example #{test}"
+    target, answer = (_name(known[key].tolist()[0], names) for key in ("target", "prediction"))
+    return f"What shapes test example #{test}: {target}, predicted {answer}"
+
+
+def _name(target: Any, names: Any) -> str:
+    values = target if isinstance(target, list) else [target]
+    words = []
+    for value in values:
+        try:
+            words.append(str(value) if names is None else str(names[value]))
+        except (KeyError, IndexError, TypeError):
+            words.append(str(value))
+            continue
+        if names is None and isinstance(value, float):
+            words[-1] = f"{value:.3g}"
+    return ", ".join(words)
+
+
+def _thumbnail(ax: Axes, picture: np.ndarray, at: float) -> None:
+    zoom = THUMBNAIL / max(picture.shape[:2])
+    image = OffsetImage(picture, zoom=zoom, cmap="gray", interpolation="nearest")
+    box = AnnotationBbox(image, (0, at), xybox=(-THUMBNAIL / 2 - 4, 0), frameon=False, pad=0,
+                         xycoords=("axes fraction", "data"), boxcoords="offset points",
+                         annotation_clip=False)  # fmt: skip
+    ax.add_artist(box)
+
+
+def _inset(ax: Axes, picture: np.ndarray) -> None:
+    corner = ax.inset_axes((0.78, 0.04, 0.2, 0.3))
+    corner.imshow(picture, cmap="gray", interpolation="nearest")
+    corner.set(xticks=[], yticks=[], xlabel="test")

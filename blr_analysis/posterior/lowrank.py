@@ -1,0 +1,293 @@
+"""Low rank plus diagonal: the leading directions of the curvature exactly, the rest per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import Term
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.stacked import cast, columns_of, pieces, products
+from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of, total
+
+HELD = 2**22  # numbers of an intermediate result
+
+
+@dataclass(frozen=True)
+class Whitened:
+    """D^{-1/2} S D^{-1/2} = I + F diag(c) Fᵀ with F = D^{-1/2} B H of orthonormal columns."""
+
+    cholesky: Tensor  # L of BᵀD⁻¹B = L Lᵀ
+    turn: Tensor  # H
+    values: Tensor  # c, ascending
+
+
+class LowRank(Structure):
+    """S = D + B C Bᵀ: D diagonal, B P×r with orthonormal columns, C symmetric r×r.
+
+    A group's share is kept as its projection on the span of B, C_G = Bᵀ S_G B, so that taking a
+    group out and putting it in stay within the same B and cost r×r arithmetic. What a group has
+    outside of the span is not part of its share; it stays in the D that the fit left behind.
+    The share of a group is thus too small, never too large: S − S_G keeps D at least, and is
+    exact where B spans the whole curvature.
+
+    A fit puts into D, beside the prior δ, what B leaves of the curvature's diagonal. On an MLP for
+    the digits (P = 1,510, exact eigenvectors, δ = 1) the sum of all e_iᵀV_ie_i over that of the
+    full posterior was, with and without it: 3.2 and 6.7 (r = 20), 1.38 and 1.63 (r = 100), 1.04
+    and 1.07 (r = 200), 0.997 and 1.003 (r = 400); ranks agreed alike (Spearman above 0.998).
+
+    Inverse, roots and determinant come from the eigenvalues c of D^{-1/2} B C Bᵀ D^{-1/2}, an
+    r×r problem: with F its eigenvectors,
+
+        Σ = D^{-1/2} (I − F diag(c / (1 + c)) Fᵀ) D^{-1/2}
+        R = D^{1/2} (I + F diag(√(1 + c) − 1) Fᵀ),    log|S| = log|D| + Σ log(1 + c)
+
+    Small matrices and all sums that cancel are float64, whatever the dtype of B: what is left of
+    |g|²/δ in gᵀΣg can be a millionth of it.
+
+    Args:
+        base: D, by parameter name.
+        basis: B, ``[r, *shape]`` by parameter name.
+        core: C, ``[r, r]``.
+    """
+
+    kind = "lowrank"
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        basis: Mapping[str, Tensor],
+        core: Tensor,
+        *,
+        cholesky: Tensor | None = None,
+    ) -> None:
+        self.base, self.basis, self.core = dict(base), dict(basis), core.double()
+        self.shapes = {n: tuple(d.shape) for n, d in self.base.items()}
+        self._cholesky = cholesky  # of BᵀD⁻¹B, where it is known
+        self._whitened: Whitened | None = None
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return len(self.core)
+
+    @property
+    def whitened(self) -> Whitened:
+        """The r×r problem behind inverse, roots and determinant, solved once."""
+        if self._whitened is None:
+            if self._cholesky is None:
+                self._cholesky = torch.linalg.cholesky(self._metric())
+            low = self._cholesky
+            values, turn = torch.linalg.eigh(low.mT @ self.core @ low)
+            turn = torch.linalg.solve_triangular(low.mT, turn, upper=True)
+            self._whitened = Whitened(low, turn, values)
+        return self._whitened
+
+    def _metric(self) -> Tensor:
+        """BᵀD⁻¹B in float64."""
+        found = torch.zeros_like(self.core)
+        for name, columns, part in self._columns():
+            found += (part / self.base[name].flatten()[columns].double()) @ part.mT
+        return found
+
+    def _columns(self) -> Iterator[tuple[str, slice, Tensor]]:
+        """B in float64, some weights at a time: name, which weights, ``[r, weights]``."""
+        size = max(1, HELD // max(1, self.rank))
+        for name, b in self.basis.items():
+            flat = b.reshape(self.rank, torch.Size(self.shapes[name]).numel())
+            for start in range(0, flat.shape[1], size):
+                columns = slice(start, start + size)
+                yield name, columns, flat[:, columns].double()
+
+    def _inner(self, v: Tree) -> Tensor:
+        """Bᵀ v, ``[n, r]``, for v ``[n, p]`` in float64."""
+        some = next(iter(v.values()))
+        found = self.core.new_zeros(len(some), self.rank)
+        for name, columns, part in self._columns():
+            found += v[name][:, columns] @ part.mT
+        return found
+
+    def _spread(self, x: Tensor) -> Tree:
+        """B x, ``[n, p]``, for x ``[n, r]``."""
+        parts: dict[str, list[Tensor]] = {n: [] for n in self.basis}
+        for name, _, part in self._columns():
+            parts[name].append(x @ part)
+        return {n: torch.cat(p, dim=1) if p else x.new_zeros(len(x), 0) for n, p in parts.items()}
+
+    def _apply(self, v: Tree, before: float, small: Tensor, after: float, power: float) -> Tree:
+        """D^power v + D^after B small Bᵀ D^before v."""
+        self._take(v)
+        flat, leads = {}, {}
+        for name, shape in self.shapes.items():
+            leads[name] = v[name].shape[: v[name].ndim - len(shape)]
+            size = torch.Size(shape).numel()
+            flat[name] = v[name].double().reshape(-1, size)
+        d = {n: x.double().flatten() for n, x in self.base.items()}
+        inner = self._inner({n: x * d[n] ** before for n, x in flat.items()})
+        spread = self._spread(inner @ small)
+        return {
+            n: (x * d[n] ** power + spread[n] * d[n] ** after)
+            .reshape(*leads[n], *self.shapes[n])
+            .to(v[n].dtype)
+            for n, x in flat.items()
+        }
+
+    def _small(self, values: Tensor) -> Tensor:
+        """H diag(values) Hᵀ."""
+        turn = self.whitened.turn
+        return (turn * values) @ turn.mT
+
+    def times(self, v: Tree) -> Tree:
+        return self._apply(v, 0.0, self.core, 0.0, 1.0)
+
+    def solve(self, v: Tree) -> Tree:
+        c = self.whitened.values
+        return self._apply(v, -1.0, self._small(-c / (1 + c)), -1.0, -1.0)
+
+    def root(self, v: Tree) -> Tree:
+        c = self.whitened.values
+        return self._apply(v, -0.5, self._small((1 + c).sqrt() - 1), 0.0, 0.5)
+
+    def root_solve(self, v: Tree) -> Tree:
+        c = self.whitened.values
+        return self._apply(v, -0.5, self._small((1 + c).rsqrt() - 1), -1.0, -0.5)
+
+    def diagonal(self, *, inverse: bool = False) -> Tree:
+        return {n: x.to(self.base[n].dtype) for n, x in self._diagonal(inverse).items()}
+
+    def _diagonal(self, inverse: bool) -> Tree:
+        found = {n: 1 / d.double() if inverse else d.double().clone() for n, d in self.base.items()}
+        if inverse:
+            c = self.whitened.values
+            small = self._small(-c / (1 + c))
+        else:
+            small = self.core
+        for name, columns, part in self._columns():
+            share = ((small @ part) * part).sum(0)
+            flat = found[name].view(-1)
+            if inverse:
+                share = share / self.base[name].flatten()[columns].double().square()
+            flat[columns] += share
+        return found
+
+    def logdet(self) -> Tensor:
+        parts = [d.double().log().sum() for d in self.base.values()]
+        return torch.stack([*parts, self.whitened.values.log1p().sum()]).sum()
+
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        """J_i Σ J_iᵀ = J_i D⁻¹ J_iᵀ − T_i H diag(c / (1 + c)) Hᵀ T_iᵀ with T_i = J_i D⁻¹ B."""
+        if not terms:
+            return total([])
+        c = self.whitened.values
+        variance = {n: 1 / d.double() for n, d in self.base.items()}
+        like = next(iter(self.base.values())).dtype
+        found = []
+        for part in pieces(terms, self._examples_at_once(terms)):
+            exact = [cast(t, torch.float64) for t in part]
+            t = products(exact, self.basis, dtype=torch.float64, scale=variance)
+            t = t @ self.whitened.turn
+            whole = total([term.gram(variance) for term in exact])
+            found.append((whole - (t * (c / (1 + c))) @ t.mT).to(like))
+        return torch.cat(found)
+
+    def _examples_at_once(self, terms: Sequence[Term]) -> int:
+        """So many that the products of all their columns with B are no large matrix."""
+        return max(1, HELD // max(1, columns_of(terms[0]) * self.rank))
+
+    def zeros(self) -> LowRank:
+        base = {n: torch.zeros_like(d) for n, d in self.base.items()}
+        return LowRank(base, self.basis, torch.zeros_like(self.core))
+
+    def add(self, terms: Sequence[Term]) -> LowRank:
+        core = self.core.clone()
+        if terms:
+            for part in pieces(terms, self._examples_at_once(terms)):
+                t = products(part, self.basis, dtype=torch.float64).flatten(0, 1)
+                core += t.mT @ t
+        return self._with(core)
+
+    def _with(self, core: Tensor) -> LowRank:
+        return LowRank(self.base, self.basis, core, cholesky=self._cholesky)
+
+    def plus(self, other: Structure, scale: float = 1.0) -> LowRank:
+        assert isinstance(other, LowRank)
+        if other.basis is not self.basis and not _same(self.basis, other.basis):
+            raise InputError(
+                "two low-rank matrices can be added in one basis only; take both from the same "
+                "posterior"
+            )
+        core = torch.add(self.core, other.core, alpha=scale)
+        if not any(bool(d.any()) for d in other.base.values()):
+            return self._with(core)  # D stays, and with it the costly BᵀD⁻¹B
+        base = {n: torch.add(d, other.base[n], alpha=scale) for n, d in self.base.items()}
+        return LowRank(base, self.basis, core)
+
+    def plus_prior(self, prior: Prior) -> LowRank:
+        base = {n: d + _number(prior, n, d) for n, d in self.base.items()}
+        return LowRank(base, self.basis, self.core)
+
+    def floored(self, prior: Prior) -> tuple[LowRank, float]:
+        """D raised to δ and C to its positive part, where they are below."""
+        floors = {n: _number(prior, n, d).expand_as(d) for n, d in self.base.items()}
+        below = sum(int((d < floors[n] * (1 - 1e-6)).sum()) for n, d in self.base.items())
+        values, turn = torch.linalg.eigh(self.core)
+        least = min(float(f.min()) for f in floors.values() if f.numel())
+        negative = values < -1e-6 * least
+        count = sum(d.numel() for d in self.base.values()) + self.rank
+        if not below and not bool(negative.any()):
+            return self, 0.0
+        core = (turn * values.clamp_min(0)) @ turn.mT if bool(negative.any()) else self.core
+        fraction = (below + int(negative.sum())) / count
+        if not below:
+            return self._with(core), fraction
+        base = {n: torch.maximum(d, floors[n]) for n, d in self.base.items()}
+        return LowRank(base, self.basis, core), fraction
+
+    def with_rest(self, diagonal: Mapping[str, Tensor]) -> LowRank:
+        """S with D raised until S has at least this diagonal (float64, by name)."""
+        own = self._diagonal(inverse=False)
+        base = {
+            n: d + (diagonal[n] - own[n]).clamp_min(0).to(d.dtype) for n, d in self.base.items()
+        }
+        return LowRank(base, self.basis, self.core)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = dict(self.base)
+        found.update({f"{n}.basis": b for n, b in self.basis.items()})
+        found["lowrank.core"] = self.core.to(next(iter(self.base.values())).dtype)
+        return found
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:
+        return LowRank(
+            {n: d.to(device, dtype) for n, d in self.base.items()},
+            {n: b.to(device, dtype) for n, b in self.basis.items()},
+            self.core.to(device),
+        )
+
+    def check(self) -> None:
+        for name, d in self.base.items():
+            if not (bool(torch.isfinite(d).all()) and bool(torch.isfinite(self.basis[name]).all())):
+                raise PosteriorError(f"the low-rank precision of {name!r} holds NaN or inf")
+            if not bool((d > 0).all()):
+                raise PosteriorError(
+                    f"the diagonal part of the precision of {name!r} must be positive, its "
+                    f"smallest value is {float(d.min()):.3g}; give a prior_precision above 0"
+                )
+        if not bool(torch.isfinite(self.core).all()):
+            raise PosteriorError("the low-rank precision's core holds NaN or inf")
+        if self.rank and not bool(self.whitened.values[0] > -1):
+            raise PosteriorError(
+                "the low-rank precision matrix is not positive definite; give a prior_precision "
+                "above 0, or remove fewer examples"
+            )
+
+
+def _number(prior: Prior, name: str, like: Tensor) -> Tensor:
+    return torch.as_tensor(prior_of(prior, name), dtype=like.dtype, device=like.device)
+
+
+def _same(one: Tree, two: Tree) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(b, two[n]) for n, b in one.items())

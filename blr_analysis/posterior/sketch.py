@@ -1,0 +1,242 @@
+"""The leading directions of Σ_i G_iᵀ G_i, found by multiplying it with random vectors.
+
+A block Krylov space (Golub & Underwood, 1977; Musco & Musco, 2015) of the curvature G in the
+prior's metric, K = δ^{-1/2} G δ^{-1/2}: Q = orth[K Ω, K² Ω, …] with Ω random, every new block
+made orthogonal to all before it, and the eigenvectors of Qᵀ K Q with the largest values θ kept.
+G is multiplied through the layers' factored gradients, several vectors in one pass.
+
+How much is missing is known without further products, because tr K = Σ_p diag(G)_p / δ_p takes
+one pass: with m = tr K − Σ_kept θ spread over at most n more eigenvalues,
+
+    tr(ΛV) = Σ_k λ_k / (1 + λ_k) ≤ Σ_kept θ / (1 + θ) + m / (1 + m / n)      (Jensen)
+
+which is what ``share`` below is measured against: a lower bound on the share of tr(ΛV).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import Term
+from blr_analysis.posterior.stacked import combined, products
+from blr_analysis.posterior.structures import Prior, Tree, prior_of
+
+WIDEST, NARROWEST = 128, 8  # vectors multiplied in one pass
+OVERSAMPLING = 1.5  # size of the Krylov space over the rank asked for
+Passes = Callable[[str], Iterable[list[Term]]]
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """An orthonormal basis ``[r, *shape]`` by name, and what it leaves out.
+
+    Attributes:
+        basis: B.
+        diagonal: diag(G) by name, float64.
+        share: of tr(ΛV) that the basis explains, at least.
+        multiplied: vectors that were multiplied with G.
+    """
+
+    basis: Tree
+    diagonal: Tree
+    share: float
+    multiplied: int
+
+
+def sketch(
+    passes: Passes,
+    params: Mapping[str, Tensor],
+    prior: Prior,
+    *,
+    rank: int | None,
+    tolerance: float,
+    most: int,
+    size: int,
+) -> Sketch:
+    """The leading ``rank`` directions, or as many as explain 1 − ``tolerance`` of tr(ΛV).
+
+    Args:
+        passes: label → one sweep over the data: per chunk the terms of the columns G_i.
+        params: what the vectors are shaped like.
+        rank: how many; None: by ``tolerance``.
+        most: never more than these (by ``tolerance`` only).
+        size: how many eigenvalues of G can be other than zero.
+    """
+    curvature = _Whitened(passes, params, prior)
+    space = _Krylov(curvature, NARROWEST, size)
+    wanted = min(rank or size, size)
+    space.width = max(NARROWEST, min(WIDEST, wanted // 6))
+    full = (
+        min(size, most) if rank is None else min(size, int(OVERSAMPLING * rank) + 3 * space.width)
+    )
+    check = min(full, 2 * space.width)
+    while True:
+        grown = space.grow()
+        if space.rank < check and grown:
+            continue
+        values, vectors = torch.linalg.eigh(space.core)
+        values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+        shares = _shares(values, curvature.trace, size)
+        done = not grown or space.rank >= full
+        if rank is None and bool((shares >= 1 - tolerance).any()):
+            kept = int((shares >= 1 - tolerance).nonzero()[0]) + 1
+            break
+        if done:
+            kept = min(most if rank is None else rank, space.rank)
+            break
+        check = min(full, int(1.2 * space.rank))
+    kept = min(kept, int((values > space.noise * values[:1]).sum()))
+    share = float(shares[kept - 1]) if kept else 1.0
+    basis = space.rotated(vectors[:, :kept])
+    return Sketch(curvature.unwhitened(basis), curvature.diagonal, share, curvature.multiplied)
+
+
+def _shares(values: Tensor, trace: float, size: int) -> Tensor:
+    """The least share of tr(ΛV) that the first r directions explain, for every r."""
+    explained = (values / (1 + values)).cumsum(0)
+    missing = (trace - values.cumsum(0)).clamp_min(0)
+    left = size - torch.arange(1, len(values) + 1, device=values.device)
+    most = missing / (1 + missing / left.clamp_min(1))
+    return torch.where(explained > 0, explained / (explained + most), torch.ones_like(most))
+
+
+class _Whitened:
+    """K = δ^{-1/2} G δ^{-1/2} as products with flat vectors ``[n, P]``."""
+
+    def __init__(self, passes: Passes, params: Mapping[str, Tensor], prior: Prior) -> None:
+        self._passes, self._params = passes, params
+        self.prior = {
+            n: torch.as_tensor(prior_of(prior, n), dtype=p.dtype, device=p.device).expand_as(p)
+            for n, p in params.items()
+        }
+        self._scale = torch.cat([d.flatten() for d in self.prior.values()]).rsqrt()
+        self.diagonal: Tree = {}
+        self.trace = 0.0
+        self.multiplied = 0
+
+    @property
+    def like(self) -> Tensor:
+        return self._scale
+
+    def tree(self, flat: Tensor) -> Tree:
+        parts = flat.split([p.numel() for p in self._params.values()], dim=1)
+        return {
+            n: part.reshape(len(flat), *p.shape)
+            for (n, p), part in zip(self._params.items(), parts, strict=True)
+        }
+
+    def times(self, v: Tensor, label: str) -> Tensor:
+        """K v, and on the first pass also diag(G)."""
+        stack = self.tree(v * self._scale)
+        into = {n: torch.zeros_like(u) for n, u in stack.items()}
+        first = not self.multiplied
+        if first:
+            self.diagonal = {
+                n: torch.zeros_like(p, dtype=torch.float64) for n, p in self._params.items()
+            }
+        for terms in self._passes(label):
+            combined(terms, products(terms, stack, dtype=v.dtype), into)
+            for term in terms if first else ():
+                for name, square in term.square_sum().items():
+                    self.diagonal[name] += square
+        self.multiplied += len(v)
+        if first:
+            self.trace = sum(
+                float((d / self.prior[n].double()).sum()) for n, d in self.diagonal.items()
+            )
+        return torch.cat([u.reshape(len(v), -1) for u in into.values()], dim=1) * self._scale
+
+    def unwhitened(self, q: Tensor) -> Tree:
+        """An orthonormal basis of δ^{1/2} q, rows by name."""
+        if bool((self._scale != self._scale[0]).any()):
+            q = q / self._scale
+            for _ in range(2):  # Cholesky QR, twice
+                factor = torch.linalg.cholesky((q @ q.mT).double())
+                q = torch.linalg.solve_triangular(factor.to(q), q, upper=False)
+        return self.tree(q)
+
+
+class _Krylov:
+    """Orthonormal blocks ``[b, P]`` and the core Qᵀ K Q of those that were multiplied."""
+
+    def __init__(self, curvature: _Whitened, width: int, size: int) -> None:
+        self._curvature, self.width, self._size = curvature, width, size
+        self._generator = torch.Generator().manual_seed(0)  # the same data, the same posterior
+        self._blocks: list[Tensor] = []
+        self._next: Tensor | None = None
+        self._largest = 0.0
+        like = curvature.like
+        self.core = torch.zeros(0, 0, dtype=torch.float64, device=like.device)
+        self.noise = 1e-13 if like.dtype == torch.float64 else 4 * torch.finfo(like.dtype).eps
+
+    @property
+    def rank(self) -> int:
+        return len(self.core)
+
+    def grow(self) -> bool:
+        """One more block; False: nothing is left outside of the space."""
+        if self._next is None:
+            self._next = self._fresh()
+        if not len(self._next):
+            return False
+        block = self._next
+        label = f"low-rank directions, {self.rank} so far"
+        image = self._curvature.times(block, label)
+        self._blocks.append(block)
+        side = torch.cat([b @ image.mT for b in self._blocks]).double()  # [m, b]
+        m, new = len(side), len(block)
+        core = side.new_zeros(m, m)
+        core[: m - new, : m - new] = self.core
+        core[:, m - new :] = side
+        core[m - new :, : m - new] = side[: m - new].mT
+        core[m - new :, m - new :] = (side[m - new :] + side[m - new :].mT) / 2
+        self.core = core
+        room = self._size - m
+        self._next = self._orthonormal(image)[:room]
+        if room and not len(self._next) and self._missing():
+            self._next = self._fresh()[:room]
+        return room > 0 and len(self._next) > 0
+
+    def _missing(self) -> bool:
+        trace = self._curvature.trace
+        return trace - float(self.core.trace()) > 1e3 * self.noise * trace
+
+    def _fresh(self) -> Tensor:
+        """Directions of K Ω for new random vectors Ω."""
+        like = self._curvature.like
+        noise = torch.randn(self.width, len(like), generator=self._generator, dtype=torch.float64)
+        noise = self._without(noise.to(like) / len(like) ** 0.5)
+        image = self._curvature.times(noise, "low-rank directions")
+        self._largest = max(self._largest, float(image.norm(dim=1).max()))
+        return self._orthonormal(image)
+
+    def _without(self, v: Tensor) -> Tensor:
+        for block in self._blocks:
+            v = v - (v @ block.mT) @ block
+        return v
+
+    def _orthonormal(self, v: Tensor) -> Tensor:
+        """An orthonormal basis of v outside of the space, without what is rounding alone."""
+        v = self._without(self._without(v))
+        q, r = torch.linalg.qr(v.mT)
+        left, values, _ = torch.linalg.svd(r)
+        self._largest = max(self._largest, float(values[0]) if len(values) else 0.0)
+        kept = values > self.noise * self._largest
+        q = self._without((q @ left[:, kept]).mT)
+        return torch.linalg.qr(q.mT)[0].mT.contiguous() if len(q) else q
+
+    def rotated(self, vectors: Tensor) -> Tensor:
+        """Vᵀ Q, ``[r, P]``; the blocks are given up."""
+        like = self._curvature.like
+        found = like.new_zeros(vectors.shape[1], len(like))
+        start = 0
+        for i, block in enumerate(self._blocks):
+            part = vectors[start : start + len(block)].to(like)
+            found.addmm_(part.mT, block)
+            start += len(block)
+            self._blocks[i] = block[:0]
+        return found

@@ -1,0 +1,282 @@
+"""The scale of a posterior, checked against exact solves on a probe of examples.
+
+    V ← τ V, that is S ← S / τ, with τ such that  Σ_i w_i r_i(τ) ψ(log r_i − log r_i(τ)) = 0
+
+r_i(τ): what leave-one-out with τ V_i says that example i's own loss rises by without it.
+r_i: the same by an exact solve, the cavity with all other examples' whole curvature
+(:mod:`blr_analysis.sensitivity.exact_removal`). The sum stands for the total over all N
+examples: the probe is drawn at random with chances π_i that grow with the estimated rise, and
+w_i = 1/π_i (Horvitz & Thompson, 1952), so that the examples that make up the total are in the
+probe. ψ(x) = min(½, max(−½, x)) (Huber, 1964) is a mean over the examples that agree within a
+factor of 1.6 and a median over the others, such as those whose removal leads to another optimum.
+
+It repairs the scale of a structure, not its ranking.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.products import KINDS
+from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.corrections import taken
+from blr_analysis.sensitivity.exact_removal import Removals, exact_removals
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
+from blr_analysis.sensitivity.probe import Estimate, draw
+from blr_analysis.sensitivity.scores import Scores, fitted
+from blr_analysis.task import Task
+
+AGREEING = 0.5  # |log ratio| up to which ψ is linear
+WIDEST = 64.0  # |log τ| that is searched
+HALVINGS = 70
+NEARBY = 0.01  # in log τ: over which slopes are taken
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def calibrate(
+    task: Task,
+    posterior: Posterior,
+    probe: int = 32,
+    *,
+    correction: str = "auto",
+    kind: str = "ggn",
+    indices: Any = None,
+    generator: torch.Generator | None = None,
+    tolerance: float = 1e-4,
+    max_iterations: int = 200,
+    scores: Scores | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Posterior:
+    """The same posterior, its scale checked by exact solves on a random probe of examples.
+
+    Costs one leave-one-out of the whole data (none with ``indices``, less with ``scores``) and two
+    sweeps over the data for each probe example and iteration of conjugate gradients, of which the
+    posterior, as preconditioner, lets few suffice. Nothing is retrained.
+
+    Args:
+        task: the model and the data it was trained on.
+        posterior: learned on those data.
+        probe: how many examples, at random; those with a larger estimated rise are likelier.
+        correction: the leave-one-out that τ is for, see :func:`blr_analysis.leave_one_out`;
+            it is kept, as what "auto" means for the calibrated posterior.
+        kind: the curvature of the exact solves: "ggn" (Gauss–Newton, always positive; it
+            leaves a "full" posterior of it as it is), or "hessian" (the loss's own, which also
+            says how far Gauss–Newton is off; at an optimum only: examples without which it is
+            not positive are left out).
+        indices: examples to use as the probe instead, all with equal weight.
+        generator: the source of the probe; None: the same probe each time.
+        tolerance: relative residual of the conjugate gradients.
+        max_iterations: of conjugate gradients at most; what has not converged by then is used
+            as it is, warned of, and marked in the record.
+        scores: what ``sensitivity(task, posterior)`` gave, with its variance.
+
+    Returns:
+        A posterior of the same structure with V ← τV (S ← S/τ; the prior within S is divided
+        too, while ``prior_precision`` stays the objective's δ). Its ``record["calibration"]``,
+        saved with it, holds
+
+        * ``scale`` τ (of the posterior as it was first captured or fitted), and
+          ``standard_error`` of log τ, from the choice of the probe;
+        * ``spread``: half the width of the middle two thirds of log(exact / calibrated) over
+          the probe: how far single examples are off, which no scale repairs;
+        * ``total_error``: standard error of the calibrated total, relative to the total;
+        * ``correction``, ``kind``;
+        * by example ``probe`` (indices), ``weight`` w_i, ``exact`` r_i, ``estimated`` r_i(1),
+          ``calibrated`` r_i(τ) in nats, ``residual``, ``converged``;
+        * ``iterations``, ``passes`` over the data.
+
+        :func:`blr_analysis.tables.calibration_table` puts the probe into a table.
+
+    Raises:
+        InputError: a probe of less than 1 or more than N examples, indices named twice,
+            sequences (whose outputs have no V_i).
+        PosteriorError: a probe that says nothing about the scale (no prediction error), or none
+            of whose solves can be used.
+        DataError, ModelError: NaN in the data or outputs, as :func:`blr_analysis.sensitivity`.
+
+    Warns:
+        RuntimeWarning: solves that did not converge, or that are left out of the fit because
+            the curvature without the example is not positive.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(60, 3), torch.randn(60)
+        >>> task = blr.Task(torch.nn.Linear(3, 1), (X, y), likelihood="gaussian")
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> wrong = blr.Posterior(q.mean, q.form.plus(q.form, 2.0), prior_precision=1.0, n_data=60)
+        >>> better = calibrate(task, wrong, probe=16, progress=False)
+        >>> round(better.record["calibration"]["scale"], 3)
+        3.0
+    """
+    one_of("correction", correction, CORRECTIONS)
+    one_of("kind", kind, KINDS)
+    positive_int("probe", probe)
+    if generator is not None:
+        instance("generator", generator, torch.Generator, "a torch.Generator")
+    q = fitted(task, posterior)
+    if task.likelihood.is_sequence:
+        raise InputError("calibrate needs V_i, which the outputs of sequences do not have")
+    word = taken(q, correction)
+    if indices is None:
+        if probe > task.n_data:
+            raise InputError(f"probe={probe} of {task.n_data} examples; ask for as many at most")
+        loo = leave_one_out(
+            task,
+            posterior,
+            correction=word,
+            scores=scores,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+        chosen, weight = draw((loo.losses - loo.losses_before).double(), probe, generator)
+    else:
+        chosen = _given(indices, task.n_data)
+        weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
+    exact = exact_removals(
+        task,
+        q,
+        chosen,
+        kind=kind,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+    estimate = Estimate(task, q, chosen, word, memory_budget)
+    rise = estimate.rise(exact.outputs)
+    usable = _usable(exact, rise, estimate(1.0))
+    scale = matching(estimate, weight, rise, usable)
+    earlier = float(q.record.get("calibration", {}).get("scale", 1.0))
+    found = {
+        "scale": scale * earlier,
+        "correction": word,
+        "kind": kind,
+        **_errors(estimate, weight, rise, usable, scale),
+        "probe": chosen.tolist(),
+        "weight": weight.tolist(),
+        "exact": [float(r) if ok else None for r, ok in zip(rise, usable, strict=True)],
+        "estimated": estimate(1.0).tolist(),
+        "calibrated": estimate(scale).tolist(),
+        "residual": exact.residual.tolist(),
+        "converged": exact.converged.tolist(),
+        "iterations": exact.iterations,
+        "passes": exact.passes,
+    }
+    form = posterior.form
+    return Posterior(
+        posterior.mean,
+        form.zeros().plus(form, 1 / scale),
+        prior_precision=posterior.prior_precision,
+        n_data=posterior.n_data,
+        record={**posterior.record, "calibration": found},
+    )
+
+
+def _given(indices: Any, n_data: int) -> Tensor:
+    chosen = chosen_indices(indices, n_data)
+    if not chosen:
+        raise InputError("indices names no example; give at least one, or probe=")
+    if len(set(chosen)) < len(chosen):
+        raise InputError("indices names an example more than once")
+    return torch.tensor(chosen)
+
+
+def matching(estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor) -> float:
+    """τ with Σ w_i r_i(τ) ψ(log r_i − log r_i(τ)) = 0, by bisection on log τ.
+
+    Raises:
+        PosteriorError: no such τ.
+    """
+
+    def gap(log: float) -> float:
+        return float(_pulls(estimate, weight, rise, usable, math.exp(log)).sum())
+
+    low, high = -1.0, 1.0
+    while low > -WIDEST and gap(low) <= 0:
+        low *= 2
+    while high < WIDEST and gap(high) >= 0:
+        high *= 2
+    if gap(low) < 0 or gap(high) > 0:
+        raise PosteriorError(
+            f"no scale between e^-{WIDEST:g} and e^{WIDEST:g} makes the estimates agree with the "
+            "exact solves; was the posterior learned by this model on these data?"
+        )
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gap(middle) > 0 else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def _pulls(
+    estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
+) -> Tensor:
+    """w_i r_i(τ) ψ(log r_i − log r_i(τ)) of the usable examples."""
+    now = estimate(scale)[usable]
+    apart = (rise[usable].log() - now.log()).clamp(-AGREEING, AGREEING)
+    return weight[usable] * now * apart
+
+
+def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
+    """Which solves say something about the scale; warned of where they fall short.
+
+    Raises:
+        PosteriorError: none.
+    """
+    solved = torch.isfinite(rise) & ~exact.indefinite
+    usable = solved & (rise > 0) & (estimated > 0)
+    if not bool(usable.any()):
+        raise PosteriorError(
+            "no example of the probe tells the posterior's scale: their prediction errors are 0, "
+            "or the curvature without them is not positive; give a prior_precision above 0, a "
+            'larger probe, other indices, or kind="ggn"'
+        )
+    if not bool(solved.all()):
+        warnings.warn(
+            f"{int((~solved).sum())} of {len(usable)} probe examples are left out of the "
+            "calibration: the curvature without them is not positive",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    short = usable & ~exact.converged
+    if bool(short.any()):
+        warnings.warn(
+            f"{int(short.sum())} of {len(usable)} exact solves did not converge (relative "
+            f"residual up to {float(exact.residual[short].max()):.1e}); raise max_iterations",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return usable
+
+
+def _errors(
+    estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
+) -> dict[str, float | None]:
+    """Spread of the single examples, standard errors of log τ and of the total."""
+    k = int(usable.sum())
+    if k < 2:
+        return {"standard_error": None, "spread": None, "total_error": None}
+    apart = (rise[usable] / estimate(scale)[usable]).log()
+    low, high = torch.quantile(apart, torch.tensor([1 / 6, 5 / 6], dtype=apart.dtype)).tolist()
+    up, down = scale * math.exp(NEARBY), scale * math.exp(-NEARBY)
+    slope = (
+        _pulls(estimate, weight, rise, usable, down).sum()
+        - _pulls(estimate, weight, rise, usable, up).sum()
+    ) / (2 * NEARBY)
+    noise = (k / (k - 1) * _pulls(estimate, weight, rise, usable, scale).square().sum()).sqrt()
+    error = float(noise / slope) if float(slope) > 0 else None
+    total = [float((weight * estimate(t))[usable].sum()) for t in (down, up)]
+    growth = (math.log(total[1]) - math.log(total[0])) / (2 * NEARBY)
+    return {
+        "standard_error": error,
+        "spread": (high - low) / 2,
+        "total_error": None if error is None else growth * error,
+    }

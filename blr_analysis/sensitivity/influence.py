@@ -1,0 +1,337 @@
+"""How much each training example matters to each test prediction.
+
+The memory-perturbation equation to first order (Nickl et al., NeurIPS 2023), which is the
+influence function of Koh & Liang (ICML 2017) with the learned covariance as inverse curvature:
+
+    influence[i, j] = ∇ℓ_jᵀ Σ ∇ℓ_i ≈ ℓ_j(without i) − ℓ_j
+
+Positive: leaving i out hurts j, i helps. Σ includes the prior and example i itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.checks import instance, positive_int
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.influence_blocks import (
+    Budget,
+    Cotangent,
+    Piece,
+    check_finite,
+    chunk_size,
+    loss_gradient,
+    loss_terms,
+    pieces,
+    preconditioned,
+)
+from blr_analysis.sensitivity.influence_results import (
+    SHOWN,
+    Best,
+    Influence,
+    Pairs,
+    ProjectionError,
+    TopInfluence,
+    check_k,
+    joined,
+)
+from blr_analysis.sensitivity.projection import Sketch, sketch_for
+from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.task import Task
+
+Measure = str | Callable[[Tensor, Tensor], Tensor]
+WIDE = 4096  # test examples whose projected influence is computed at once
+SAMPLE = 64  # training examples that tell how large gradients are in each direction
+PROBE = (256, 16)  # training and test examples whose exact influence measures a projection
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def influence(
+    task: Task,
+    posterior: Posterior,
+    test_task: Task,
+    *,
+    measure: Measure = "loss",
+    projection: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Influence:
+    """Rise of every test loss when each training example is left out, to first order.
+
+    influence[i, j] = ∇q_jᵀ Σ ∇ℓ_i with q_j = ℓ_j, in nats: positive where i helps j. The diagonal
+    of ``influence(task, posterior, task)`` is ``sensitivity(task, posterior).self_influence``.
+
+    Args:
+        task: the model and the data it was trained on.
+        posterior: learned on those data.
+        test_task: the examples whose loss is asked about, under the same model and likelihood.
+        measure: "loss", or a function of outputs ``[B, C]`` and targets giving one number per
+            test example, whose rise is computed instead (``lambda f, y: f.softmax(-1)[:, 3]``).
+        projection: None: exact. K: from K random projections of each gradient, for models whose
+            gradients do not fit in memory test example by test example, or for more test
+            examples than multiplications allow. Unbiased; the error falls as 1/√K, is measured
+            on random pairs computed exactly, and comes back as ``.error``: look at it. It is
+            smallest for diagonal posteriors, larger for Kronecker, and largest for low-rank and
+            full ones, whose correlations between layers no product of vectors can follow. It
+            costs about K/N_train of the exact matrix, and holds K numbers per test example and
+            per row and column of every weight beside the budget.
+        generator: of the projection and its probe; None: the same ones on every call.
+        memory_budget: bytes of working memory beside the answer (default 256 MiB); of test
+            gradients at least one is held, P numbers.
+        progress: None shows a bar on a terminal when the work is long.
+
+    Returns:
+        A tensor ``[N_train, N_test]`` on the CPU with :meth:`~Influence.top`,
+        :meth:`~Influence.group`, ``.table`` and :meth:`~Influence.plot`.
+
+    Raises:
+        PosteriorError: a posterior of another model or number of examples, or a test task of
+            another model (other classes, other layers).
+        InputError: a test task of another likelihood, a projection below 1, a measure that does
+            not give one number per example.
+        DataError: NaN or inf inputs, targets out of range.
+        ModelError: NaN or inf outputs, an influence that overflows.
+
+    Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+        >>> model = torch.nn.Linear(2, 3)
+        >>> task, test = blr.Task(model, (X, y)), blr.Task(model, (X[:4] + 0.1, y[:4]))
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> found = influence(task, q, test, progress=False)
+        >>> found.shape, found.top(2).helpful.shape, found.group(by="target").values.shape
+        (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
+    """
+    work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
+    matrix: Tensor | None = None
+    for piece in work.pieces(progress):
+        if matrix is None:
+            matrix = piece.values.new_empty((task.n_data, test_task.n_data), device="cpu")
+        rows, columns = (slice(int(i[0]), int(i[-1]) + 1) for i in (piece.train, piece.test))
+        matrix[rows, columns] = piece.values
+    assert matrix is not None
+    return Influence.of(matrix, work.about())
+
+
+@torch.inference_mode(False)
+def top_influence(
+    task: Task,
+    posterior: Posterior,
+    test_task: Task,
+    *,
+    k: int = SHOWN,
+    measure: Measure = "loss",
+    projection: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> TopInfluence:
+    """The k most helpful and k most harmful training examples of every test example.
+
+    As ``influence(...).top(k)``, without ever holding the ``[N_train, N_test]`` matrix: beside
+    ``memory_budget``, 4·k numbers per test example.
+
+    Args:
+        k: how many of either sign.
+
+    The other arguments and the errors are those of :func:`influence`; k above the number of
+    training examples is an :class:`InputError`.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> top = top_influence(task, q, task, k=2, progress=False)
+        >>> top.helpful.shape, top.table.shape[0]
+        (torch.Size([30, 2]), 120)
+    """
+    work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
+    check_k(k, task.n_data)
+    blocks: dict[int, Best] = {}
+    for piece in work.pieces(progress):
+        blocks.setdefault(int(piece.test[0]), Best(k)).add(piece.train, piece.values)
+    return joined(list(blocks.values()), work.about())
+
+
+@dataclass
+class _Work:
+    """Checked arguments; hands out pieces of the matrix, exact or projected."""
+
+    task: Task
+    q: Posterior
+    test_task: Task
+    cotangent: Cotangent
+    measure: str
+    size: int | None
+    generator: torch.Generator
+    memory_budget: int | None
+    error: ProjectionError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        posterior: Posterior,
+        test_task: Task,
+        measure: Measure,
+        projection: int | None,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+    ) -> _Work:
+        q = fitted(task, posterior)
+        where = _tested(test_task, task, q)
+        if projection is not None:
+            positive_int("projection", projection)
+        if memory_budget is not None:
+            positive_int("memory_budget", memory_budget)
+        if generator is None:
+            generator = torch.Generator().manual_seed(0)
+        instance("generator", generator, torch.Generator, "a torch.Generator")
+        words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
+        size = projection
+        return cls(task, q, where, cotangent_of(measure), words, size, generator, memory_budget)
+
+    def about(self) -> Pairs:
+        return Pairs(self.task, self.q, self.test_task, self.error, self.measure)
+
+    def exact(self, progress: bool | None, **where: Tensor) -> Iterator[Piece]:
+        return pieces(
+            self.task,
+            self.q,
+            self.test_task,
+            cotangent=self.cotangent,
+            memory_budget=self.memory_budget,
+            progress=progress,
+            **where,
+        )
+
+    def pieces(self, progress: bool | None) -> Iterator[Piece]:
+        if self.size is None:
+            yield from self.exact(progress)
+            return
+        budget = Budget.of(self.memory_budget, self.q, self.test_task.n_data)
+        sketch = self._sketch(self.size, budget)
+        parts = []
+        order = torch.arange(self.test_task.n_data)
+        for block in order.split(budget.vectors):
+            held = preconditioned(
+                self.test_task, self.q, block, self.cotangent, budget, turned=False
+            )
+            parts.append(sketch.test(held))
+            del held
+        seen = torch.cat(parts)
+        self.error = self._measured(sketch, seen, budget)
+        for indices, numbers in self._train(sketch, budget, None, progress):
+            for columns in order.split(WIDE):
+                values = numbers @ seen[columns[0] : int(columns[-1]) + 1].mT
+                check_finite(values)
+                yield Piece(indices, columns, values)
+
+    def _sketch(self, size: int, budget: Budget) -> Sketch:
+        some = _some(self.task.n_data, SAMPLE, self.generator)
+        passes = chunks(
+            self.task,
+            self.q.mean,
+            columns=1,
+            indices=some,
+            memory_budget=budget.chunk,
+            progress=False,
+        )
+        first = next(passes)
+        terms = loss_terms(self.task, first)
+        return sketch_for(self.q, terms, size, self.generator, budget.room)
+
+    def _train(
+        self, sketch: Sketch, budget: Budget, indices: Tensor | None, progress: bool | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        n = self.task.n_data if indices is None else len(indices)
+        for chunk in chunks(
+            self.task,
+            self.q.mean,
+            indices=indices,
+            chunk_size=chunk_size(
+                self.task, self.q, budget, n, max(sketch.size, min(WIDE, self.test_task.n_data))
+            ),
+            label="influence",
+            progress=progress,
+        ):
+            yield chunk.indices, sketch.train(loss_terms(self.task, chunk))
+
+    def _measured(self, sketch: Sketch, seen: Tensor, budget: Budget) -> ProjectionError:
+        """The projection against exact influence, on random pairs."""
+        rows, columns = (
+            _some(n, most, self.generator)
+            for n, most in zip((self.task.n_data, self.test_task.n_data), PROBE, strict=True)
+        )
+        numbers = [found for _, found in self._train(sketch, budget, rows, False)]
+        estimate = torch.cat(numbers) @ seen[columns.to(seen.device)].mT
+        blocks: dict[int, list[Tensor]] = {}
+        for piece in self.exact(False, indices=rows, test_indices=columns):
+            blocks.setdefault(int(piece.test[0]), []).append(piece.values)
+        exact = torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
+        return ProjectionError.between(estimate, exact)
+
+
+def _some(n: int, most: int, generator: torch.Generator) -> Tensor:
+    """Up to ``most`` of n indices, in order."""
+    drawn = torch.randperm(n, generator=generator, device=generator.device)[:most]
+    return drawn.cpu().sort().values
+
+
+def _tested(test_task: Task, task: Task, q: Posterior) -> Task:
+    """The test examples under the trained model (buffers, frozen weights and all)."""
+    instance("test_task", test_task, Task, "a blr_analysis.Task with the test examples")
+    try:
+        q.on(test_task, same_data=False)
+    except PosteriorError as error:
+        raise PosteriorError(f"test_task does not fit: {error}") from error
+    ours, theirs = task.likelihood, test_task.likelihood
+    if type(ours) is not type(theirs) or str(vars(ours)) != str(vars(theirs)):
+        raise InputError(
+            f"test_task has the likelihood {theirs!r}, the training task {ours!r}; build them "
+            "with the same one (measure= asks about something else than the loss)"
+        )
+    return test_task.with_model(task)
+
+
+def cotangent_of(measure: Measure) -> Cotangent:
+    """∂(measure)/∂f of every example of a chunk.
+
+    Raises:
+        InputError: an unknown word, or a function that does not give one number per example.
+    """
+    if isinstance(measure, str) and measure == "loss":
+        return loss_gradient
+    if not callable(measure):
+        raise InputError(
+            f'measure must be "loss" or a function (outputs, targets) -> one number per example, '
+            f"got {measure!r}"
+        )
+
+    def gradient(task: Task, chunk: Chunk) -> Tensor:
+        with torch.enable_grad():
+            outputs = chunk.outputs.detach().clone().requires_grad_()
+            values: Any = measure(outputs, chunk.targets)
+            if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise InputError(
+                    f"measure must give one number for each of {len(outputs)} examples, a tensor "
+                    f"of shape ({len(outputs)},); got {got}"
+                )
+            if not values.requires_grad:
+                return torch.zeros_like(outputs)
+            (found,) = torch.autograd.grad(values.sum(), outputs)
+        return found.detach()
+
+    return gradient

@@ -1,0 +1,264 @@
+"""What influence comes as: a matrix, the strongest training examples, sums over groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import predict
+from blr_analysis.checks import positive_int
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.selection import Selection, groups_by, select
+from blr_analysis.task import Task
+from blr_analysis.views import Tabular, make_plot
+
+SHOWN = 5  # of either sign in a table or picture, where nobody says how many
+
+
+@dataclass(frozen=True)
+class ProjectionError:
+    """How far a projected influence is from the exact one, measured on random pairs.
+
+    Attributes:
+        relative_rms: √(Σ(estimate − exact)² / Σ exact²) over the pairs.
+        spearman: rank correlation of estimate and exact over the pairs.
+        pairs: how many (training example, test example) pairs were computed exactly.
+    """
+
+    relative_rms: float
+    spearman: float
+    pairs: int
+
+    @classmethod
+    def between(cls, estimate: Tensor, exact: Tensor) -> ProjectionError:
+        """The error of ``estimate`` against ``exact``, of any equal shapes."""
+        a, b = estimate.double().flatten(), exact.double().flatten()
+        size = float(b.norm())
+        gap = float((a - b).norm())
+        rms = gap / size if size else (0.0 if gap == 0 else float("inf"))
+        ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+        rank = float(torch.corrcoef(ranks)[0, 1]) if len(a) > 1 else 1.0
+        return cls(rms, rank, len(a))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The two tasks that an influence is between, and how it was computed."""
+
+    task: Task = field(repr=False)
+    posterior: Posterior = field(repr=False)
+    test_task: Task = field(repr=False)
+    error: ProjectionError | None = None
+    measure: str = "loss"
+
+    def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
+        """Target and prediction of these examples, by forward passes; empty for sequences."""
+        task = self.test_task if test else self.task
+        if task.likelihood.is_sequence or not len(indices):
+            return {}
+        unique, places = indices.unique(return_inverse=True)
+        outputs, targets = predict(task.subset(unique), self.posterior.mean, progress=False)
+        return {
+            "target": targets[places],
+            "prediction": task.likelihood.prediction(outputs)[places],
+        }
+
+
+class Influence(Tensor, Tabular):
+    """Influence ``[N_train, N_test]``: a tensor on the CPU that knows what it is about.
+
+    ``influence[i, j]`` is the rise of test loss j, in nats, when training example i is left out:
+    positive where i helps j, negative where it harms. Everything that works on a tensor works on
+    it and gives plain tensors; :meth:`top`, :meth:`group`, :attr:`table` and :meth:`plot` come on
+    top. What is saved or pickled is the plain matrix.
+
+    Attributes:
+        error: :class:`ProjectionError` of a projected influence, None of an exact one.
+    """
+
+    pairs: Pairs
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # as Parameter: results are plain tensors
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def of(cls, matrix: Tensor, pairs: Pairs) -> Influence:
+        """This matrix, with the tasks that it is between."""
+        made = torch.Tensor._make_subclass(cls, matrix.detach(), False)
+        made.pairs = pairs
+        return made
+
+    @property
+    def matrix(self) -> Tensor:
+        """The plain tensor, sharing memory."""
+        return self.detach()
+
+    @property
+    def error(self) -> ProjectionError | None:
+        return self.pairs.error
+
+    def top(self, k: int = SHOWN) -> TopInfluence:
+        """The k most helpful and the k most harmful training examples of every test example.
+
+        Raises:
+            InputError: k below 1 or above the number of training examples.
+        """
+        check_k(k, self.shape[0])
+        best = Best(k)
+        best.add(torch.arange(self.shape[0]), self.matrix)
+        return best.result(self.pairs)
+
+    def group(self, selection: Selection | None = None, *, by: str | None = None) -> GroupInfluence:
+        """Influence of groups of training examples: the sum over their members, first order.
+
+        Args:
+            selection: one group: a mask ``[N]``, indices, or a function of a table's row.
+            by: one group per value of "target" (default) or of a metadata column.
+
+        Raises:
+            InputError: a selection of nothing, no such column, or both arguments.
+        """
+        groups = groups_of(self.pairs, selection, by)
+        values = torch.stack([self.matrix[rows].sum(0) for rows in groups.values()])
+        sizes = torch.tensor([len(rows) for rows in groups.values()])
+        return GroupInfluence(tuple(groups), sizes, values)
+
+    def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
+        """The most helpful and most harmful training examples of one test example.
+
+        See :func:`blr_analysis.plots.plot_influence` for the options.
+        """
+        return make_plot(self, ax, test=test, **options)
+
+    def __deepcopy__(self, memo: Any) -> Influence:
+        return Influence.of(self.matrix.clone(), self.pairs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.matrix.__reduce_ex__(protocol)
+
+
+@dataclass(frozen=True)
+class TopInfluence(Tabular):
+    """The training examples that matter most to each test example, strongest first.
+
+    Attributes:
+        helpful: their indices ``[N_test, k]``: leaving them out raises the test loss most.
+        helpful_values: influence ``[N_test, k]`` in nats, falling.
+        harmful: indices ``[N_test, k]``: leaving them out lowers the test loss most.
+        harmful_values: influence ``[N_test, k]``, rising from the most negative. With few
+            training examples of one sign, the last of either list are of the other.
+        pairs: the tasks.
+    """
+
+    helpful: Tensor
+    helpful_values: Tensor
+    harmful: Tensor
+    harmful_values: Tensor
+    pairs: Pairs = field(repr=False)
+
+    @property
+    def k(self) -> int:
+        return self.helpful.shape[1]
+
+    @property
+    def error(self) -> ProjectionError | None:
+        """Of a projected influence; None of an exact one."""
+        return self.pairs.error
+
+    def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
+        """See :meth:`Influence.plot`."""
+        return make_plot(self, ax, test=test, **options)
+
+
+@dataclass(frozen=True)
+class GroupInfluence(Tabular):
+    """First-order effect of leaving out groups of training examples.
+
+    Attributes:
+        groups: the value that each group shares; "selection" for one that was named.
+        sizes: examples in each group, ``[G]``.
+        values: rise of each test loss without the group, ``[G, N_test]``, nats.
+    """
+
+    groups: tuple[Any, ...]
+    sizes: Tensor
+    values: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Rise of the mean test loss, ``[G]``: the predicted change of test NLL."""
+        return self.values.double().mean(1).to(self.values.dtype)
+
+
+class Best:
+    """The k largest and k smallest of each column, of rows that come in chunks."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self._kept: list[tuple[Tensor, Tensor] | None] = [None, None]
+
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        """Rows ``[B]`` with values ``[B, M]``."""
+        values, rows = values.cpu(), rows.cpu()
+        for side, largest in enumerate((True, False)):
+            kept = self._kept[side]
+            few = min(self.k, len(values))
+            found, places = values.topk(few, dim=0, largest=largest)
+            names = rows[places]
+            if kept is not None:
+                found, names = torch.cat([kept[0], found]), torch.cat([kept[1], names])
+                found, places = found.topk(min(self.k, len(found)), dim=0, largest=largest)
+                names = names.gather(0, places)
+            self._kept[side] = found, names
+
+    def sides(self) -> list[tuple[Tensor, Tensor]]:
+        """Values and rows ``[k, M]`` of the largest, then of the smallest."""
+        return [kept for kept in self._kept if kept is not None]
+
+    def result(self, pairs: Pairs) -> TopInfluence:
+        return joined([self], pairs)
+
+
+def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
+    """One result of consecutive blocks of test examples."""
+    sides = [block.sides() for block in blocks]
+
+    def whole(side: int, part: int) -> Tensor:
+        return torch.cat([block[side][part] for block in sides], dim=1).mT.contiguous()
+
+    return TopInfluence(whole(0, 1), whole(0, 0), whole(1, 1), whole(1, 0), pairs)
+
+
+def check_k(k: Any, n: int) -> int:
+    """How many to keep of n training examples."""
+    if positive_int("k", k) > n:
+        raise InputError(f"k={k} is more than the {n} training examples; choose k up to {n}")
+    return k
+
+
+def index_of_test(test: Any, n: int) -> int:
+    """One test example."""
+    if isinstance(test, (bool, np.bool_)) or np.ndim(test) != 0:
+        raise InputError(f"test must be the index of one test example, got {test!r}")
+    return chosen_indices([test], n, "test")[0]
+
+
+def groups_of(pairs: Pairs, selection: Selection | None, by: str | None) -> dict[Any, Tensor]:
+    """Training indices of each group."""
+    if selection is not None and by is not None:
+        raise InputError("give a selection or by=, not both")
+    if selection is not None:
+        chosen = select(selection, pairs.task, pairs.posterior, name="selection")
+        return {"selection": chosen}
+    return groups_by("target" if by is None else by, pairs.task, pairs.posterior)

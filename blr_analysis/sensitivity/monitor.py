@@ -1,0 +1,382 @@
+"""The memory-perturbation equation while a model trains.
+
+At chosen epochs the leave-one-out loss, an estimate of the loss on new data from the training
+data alone,
+
+    1/N Σ_i ℓ(y_i, f_i^{\\i}),    f_i^{\\i} ≈ f_i + V_i e_i
+
+stands beside the training loss, and the examples that shape the model show themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.backprop.engine import predict
+from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import DataError, InputError, PosteriorError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
+from blr_analysis.sensitivity.observation import (
+    MEASURES,
+    Observation,
+    check_outputs,
+    check_test,
+    mean,
+    measured,
+    observe,
+)
+from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.task import Task
+from blr_analysis.views import Plottable, Tabular, make_table
+
+COLUMNS = (
+    "epoch",
+    *("train_nll", "train_accuracy", "loo_nll", "loo_accuracy", "test_nll", "test_accuracy"),
+    *("mean_deviation", "mean_self_influence", "max_leverage", "seconds"),
+)
+KEPT = ("deviation", "self_influence")
+Source = Posterior | Callable[[], Posterior]
+
+
+class Monitor(Plottable):
+    """Leave-one-out estimate, deviations and test loss at chosen epochs of a training run.
+
+    Call it with the posterior of the moment and the number of epochs done; the row it records
+    comes back (None where the epoch is not due). It costs what :func:`blr_analysis.leave_one_out`
+    costs: a forward pass and C backward passes over the watched examples, and a forward pass over
+    ``test``; the column ``seconds`` says how long that took, ``examples=`` bounds it.
+
+    Model, optimizer and random generators are left as they are: a run that is watched takes the
+    same steps as one that is not. A model in training mode is watched in eval mode, its
+    BatchNorm layers with their running statistics.
+
+    Args:
+        task: the model that is being trained, and its training data.
+        every: record every so many epochs: those that it divides (0, before training, too).
+        test: further examples to measure, for comparison; they are run under ``task``'s model.
+        examples: which training examples to watch: None for all, a number of them drawn at
+            random with ``seed``, or indices or a boolean mask. The estimates are then means over
+            those; the posterior stays that of all ``n_data`` examples.
+        keep: what to keep of every watched example at every epoch: any of "deviation",
+            "self_influence", "leverage", "loss", "left_out_loss"; 4 bytes each.
+        correction: as in :func:`blr_analysis.leave_one_out`.
+        chunk_size, memory_budget, progress: as in :func:`blr_analysis.sensitivity`.
+
+    Attributes:
+        rows: what was recorded, one mapping per epoch; NaN where there is nothing to say (no test
+            task, the accuracy of a regression). Losses in nats per example.
+        indices: the watched examples, ``[n]``.
+        table: the rows as a DataFrame: epoch, train_nll, train_accuracy, loo_nll, loo_accuracy,
+            test_nll, test_accuracy, mean_deviation, mean_self_influence, max_leverage, seconds.
+        examples_table: epoch × example, one row each, with the task's metadata.
+
+    Raises:
+        InputError: a task of sequences, ``every`` below 1, an unknown measure or correction,
+            impossible examples, a test task of another likelihood.
+        PosteriorError: a test task of a model with other parameters.
+        DataError: test targets that the model has no outputs for.
+
+    Source: Nickl et al., "The Memory-Perturbation Equation", NeurIPS 2023, section 4 (sensitivity
+    and generalisation during training).
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(60, 2), torch.randint(3, (60,))
+        >>> model = torch.nn.Linear(2, 3)
+        >>> optimizer = blr.IVON(model.parameters(), lr=0.1, ess=60, weight_decay=1 / 60)
+        >>> monitor = Monitor(blr.Task(model, (X, y)), every=2)
+        >>> for epoch in range(1, 7):
+        ...     with optimizer.sampled_params(train=True):
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.cross_entropy(model(X), y).backward()
+        ...     optimizer.step()
+        ...     row = monitor(lambda: blr.Posterior.from_optimizer(optimizer, model), epoch)
+        >>> monitor.epochs, monitor.deviations.shape, row["loo_nll"] > row["train_nll"]
+        ([2, 4, 6], torch.Size([3, 60]), True)
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        every: int = 1,
+        test: Task | None = None,
+        examples: int | Sequence[int] | Tensor | None = None,
+        keep: Sequence[str] = KEPT,
+        correction: str = "auto",
+        seed: int = 0,
+        chunk_size: int | None = None,
+        memory_budget: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        check_outputs(task, "Monitor")
+        self.task = task
+        self.every = positive_int("every", every)
+        self.test = None if test is None else _test_task(test, task)
+        self.indices = _watched(examples, task.n_data, seed)
+        self.keep = _measures(keep)
+        self.correction = one_of("correction", correction, CORRECTIONS)
+        self.rows: list[dict[str, float]] = []
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
+        self._last = -1  # the last epoch that was passed in, recorded or not
+        self._settings: dict[str, Any] = dict(
+            chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
+        )
+
+    def due(self, epoch: int) -> bool:
+        """Whether :meth:`__call__` would record this epoch."""
+        return _epoch(epoch) % self.every == 0
+
+    @torch.inference_mode(False)  # also where the caller switched it on
+    def __call__(self, posterior: Source, epoch: int) -> dict[str, float] | None:
+        """Record one epoch.
+
+        Args:
+            posterior: learned on the task's data so far; or a function without arguments that
+                makes it, called only where the epoch is due and counted in ``seconds``
+                (``lambda: blr.fit_laplace(task, ...)``).
+            epoch: how many epochs are done; it must rise from call to call.
+
+        Returns:
+            The row, or None where the epoch is not due.
+
+        Raises:
+            InputError: an epoch that does not rise, or something else than a posterior.
+            PosteriorError: a posterior of another model or number of examples, or one with NaN
+                or inf.
+            ModelError: outputs that are not finite. Whatever is raised, what was recorded stays,
+                and the same epoch can be tried again.
+        """
+        epoch = _epoch(epoch)
+        if epoch <= self._last:
+            raise InputError(
+                f"epoch {epoch} does not follow epoch {self._last}; count on from call to call, "
+                "also where training is resumed (load_state_dict), or build a new Monitor"
+            )
+        if epoch % self.every:
+            if not callable(posterior):
+                instance("posterior", posterior, Posterior, "a blr_analysis.Posterior")
+            self._last = epoch
+            return None
+        start = perf_counter()
+        with _resting(self.task.model):
+            q = self._posterior(posterior)
+            seen = observe(self.task, q, self.indices, self.correction, **self._settings)
+            tested = measured("test", self.test, q.mean, self._settings["progress"])
+        row = {"epoch": epoch, **_means(seen), **tested, "seconds": perf_counter() - start}
+        for name in self.keep:
+            self._kept[name].append(getattr(seen, name).float())
+        self.rows.append({name: row[name] for name in COLUMNS})
+        self._last = epoch
+        return dict(self.rows[-1])
+
+    def _posterior(self, source: Source) -> Posterior:
+        made = source() if callable(source) else source
+        q = fitted(self.task, made)
+        for name, values in q.mean.items():
+            if not bool(torch.isfinite(values).all()):
+                raise PosteriorError(
+                    f"the mean of {name!r} holds NaN or inf; is the training run stable?"
+                )
+        return q
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        watched = f"{len(self.indices):,} of {self.task.n_data:,} examples"
+        if not self.rows:
+            return f"Monitor({watched}, nothing recorded yet)"
+        last = self.rows[-1]
+        tested = "" if math.isnan(last["test_nll"]) else f", test NLL {last['test_nll']:.4f}"
+        return (
+            f"Monitor({watched}, {len(self)} epochs; epoch {self.epochs[-1]}: LOO NLL "
+            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all)"
+        )
+
+    @property
+    def epochs(self) -> list[int]:
+        """The recorded epochs, ``[E]``."""
+        return [int(row["epoch"]) for row in self.rows]
+
+    @property
+    def seconds(self) -> float:
+        """What the monitor has cost so far, in seconds."""
+        return sum(row["seconds"] for row in self.rows)
+
+    @property
+    def best_epoch(self) -> int:
+        """The recorded epoch with the smallest leave-one-out NLL: where to stop, without test data.
+
+        Raises:
+            InputError: nothing recorded, or no finite estimate.
+        """
+        known = [row for row in self.rows if math.isfinite(row["loo_nll"])]
+        if not known:
+            raise InputError("the monitor has recorded no epoch with a finite estimate yet")
+        return int(min(known, key=lambda row: row["loo_nll"])["epoch"])
+
+    @property
+    def deviations(self) -> Tensor:
+        """How far each watched example's prediction would move without it, ``[E, n]``."""
+        return self.history("deviation")
+
+    def history(self, measure: str) -> Tensor:
+        """A measure that is kept, by epoch and watched example, ``[E, n]``.
+
+        Raises:
+            InputError: not among ``keep``.
+        """
+        parts = self._kept[one_of("measure", measure, self.keep)]
+        return torch.stack(parts) if parts else torch.empty(0, len(self.indices))
+
+    @property
+    def table(self) -> Any:
+        """DataFrame: one row per recorded epoch; ``table.to_csv(path)`` saves it."""
+        return make_table(self)
+
+    @property
+    def examples_table(self) -> Any:
+        """DataFrame, long: epoch, index, the measures that are kept, the task's metadata."""
+        chosen = self.indices.tolist()
+        metadata = {k: [v[i] for i in chosen] for k, v in self.task.metadata.items()}
+        kept = {name: self.history(name) for name in self.keep}
+        return Histories(self.epochs, self.indices, kept, metadata).table
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
+
+        ``torch.load(..., weights_only=True)`` reads it back.
+        """
+        return {
+            "last_epoch": self._last,
+            "n_data": self.task.n_data,
+            "indices": self.indices.clone(),
+            "rows": {
+                name: torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+                for name in COLUMNS
+            },
+            "kept": {name: self.history(name) for name in self.keep},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; what was recorded here is replaced.
+
+        Raises:
+            InputError: no such state, or one of other data, examples or kept measures; what was
+                recorded here stays.
+        """
+        try:
+            n_data, indices = int(state["n_data"]), state["indices"]
+            kept, last = dict(state["kept"]), int(state["last_epoch"])
+            columns = {name: state["rows"][name].tolist() for name in COLUMNS}
+            rows = [
+                dict(zip(columns, values, strict=True))
+                for values in zip(*columns.values(), strict=True)
+            ]
+            parts = {name: list(values.unbind()) for name, values in kept.items()}
+            shapes = {tuple(values.shape) for values in kept.values()}
+        except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
+            raise InputError(
+                f"this is no state of a Monitor ({type(error).__name__}: {error}); pass what "
+                "state_dict() gave"
+            ) from error
+        if n_data != self.task.n_data or not torch.equal(indices, self.indices):
+            raise InputError(
+                f"the state is of {len(indices)} of {n_data} examples, this Monitor watches "
+                f"{len(self.indices)} of {self.task.n_data} (or others); build it with the same "
+                "task, examples= and seed="
+            )
+        if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
+            raise InputError(
+                f"the state keeps {sorted(kept)} of every example, this Monitor "
+                f"{sorted(self.keep)}; build it with the same keep="
+            )
+        for row in rows:
+            row["epoch"] = int(row["epoch"])
+        self.rows, self._kept, self._last = rows, parts, last
+
+
+@dataclass(frozen=True)
+class Histories(Tabular):
+    """Measures ``[E, n]`` of the watched examples by epoch, for a table."""
+
+    epochs: list[int]
+    indices: Tensor
+    kept: Mapping[str, Tensor]
+    metadata: Mapping[str, list[Any]]
+
+
+def _means(seen: Observation) -> dict[str, float]:
+    return {
+        "train_nll": mean(seen.loss),
+        "train_accuracy": mean(seen.correct),
+        "loo_nll": mean(seen.left_out_loss),
+        "loo_accuracy": mean(seen.left_out_correct),
+        "mean_deviation": mean(seen.deviation),
+        "mean_self_influence": mean(seen.self_influence),
+        "max_leverage": float(seen.leverage.max()),
+    }
+
+
+def _epoch(epoch: Any) -> int:
+    if not isinstance(epoch, Integral) or isinstance(epoch, bool) or epoch < 0:
+        raise InputError(f"epoch must be a whole number, 0 or more, got {epoch!r}")
+    return int(epoch)
+
+
+def _measures(keep: Any) -> tuple[str, ...]:
+    names = (keep,) if isinstance(keep, str) else tuple(keep)
+    return tuple(dict.fromkeys(one_of("keep", name, MEASURES) for name in names))
+
+
+def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
+    """The indices of the watched examples, sorted."""
+    if examples is None:
+        return torch.arange(n_data)
+    if isinstance(examples, Integral) and not isinstance(examples, bool):
+        count = positive_int("examples", examples)
+        if count > n_data:
+            raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
+        order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
+        return order[:count].sort().values
+    chosen = sorted(set(found := chosen_indices(examples, n_data, "examples")))
+    if not chosen or len(chosen) < len(found):
+        what = "none of the examples" if not chosen else "an example more than once"
+        raise InputError(f"examples names {what}; give a number, or each index once")
+    return torch.tensor(chosen)
+
+
+def _test_task(test: Any, task: Task) -> Task:
+    """The test examples under the model that is trained, tried once, before hours of training."""
+    check_test(test, task)
+    test = test.with_model(task)
+    try:
+        with _resting(task.model):
+            predict(test, task.parameters(), progress=False)
+    except DataError as error:
+        raise DataError(f"the test task does not fit the model: {error}") from error
+    return test
+
+
+@contextmanager
+def _resting(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, also for BatchNorm; every module has its own mode back after."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,123 @@
+"""What a what-if found: the perturbed model, how it does, and how far that can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import instance
+from blr_analysis.errors import ModelError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.descent import Move
+from blr_analysis.sensitivity.evaluation import Evaluation
+from blr_analysis.views import Plottable, make_table
+
+
+@dataclass(frozen=True)
+class WhatIf(Plottable):
+    """What :func:`what_if` found.
+
+    Attributes:
+        parameters: m^{\\G}, the weights that the model would have, by name.
+        posterior: the posterior that would be left: mean m^{\\G}, precision S − S_G, new n_data.
+        after, before: losses and hits on ``evaluate`` with and without the change.
+        targets: of ``evaluate``.
+        removed, added, relabelled: how many examples.
+        floored: the fraction of S − S_G that had to be raised to the prior, where the learned
+            precision is smaller than the group's share; near 0 for a posterior that fits.
+        solver: what was used, "posterior" or "cg".
+        passes: over the changed data, in forward-and-backward passes: 0 for "posterior"; for
+            "cg" one for each gradient, two for each product with the Gauss–Newton matrix.
+        converged: whether nothing was left to gain (always True for "posterior", which makes its
+            one step); where False, ``error`` says how much.
+        error: |change of the nll on ``evaluate``| that one more step would make, in nats; None
+            for "posterior".
+        moves: the accepted ones, the start first: kind, passes so far, objective on the changed
+            data in nats (it never rises), expected decrease by the next.
+    """
+
+    parameters: Tree
+    posterior: Posterior
+    after: Evaluation
+    before: Evaluation
+    targets: Tensor
+    removed: int
+    added: int
+    relabelled: int
+    floored: float
+    solver: str = "posterior"
+    passes: float = 0.0
+    converged: bool = True
+    error: float | None = None
+    moves: Sequence[Move] = ()
+
+    @property
+    def nll(self) -> float:
+        """Mean loss on ``evaluate`` after the change, in nats."""
+        return self.after.nll
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on ``evaluate`` after the change; None for regression."""
+        return self.after.accuracy
+
+    @property
+    def by_class(self) -> Any:
+        """DataFrame: one row per class of ``evaluate``, before and after."""
+        return make_table(ByClass(self.targets, self.before, self.after))
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Write :attr:`parameters` into ``model`` (in place) and return it.
+
+        Raises:
+            ModelError: the model lacks a parameter or has another shape; nothing is written.
+        """
+        instance("model", model, nn.Module, "a torch.nn.Module")
+        own = dict(model.named_parameters())
+        for name, value in self.parameters.items():
+            if name not in own or own[name].shape != value.shape:
+                got = tuple(own[name].shape) if name in own else "no such parameter"
+                raise ModelError(
+                    f"cannot apply {name!r} of shape {tuple(value.shape)}: the model has {got}"
+                )
+        with torch.no_grad():
+            for name, value in self.parameters.items():
+                own[name].copy_(value)
+        return model
+
+    def __repr__(self) -> str:
+        change = [
+            f"{count} {word}"
+            for count, word in (
+                (self.removed, "removed"),
+                (self.added, "added"),
+                (self.relabelled, "relabelled"),
+            )
+            if count
+        ]
+        right = (
+            ""
+            if self.accuracy is None
+            else f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
+        )
+        if self.solver == "posterior":
+            how = ""
+        else:
+            left = "" if self.converged else f", not converged: one more step {self.error:.1g} nats"
+            how = f"; {self.solver}, {self.passes:.0f} passes{left}"
+        nll = f"nll {self.before.nll:.4f} -> {self.nll:.4f}"
+        return f"WhatIf({', '.join(change)}: {nll}{right}{how})"
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Losses and hits by target, for a table."""
+
+    targets: Tensor
+    before: Evaluation
+    after: Evaluation

@@ -1,0 +1,253 @@
+"""Which prior precision? The one whose leave-one-out loss is smallest: no data held out.
+
+For each δ of a grid a model is trained with it, and its leave-one-out loss is estimated from the
+training data (Nickl et al., NeurIPS 2023, Fig. 4).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import one_of, positive_int
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
+from blr_analysis.progress import track
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
+from blr_analysis.sensitivity.observation import check_outputs, check_test, measured
+from blr_analysis.sensitivity.optimum import descend, on_a_copy
+from blr_analysis.task import Task
+from blr_analysis.views import Plottable, Tabular
+
+SMALL = 2_000  # parameters: up to here "auto" takes the full structure
+Fit = Callable[[Task, float], "Posterior | tuple[nn.Module, Posterior]"]
+
+
+@dataclass(frozen=True)
+class PriorSelection(Tabular, Plottable):
+    """What :func:`select_prior_precision` found.
+
+    Attributes:
+        best: the δ with the smallest leave-one-out NLL.
+        posterior: of the model trained with it; ``posterior.mean`` are its weights.
+        at_edge: whether it is the first or last of the grid, so that a wider grid may hold a
+            better one.
+        rows: one mapping per δ, rising; losses in nats per example.
+        table: the rows as a DataFrame: prior_precision, train_nll, train_accuracy, loo_nll,
+            loo_accuracy, max_leverage, test_nll, test_accuracy, seconds, and for the default fit
+            residual and converged.
+    """
+
+    best: float
+    posterior: Posterior
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def at_edge(self) -> bool:
+        return self.best in (self.rows[0]["prior_precision"], self.rows[-1]["prior_precision"])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        (row,) = (r for r in self.rows if r["prior_precision"] == self.best)
+        tested = "" if math.isnan(row["test_nll"]) else f", test NLL {row['test_nll']:.4f}"
+        edge = "; at the edge of the grid: try a wider one" if self.at_edge else ""
+        stuck = sum(r.get("converged") is False for r in self.rows)
+        unfinished = f"; {stuck} of the fits did not converge" if stuck else ""
+        return (
+            f"PriorSelection(best {self.best:g} of {len(self)}: LOO NLL {row['loo_nll']:.4f}"
+            f"{tested}{edge}{unfinished})"
+        )
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def select_prior_precision(
+    task: Task,
+    grid: Sequence[float] | Tensor,
+    *,
+    fit: Fit | None = None,
+    structure: str = "auto",
+    test: Task | None = None,
+    correction: str = "auto",
+    tolerance: float | None = None,
+    max_steps: int = 100,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> PriorSelection:
+    """The prior precision δ with the smallest leave-one-out loss, and its curve over the grid.
+
+    For each δ, a copy of the model is trained on Σ_i ℓ_i(θ) + δ/2 ‖θ‖² and
+
+        LOO(δ) = 1/N Σ_i ℓ(y_i, f_i^{\\i})
+
+    estimated from its posterior. For linear regression that is PRESS, exactly.
+
+    Args:
+        task: model and training data. The model is not changed: all training is of copies.
+        grid: the δ to try, positive, in any order; of the SUM of the losses, so that a weight
+            decay on their mean over N examples is δ/N.
+        fit: your own training: ``fit(task, delta)`` gets the task under a copy of the model, may
+            train that in place, and returns its posterior (or the pair of another model and its
+            posterior). None: full-batch damped Newton steps from the model's present weights, then
+            from those of the next smaller δ, and :func:`blr_analysis.fit_laplace`. For a
+            generalised linear model that is the exact optimum; a network comes to the one nearest
+            downhill.
+        structure: of the default fit's posterior: "diag", "kron", "full", or "auto": full up to
+            2,000 parameters, else kron.
+        test: further examples, for comparison; nothing is chosen by them.
+        correction: as in :func:`blr_analysis.leave_one_out`.
+        tolerance: of the default fit: ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖) to reach; None: 1e-8 in float64,
+            1e-4 in float32. The table says what was reached.
+        max_steps: of the default fit, per δ.
+
+    Raises:
+        InputError: a task of sequences, a grid that is empty or holds a δ that is not positive
+            and finite or stands there twice, a fit that returns no posterior or one of another δ,
+            a test task of another likelihood.
+        ModelError: a model that cannot be copied, no finite leave-one-out loss on the whole grid.
+        PosteriorError, DataError: as :func:`blr_analysis.leave_one_out`.
+
+    Source: Nickl et al., "The Memory-Perturbation Equation", NeurIPS 2023, Fig. 4; Allen, 1974
+    (PRESS).
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X = torch.randn(30, 5, dtype=torch.float64); y = X[:, 0] + torch.randn(30)
+        >>> model = torch.nn.Linear(5, 1, bias=False).double()
+        >>> task = blr.Task(model, (X, y), likelihood="gaussian")
+        >>> found = select_prior_precision(task, [0.1, 1.0, 10.0, 100.0], progress=False)
+        >>> found.best in (0.1, 1.0, 10.0, 100.0), len(found.table)
+        (True, 4)
+    """
+    check_outputs(task, "select_prior_precision")
+    deltas = checked_grid(grid)
+    one_of("structure", structure, ("auto", *STRUCTURES))
+    one_of("correction", correction, CORRECTIONS)
+    settings: dict[str, Any] = dict(
+        chunk_size=chunk_size, memory_budget=memory_budget, progress=False
+    )
+    if fit is not None and not callable(fit):
+        raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
+    if test is not None:
+        check_test(test, task)
+    trained = _own(fit, task) if fit else _default(task, structure, tolerance, max_steps, settings)
+    rows: list[dict[str, Any]] = []
+    best: tuple[float, float, Posterior] | None = None
+    for delta in track(deltas, total=len(deltas), label="prior precision", show=progress):
+        start = time.perf_counter()
+        under, q, said = trained(delta)
+        row = {
+            "prior_precision": delta,
+            **_measured(under, q, test, correction, settings),
+            "seconds": time.perf_counter() - start,
+            **said,
+        }
+        rows.append(row)
+        if math.isfinite(row["loo_nll"]) and (best is None or row["loo_nll"] < best[1]):
+            best = (delta, row["loo_nll"], q)
+    if best is None:
+        raise ModelError(
+            "no δ of the grid has a finite leave-one-out loss; try larger ones, or float64"
+        )
+    return PriorSelection(best=best[0], posterior=best[2], rows=rows)
+
+
+Trained = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]
+
+
+def _default(
+    task: Task,
+    structure: str,
+    tolerance: float | None,
+    max_steps: int,
+    settings: Mapping[str, Any],
+) -> Trained:
+    """Damped Newton steps on one copy of the model, from one δ to the next."""
+    params = task.parameters()
+    double = task.check_parameters(params) == torch.float64 if params else True
+    if tolerance is None:
+        tolerance = 1e-8 if double else 1e-4
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance <= 0:
+        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
+    positive_int("max_steps", max_steps)
+    if structure == "auto":
+        structure = "full" if sum(p.numel() for p in params.values()) <= SMALL else "kron"
+    under = on_a_copy(task)
+
+    def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
+        found = descend(under, delta, structure=structure, tolerance=tolerance, max_steps=max_steps)
+        q = fit_laplace(under, structure=structure, prior_precision=delta, **settings)
+        return under, q, {"residual": found.residual, "converged": found.converged}
+
+    return trained
+
+
+def _own(fit: Fit, task: Task) -> Trained:
+    """The user's training, each time on a fresh copy of the model."""
+
+    def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
+        under = on_a_copy(task)
+        given = fit(under, delta)
+        parts: Sequence[Any] = given if isinstance(given, tuple) else (under.model, given)
+        model, q = parts if len(parts) == 2 else (None, None)
+        if not isinstance(q, Posterior) or not isinstance(model, nn.Module):
+            raise InputError(
+                "fit must return a blr_analysis.Posterior, or a pair (model, posterior); for "
+                f"δ={delta:g} it returned {type(given).__name__}"
+            )
+        prior = q.prior_precision
+        if not isinstance(prior, Mapping) and not math.isclose(float(prior), delta, rel_tol=1e-3):
+            raise InputError(
+                f"fit returned a posterior with prior_precision={float(prior):g} for δ={delta:g}; "
+                "train with the δ that it is given (weight_decay = δ / N) and state it there"
+            )
+        if model is not under.model:
+            other = Task(model, task.examples, likelihood=task.likelihood, forward=task.forward)
+            under = task.with_model(other)
+        return under, q, {}
+
+    return trained
+
+
+def _measured(
+    under: Task, q: Posterior, test: Task | None, correction: str, settings: Mapping[str, Any]
+) -> dict[str, float]:
+    loo = leave_one_out(under, q, correction=correction, **settings)
+    mean = q.on(under).mean
+    return {
+        **measured("train", under, mean),
+        "loo_nll": loo.nll,
+        "loo_accuracy": math.nan if loo.accuracy is None else loo.accuracy,
+        "max_leverage": float(loo.leverage.max()),
+        **measured("test", None if test is None else test.with_model(under), mean),
+    }
+
+
+def checked_grid(grid: Any) -> list[float]:
+    """The δ of a grid, rising.
+
+    Raises:
+        InputError: none, not positive and finite, or the same twice.
+    """
+    try:
+        values = [float(v) for v in (grid.tolist() if hasattr(grid, "tolist") else grid)]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"grid must be a sequence of numbers, got {grid!r}") from error
+    if not values:
+        raise InputError("grid is empty; give the prior precisions to try, such as 0.1, 1, 10")
+    bad = next((v for v in values if not (math.isfinite(v) and v > 0)), None)
+    if bad is not None:
+        raise InputError(f"grid must hold finite numbers above 0, found {bad!r}")
+    if len(set(values)) < len(values):
+        twice = next(v for v in values if values.count(v) > 1)
+        raise InputError(f"grid holds {twice:g} more than once; name each δ once")
+    return sorted(values)

@@ -1,0 +1,210 @@
+"""How much each training sequence shapes a model of tokens, and its loss without it.
+
+For a sequence i with loss ℓ_i = Σ_t ℓ_it and gradient g_i = Σ_t ∇ℓ_it,
+
+    self-influence      g_iᵀ Σ g_i             the first-order rise of ℓ_i without the sequence
+    leave-one-out loss  ℓ_i + g_iᵀ Σ g_i
+
+from one backward pass per sequence. Nothing of size T·C outlives its chunk: what is kept is three
+numbers per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.engine import chunks
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
+from blr_analysis.sensitivity.scores import Scores, check_finite
+from blr_analysis.task import Task
+
+
+def perplexity(losses: Tensor, tokens: Tensor) -> float:
+    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence.
+
+    >>> perplexity(torch.tensor([0.0, math.log(9.0)]), torch.tensor([1, 1]))
+    3.0
+    """
+    return math.exp(loss_per_token(losses, tokens))
+
+
+def loss_per_token(losses: Tensor, tokens: Tensor) -> float:
+    """Σ losses / Σ tokens, in nats."""
+    return float(losses.double().sum() / tokens.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceScores(Scores):
+    """What :func:`blr_analysis.sensitivity` found on sequences; tensors on the CPU.
+
+    Attributes:
+        losses: ℓ_i, the SUM over the tokens of a sequence that count, in nats, ``[N]``.
+        self_influence: g_iᵀ Σ g_i, ``[N]``: the first-order rise of ℓ_i, in nats, when the
+            sequence is left out; larger is more influential. Like ℓ_i it grows with the length.
+        tokens: how many tokens count, ``[N]``.
+        loss_per_token, perplexity: Σ losses / Σ tokens, and exp of it.
+        error, variance, deviation, outputs, targets, predictions: None; they have T·C numbers per
+            sequence. See :func:`blr_analysis.token_sensitivity` for single tokens.
+        table: one row per sequence: index, tokens, loss, loss_per_token, self_influence, and the
+            task's metadata columns.
+    """
+
+    error: None = None  # type: ignore[assignment]
+    variance: None = None
+    deviation: None = None
+    outputs: None = None  # type: ignore[assignment]
+    targets: None = None  # type: ignore[assignment]
+    predictions: None = None  # type: ignore[assignment]
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def loss_per_token(self) -> float:
+        return loss_per_token(self.losses, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.losses, self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceScores(N={len(self)}, {int(self.tokens.sum())} tokens, "
+            f"{self.likelihood.name}, perplexity={self.perplexity:.4g}; see .table, .plot())"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLeaveOneOut(LeaveOneOut):
+    """What :func:`blr_analysis.leave_one_out` found on sequences; tensors on the CPU.
+
+    Attributes:
+        losses: ℓ_i + g_iᵀ Σ g_i, the loss of each sequence (summed over its tokens) without it,
+            to first order, in nats, ``[N]``.
+        losses_before: ℓ_i, with it.
+        tokens: how many tokens count, ``[N]``.
+        nll: the mean of ``losses``, in nats per SEQUENCE.
+        nll_per_token, perplexity: Σ losses / Σ tokens in nats per token, and exp of it; the same
+            with ``_before``.
+        logits, predictions, deviation, leverage, accuracy: None.
+    """
+
+    logits: None = None  # type: ignore[assignment]
+    predictions: None = None  # type: ignore[assignment]
+    predictions_before: None = None  # type: ignore[assignment]
+    targets: None = None  # type: ignore[assignment]
+    deviation: None = None  # type: ignore[assignment]
+    leverage: None = None  # type: ignore[assignment]
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def accuracy(self) -> None:
+        return None
+
+    @property
+    def nll_per_token(self) -> float:
+        return loss_per_token(self.losses, self.tokens)
+
+    @property
+    def nll_per_token_before(self) -> float:
+        return loss_per_token(self.losses_before, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.losses, self.tokens)
+
+    @property
+    def perplexity_before(self) -> float:
+        return perplexity(self.losses_before, self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceLeaveOneOut(perplexity {self.perplexity_before:.4g} -> "
+            f"{self.perplexity:.4g}, N={len(self)}, {int(self.tokens.sum())} tokens)"
+        )
+
+
+def sequence_scores(
+    task: Task,
+    q: Posterior,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> SequenceScores:
+    """Losses, self-influences and token counts of a task's sequences, chunk by chunk.
+
+    Raises:
+        ModelError, DataError: as :func:`blr_analysis.sensitivity`; also a sequence without a
+            single token that counts.
+    """
+    likelihood = task.likelihood
+    parts: list[tuple[Tensor, ...]] = []
+    passes = chunks(
+        task,
+        q.mean,
+        columns=1,
+        chunk_size=chunk_size,
+        memory_budget=memory_budget,
+        label="sequences",
+        progress=progress,
+    )
+    for chunk in passes:
+        losses = likelihood.nll(chunk.outputs, chunk.targets)
+        errors = likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+        influence = q.form.gram(chunk.terms(errors)).flatten()
+        check_finite(influence)
+        tokens = tokens_of(task, chunk.targets)
+        parts.append((losses.cpu(), influence.cpu(), tokens.cpu()))
+    losses, influence, tokens = (torch.cat(p) for p in zip(*parts, strict=True))
+    return SequenceScores(
+        losses=losses,
+        self_influence=influence,
+        tokens=tokens,
+        likelihood=likelihood,
+        metadata=task.metadata,
+    )
+
+
+def sequence_leave_one_out(
+    task: Task,
+    q: Posterior,
+    correction: str,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> SequenceLeaveOneOut:
+    """Every sequence's loss as if the model had been trained without it, to first order.
+
+    Raises:
+        InputError: the cavity is asked for, which needs V_i.
+    """
+    if correction == "cavity":
+        raise InputError(
+            'correction="cavity" needs the prediction variance of every output, T·C for each '
+            'sequence; use correction="first_order" (or "auto", which is the same here)'
+        )
+    scores = sequence_scores(
+        task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
+    )
+    return SequenceLeaveOneOut(
+        losses=scores.losses + scores.self_influence,
+        losses_before=scores.losses,
+        tokens=scores.tokens,
+        correction=["first_order"] * len(scores),
+        likelihood=task.likelihood,
+        metadata=task.metadata,
+    )
+
+
+def tokens_of(task: Task, targets: Tensor) -> Tensor:
+    """How many tokens of each sequence count, ``[B]``."""
+    counted = task.likelihood.counted(targets)
+    if counted is None:
+        raise InputError(f"the {task.likelihood.name} likelihood has one target per example")
+    return counted.sum(-1)

@@ -1,0 +1,276 @@
+"""Which examples look wrong: mislabelled, unlike the others, or there twice.
+
+Three scores from one training run, none of which needs an example to be left out in fact:
+
+    relabelling gain   1/K Σ_k ( ℓ(y_i, f_{i,k}^{\\i}) − min_{c≠y_i} ℓ(c, f_{i,k}^{\\i}) )
+    unfamiliarity      tr(Λ_i V_i)
+    closeness          1 − d_i,nearest / d_i,10th,  d_ij² = 2 − 2 corr(δf_i, δf_j)
+
+K posteriors, from one or several moments of the training: labels that are wrong are learned late,
+and what is learned by heart at the end was contradicted before (Pleiss et al., 2020). δf_i is how
+example i's outputs move when the weights move as the posterior lets them: the predictions of two
+copies always move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import instance, positive_int
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.leave_one_out import leave_one_out
+from blr_analysis.sensitivity.scores import Scores, fitted, sensitivity
+from blr_analysis.sensitivity.twins import twins
+from blr_analysis.task import Task
+from blr_analysis.views import Plottable, Tabular
+
+KINDS = ("label", "unfamiliar", "duplicate")
+NONE = "none"
+CLOSE = 0.5  # a twin at less than half the distance of the tenth neighbour
+
+
+@dataclass(frozen=True)
+class Suspicions(Tabular, Plottable):
+    """What :func:`suspicious` found; tensors on the CPU, in the order of the dataset.
+
+    Of every score, larger is more suspicious.
+
+    Attributes:
+        gain: how many nats the example's own loss would fall by if its label were the best other
+            one, for a model that never saw it, ``[N]``, a mean over the posteriors; above 0 the
+            label is contradicted. For regression: the left-out loss.
+        proposed: the label that would gain most, as the targets; None for regression.
+        unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
+            (in parameters), whatever its label: the rise of its own loss without it that one
+            expects of a label drawn from the model's own prediction.
+        closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
+            copy. None where twins were not asked for.
+        twin: index of the nearest other example, ``[N]``, or None.
+        kind: "label", "unfamiliar", "duplicate" or "none": the fault that is suspected.
+        order: indices, the most suspicious first, ``[N]``.
+        n_posteriors: K.
+        table: one row per example, the most suspicious first.
+    """
+
+    gain: Tensor
+    proposed: Tensor | None
+    unfamiliarity: Tensor
+    closeness: Tensor | None
+    twin: Tensor | None
+    kind: list[str]
+    order: Tensor
+    targets: Tensor
+    predictions: Tensor
+    likelihood: Likelihood
+    n_posteriors: int = 1
+    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.gain)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{self.kind.count(kind)} {kind}" for kind in KINDS)
+        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot())"
+
+    def score(self, kind: str) -> Tensor:
+        """The score behind a kind of fault, ``[N]``.
+
+        Raises:
+            InputError: an unknown kind, or twins that were not asked for.
+        """
+        return scores_of(self.gain, self.unfamiliarity, self.closeness, kind)
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def suspicious(
+    task: Task,
+    posterior: Posterior | Sequence[Posterior],
+    *,
+    duplicates: bool = True,
+    share: float = 0.05,
+    samples: int = 32,
+    seed: int = 0,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Suspicions:
+    """Rank the training examples by how wrong they look, and say in which way.
+
+    Costs what :func:`blr_analysis.sensitivity` costs for every posterior and, for duplicates,
+    ``samples`` forward passes and a comparison of all pairs (N² · 512 operations at most, in
+    blocks).
+
+    Args:
+        task: the model and the data it was trained on.
+        posterior: learned on those data; or several of one training run, the last one last
+            (``Posterior.from_optimizer(optimizer, model)`` after every few epochs). Where wrong
+            labels are learned by heart, several find them much better than the last one. A
+            posterior that overstates V_i harms the gain: see :func:`blr_analysis.leave_one_out`.
+        duplicates: whether to look for twins.
+        share: which part of the examples to suspect, at most, by each score. Labels and twins
+            must stand out by themselves as well: a gain above 0, a closeness above ½.
+        samples: directions in which the weights are moved to find twins.
+        seed: of those directions.
+        chunk_size, memory_budget, progress: as in :func:`blr_analysis.sensitivity`.
+
+    Raises:
+        InputError: no posterior, a share that is not between 0 and 1, fewer than one sample, fewer
+            than three examples to find twins among, sequences (whose outputs have no V_i).
+        PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
+
+    Source: left-out predictions, Nickl et al., NeurIPS 2023, Eq. 12; margins averaged over
+    training, Pleiss et al., "Identifying mislabeled data using the area under the margin
+    ranking", NeurIPS 2020.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+        >>> y = (X[:, 0] > 0).long(); y[7] = 1 - y[7]
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50)
+        >>> def loss():
+        ...     optimizer.zero_grad()
+        ...     nll = torch.nn.functional.cross_entropy(model(X), y, reduction="sum")
+        ...     total = nll + sum(0.5 * p.square().sum() for p in model.parameters())
+        ...     total.backward()
+        ...     return total
+        >>> _ = optimizer.step(loss)
+        >>> task = blr.Task(model, (X, y))
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> found = suspicious(task, q, progress=False)
+        >>> int(found.gain.argmax()), found.kind[7], int(found.proposed[7]) == 1 - int(y[7])
+        (7, 'label', True)
+    """
+    qs = _posteriors(task, posterior)
+    instance("duplicates", duplicates, bool, "True or False")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InputError(f"share must be above 0 and at most 1, got {share!r}")
+    positive_int("samples", samples)
+    if task.likelihood.is_sequence:
+        raise InputError("suspicious needs V_i, which the outputs of sequences do not have")
+    gains: list[Tensor] = []
+    scores: Scores | None = None  # those of the last posterior, in the end
+    for q in qs:
+        scores = sensitivity(
+            task,
+            q,
+            variance=True,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+        loo = leave_one_out(task, q, scores=scores)
+        gains.append(relabelling(task.likelihood, loo.logits, loo.targets))
+    assert scores is not None and scores.variance is not None
+    gain, proposed = _averaged(task.likelihood, torch.stack(gains), scores.targets)
+    pieces = zip(scores.outputs.split(4096), scores.variance.split(4096), strict=True)
+    height = [(task.likelihood.hessian(f) * v).sum((1, 2)) for f, v in pieces]
+    unfamiliarity = torch.cat(height)
+    closeness, twin = None, None
+    if duplicates:
+        closeness, twin = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
+    kind, order = judged(
+        gain, unfamiliarity, closeness, share, contradicts=task.likelihood.is_classification
+    )
+    return Suspicions(
+        gain=gain,
+        proposed=proposed,
+        unfamiliarity=unfamiliarity,
+        closeness=closeness,
+        twin=twin,
+        kind=kind,
+        order=order,
+        targets=scores.targets,
+        predictions=scores.predictions,
+        likelihood=task.likelihood,
+        n_posteriors=len(qs),
+        metadata=task.metadata,
+    )
+
+
+def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """ℓ(y) − ℓ(c) for every other label c, ``[N, C]``: −inf at y itself; ``[N, 1]`` regression.
+
+    Bernoulli: of every output, what flipping it would gain.
+    """
+    if isinstance(likelihood, Categorical):
+        own = outputs.gather(1, targets[:, None])
+        return (outputs - own).scatter(1, targets[:, None], -torch.inf)
+    if isinstance(likelihood, Bernoulli):
+        return outputs * (1 - 2 * targets)
+    return likelihood.nll(outputs, targets)[:, None]
+
+
+def _averaged(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Mean over the posteriors of the best gain; the label that gains most on average."""
+    gain, best = gains.amax(-1).mean(0), gains.mean(0)
+    if isinstance(likelihood, Bernoulli):
+        least = -torch.inf if best.shape[1] == 1 else 0.0  # a single label has one other
+        return gain, torch.where(best > least, 1 - y, y)
+    return gain, best.argmax(-1) if isinstance(likelihood, Categorical) else None
+
+
+def scores_of(gain: Tensor, unfamiliarity: Tensor, closeness: Tensor | None, kind: str) -> Tensor:
+    """The score of one kind; see :meth:`Suspicions.score`."""
+    found = dict(zip(KINDS, (gain, unfamiliarity, closeness), strict=True))
+    if kind not in found:
+        raise InputError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if (score := found[kind]) is None:
+        raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")
+    return score
+
+
+def judged(
+    gain: Tensor,
+    unfamiliarity: Tensor,
+    closeness: Tensor | None,
+    share: float,
+    *,
+    contradicts: bool,
+) -> tuple[list[str], Tensor]:
+    """The kind of every example, and all of them in order: by the highest of their ranks.
+
+    An example is of the kind in whose ranking it stands highest, among those that suspect it: the
+    first ``share`` of each ranking, and only gains above 0 and closenesses above ½ at all.
+    """
+    n = len(gain)
+    floors = (0.0 if contradicts else -torch.inf, -torch.inf, CLOSE)
+    columns = []
+    for score, floor in zip((gain, unfamiliarity, closeness), floors, strict=True):
+        if score is None:
+            columns.append(torch.full((n,), n))
+            continue
+        place = torch.empty(n, dtype=torch.long)
+        place[torch.argsort(score, descending=True, stable=True)] = torch.arange(n)
+        columns.append(torch.where(score > floor, place, n))
+    places = torch.stack(columns, 1)
+    best, which = places.min(1)
+    words = [
+        KINDS[k] if p < share * n else NONE
+        for p, k in zip(best.tolist(), which.tolist(), strict=True)
+    ]
+    return words, torch.argsort(best, stable=True)
+
+
+def _posteriors(task: Task, given: Any) -> list[Posterior]:
+    if isinstance(given, Posterior):
+        return [fitted(task, given)]
+    if not isinstance(given, Sequence) or not given:
+        raise InputError(
+            "posterior must be a blr_analysis.Posterior, or a list of those of one training run, "
+            f"got {'an empty list' if isinstance(given, Sequence) else type(given).__name__}"
+        )
+    found = []
+    for k, q in enumerate(given):
+        try:
+            found.append(fitted(task, q))
+        except (InputError, PosteriorError) as error:
+            raise type(error)(f"posterior[{k}]: {error}") from error
+    return found

@@ -1,0 +1,168 @@
+"""What leaving out a sequence does to each of its own tokens.
+
+With g_t = ∇ℓ_it the gradient of one token's loss and g_i = Σ_t g_t that of the sequence,
+
+    ℓ_it^{\\i} − ℓ_it ≈ g_tᵀ Σ g_i,        Σ_t g_tᵀ Σ g_i = g_iᵀ Σ g_i
+
+All tokens of a sequence at once: g_i(w) = Σ_t w_t g_t is linear in the weights w of the tokens, so
+that g_tᵀ u = ∂/∂w_t ⟨g_i(w), u⟩ with u = Σ g_i held fixed. One forward pass, one backward pass, and
+one backward pass through that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from blr_analysis.backprop.record import fetched
+from blr_analysis.checks import instance
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.likelihoods import TokenCategorical
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.progress import track
+from blr_analysis.sensitivity.scores import check_finite, fitted
+from blr_analysis.sensitivity.selection import Selection, select
+from blr_analysis.task import Task
+from blr_analysis.views import Tabular
+
+
+@dataclass(frozen=True)
+class TokenScores(Tabular):
+    """What :func:`token_sensitivity` found: one entry per token that counts; tensors on the CPU.
+
+    Attributes:
+        sequence: which example the token is in, ``[M]``.
+        position: its place in the row of labels that the likelihood scores, ``[M]``, from 0; for a
+            causal language model that of the output which predicts it.
+        target: its class (token id), ``[M]``.
+        losses: −log p of it, in nats, ``[M]``.
+        change: g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
+            is more memorised. Negative: the rest of the sequence pulls the other way.
+        losses_without: ``losses + change``.
+        table: one row per token, with the metadata of its sequence.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    target: Tensor
+    losses: Tensor
+    change: Tensor
+    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def losses_without(self) -> Tensor:
+        return self.losses + self.change
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __repr__(self) -> str:
+        found = len(self.sequence.unique())
+        return f"TokenScores({len(self)} tokens of {found} sequences; see .table)"
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def token_sensitivity(
+    task: Task,
+    posterior: Posterior,
+    *,
+    sequences: Selection | None = None,
+    progress: bool | None = None,
+) -> TokenScores:
+    """How much the loss of each token would rise without the sequence that it is in.
+
+    Sequences are taken one by one, because each has its own direction Σ g_i: about four forward
+    passes' time each, and three times the model's parameters beside its graph in memory. For
+    whole sequences :func:`blr_analysis.sensitivity` is much faster.
+
+    Args:
+        task: the model and the sequences it was trained on, with a likelihood of tokens.
+        posterior: learned on those data.
+        sequences: mask, indices, or a function of the scores' rows; None: all.
+
+    Raises:
+        InputError: a likelihood of one target per example.
+        ModelError: the model cannot be differentiated twice (a fused kernel, say).
+        PosteriorError, DataError: as :func:`blr_analysis.sensitivity`.
+
+    Source: Nickl et al., NeurIPS 2023, Eq. 12, for the loss of each token.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> ids = torch.randint(5, (8, 6))
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+        >>> task = blr.Task(model, (ids, ids), likelihood="causal_lm")
+        >>> fit = dict(structure="diag", curvature="empirical_fisher", prior_precision=1.0)
+        >>> q = blr.fit_laplace(task, **fit, progress=False)
+        >>> tokens = token_sensitivity(task, q, sequences=[2], progress=False)
+        >>> whole = blr.sensitivity(task, q, progress=False)
+        >>> len(tokens), torch.allclose(tokens.change.sum(), whole.self_influence[2])
+        (5, True)
+    """
+    instance("task", task, Task, "a blr_analysis.Task")
+    if not isinstance(task.likelihood, TokenCategorical):
+        raise InputError(
+            f"token_sensitivity needs one target per token, got the {task.likelihood.name} "
+            'likelihood; build the task with likelihood="tokens" or "causal_lm"'
+        )
+    q = fitted(task, posterior)
+    order = torch.arange(task.n_data)
+    if sequences is not None:
+        order = select(sequences, task, q, name="sequences")
+    parts = []
+    for i in track(order, total=len(order), label="tokens", show=progress):
+        targets, losses, change = _tokens(task, q, task.likelihood, i.view(1))
+        (kept,) = (targets != task.likelihood.ignore_index).nonzero(as_tuple=True)
+        parts.append((i.expand(len(kept)), kept, targets[kept], losses[kept], change[kept]))
+    sequence, position, target, losses, change = (
+        torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
+    )
+    check_finite(change)
+    rows = sequence.tolist()
+    metadata = {name: [values[i] for i in rows] for name, values in task.metadata.items()}
+    return TokenScores(sequence, position, target, losses, change, metadata)
+
+
+def _tokens(
+    task: Task, q: Posterior, likelihood: TokenCategorical, index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Targets, losses and g_tᵀ Σ g_i of one sequence's tokens, ``[T]`` each."""
+    # The fused attention kernels cannot be differentiated twice.
+    with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
+        leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
+        outputs, targets = task.run(fetched(task, index), leaves, index)
+        losses = likelihood.token_nll(outputs, targets)
+        weights = torch.ones_like(losses).requires_grad_()
+        try:
+            grads = torch.autograd.grad(
+                losses,
+                list(leaves.values()),
+                weights,
+                create_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            named = dict(zip(leaves, grads, strict=True))
+            direction = q.form.solve({n: g.detach() for n, g in named.items()})
+            along = torch.stack([(g * direction[n]).sum() for n, g in named.items()]).sum()
+            (change,) = torch.autograd.grad(along, weights)
+            _check_linear(change, along)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the model cannot be differentiated twice: {error}; switch gradient "
+                'checkpointing off, and use attn_implementation="eager" with Hugging Face models'
+            ) from error
+    return targets[0], losses.detach()[0], change.detach()[0]
+
+
+def _check_linear(change: Tensor, along: Tensor) -> None:
+    """⟨g_i(w), u⟩ is linear in w, so that it is the sum of its derivatives at w = 1: unless some
+    operation lost its second derivative without a word."""
+    bound = torch.finfo(change.dtype).eps ** 0.6 * float(change.abs().sum())
+    if abs(float(change.sum() - along.detach())) > bound:
+        raise RuntimeError("an operation hands back a gradient that is cut off from its own input")

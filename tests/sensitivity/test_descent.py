@@ -1,0 +1,242 @@
+"""What-if by a descent on the changed data, against brute-force retraining."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import relative
+from oracles_retraining import flat, retrained, trained, without
+from parts import normal
+from scipy.stats import pearsonr
+from sklearn.datasets import load_breast_cancer, load_digits
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.sensitivity.changed import changed
+
+DELTA = 2.0
+
+
+def objective(model: nn.Module, x: Tensor, y: Tensor, delta: float) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+    return loss + delta / 2 * sum(p.square().sum() for p in model.parameters())
+
+
+def retrain(model: nn.Module, x: Tensor, y: Tensor, delta: float) -> int:
+    """L-BFGS from where the model stands; how many gradients it took."""
+    fit = torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=3000,
+        history_size=30,
+        tolerance_grad=1e-5,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+    taken = 0
+
+    def closure() -> Tensor:
+        nonlocal taken
+        taken += 1
+        fit.zero_grad()
+        loss = objective(model, x, y, delta)
+        loss.backward()
+        return loss
+
+    fit.step(closure)
+    slope = torch.autograd.grad(objective(model, x, y, delta), list(model.parameters()))
+    assert max(float(g.abs().max()) for g in slope) < 1e-4
+    return taken
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+
+
+def digits(n: int) -> tuple[Tensor, Tensor]:
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:n]
+    return torch.tensor(pixels)[order] / 16, torch.tensor(labels)[order]
+
+
+def regression(**options) -> tuple[blr.Task, blr.Posterior, Tensor, Tensor]:
+    x, y = normal(40, 5), normal(40, seed=1)
+    task = blr.Task(trained("gaussian", x, y, DELTA), (x, y), likelihood="gaussian")
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    return task, q, x, y
+
+
+@pytest.mark.parametrize("steps", [1, "converge"])
+def test_linear_regression_is_solved_exactly_whatever_the_preconditioner(steps) -> None:
+    task, q, x, y = regression()
+    result = blr.what_if(task, q, remove=range(15), solver="cg", steps=steps, progress=False)
+    truth = retrained("gaussian", x, y, without(40, list(range(15))), DELTA)[0]
+    tolerance = 1e-5 if steps == 1 else 1e-6
+    assert relative(flat(result.parameters), truth) < tolerance
+    assert result.solver == "cg" and (result.converged or steps == 1)
+
+
+@pytest.mark.parametrize("change", ["remove", "add", "relabel", "all"])
+def test_converged_descent_is_retraining(change: str) -> None:
+    data = load_breast_cancer()
+    x = torch.tensor((data.data - data.data.mean(0)) / data.data.std(0))[:220]
+    y = torch.tensor(data.target)[:220].double()
+    model = trained("bernoulli", x[:200], y[:200], DELTA)
+    task = blr.Task(model, (x[:200], y[:200]), likelihood="bernoulli")
+    new = blr.Task(model, (x[200:], y[200:]), likelihood="bernoulli")
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    labels, weights = y.clone(), torch.zeros(1, 220)
+    weights[:, :200] = 1
+    asked: dict = {}
+    if change in ("remove", "all"):
+        asked["remove"] = y[:200] == 1
+        asked["remove"][:40] = False
+        weights[0, :200][asked["remove"]] = 0
+    if change in ("add", "all"):
+        asked["add"] = new
+        weights[:, 200:] = 1
+    if change in ("relabel", "all"):
+        asked["relabel"] = {i: 1 - float(y[i]) for i in (3, 0, 17, 30)}
+        for i, label in asked["relabel"].items():
+            labels[i] = label
+    result = blr.what_if(task, q, **asked, solver="cg", steps="converge", progress=False)
+    truth = retrained("bernoulli", x, labels, weights, DELTA)[0]
+    assert result.converged and result.error == 0.0
+    assert relative(flat(result.parameters), truth) < 1e-5
+    one = blr.what_if(task, q, **asked, solver="posterior", progress=False)
+    assert relative(flat(one.parameters), truth) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("structure", "options", "share"), [
+    ("kron", {}, 0.02),
+    ("diag", {}, 0.03),
+    ("kron", {"steps": 3}, 0.03),
+])  # fmt: skip
+def test_class_removal_at_a_tenth_of_retrainings_cost(structure, options, share) -> None:
+    x, y = digits(1200)
+    model, test = network(), (x[800:], y[800:])
+    x, y = x[:800], y[:800]
+    retrain(model, x, y, DELTA)
+    task, test_task = blr.Task(model, (x, y)), blr.Task(model, test)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, progress=False)
+    predicted, true, cost, taken = [], [], [], []
+    for c in range(0, 10, 2):
+        result = blr.what_if(
+            task, q, remove=y == c, evaluate=test_task, solver="cg", progress=False, **options
+        )
+        predicted.append(result.nll)
+        cost.append(result.passes)
+        again = network()
+        again.load_state_dict(model.state_dict())
+        taken.append(retrain(again, x[y != c], y[y != c], DELTA))
+        true.append(float(nn.functional.cross_entropy(again(test[0]), test[1]).detach()))
+    p, t = torch.tensor(predicted), torch.tensor(true)
+    assert sum(cost) < 0.13 * sum(taken)
+    assert pearsonr(predicted, true)[0] > 0.95
+    assert float(((p - t).abs() / t).mean()) < share
+    short = [
+        blr.what_if(
+            task, q, remove=y == c, evaluate=test_task, solver="posterior", progress=False
+        ).nll
+        for c in range(0, 10, 2)
+    ]
+    assert float(((torch.tensor(short) - t).abs() / t).mean()) > 5 * share
+
+
+def rough(steps: int = 30) -> tuple[blr.Task, blr.Posterior]:
+    """A network that was stopped early."""
+    x, y = digits(300)
+    model = network()
+    fit = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        fit.zero_grad()
+        objective(model, x, y, DELTA).backward()
+        fit.step()
+    task = blr.Task(model, (x, y))
+    return task, blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+
+
+@pytest.mark.parametrize("options", [{"passes": 20}, {"steps": 1}, {"steps": 2}])
+def test_the_objective_never_rises_and_passes_are_counted(options, monkeypatch) -> None:
+    task, q = rough()
+    seen = 0
+    run = blr.Task.run
+
+    def counted(self, batch, params, indices=None):
+        nonlocal seen
+        seen += 0 if indices is None else len(indices)
+        return run(self, batch, params, indices)
+
+    monkeypatch.setattr(blr.Task, "run", counted)
+    result = blr.what_if(
+        task, q, remove=range(0, 300, 3), evaluate=task.subset([0]), solver="cg", progress=False,
+        **options,
+    )  # fmt: skip
+    values = [move.objective for move in result.moves]
+    assert values == sorted(values, reverse=True) and len(values) > 1
+    assert values[-1] < values[0] - 1e-3
+    forward = seen / 200  # of the 200 that stay; a product with the GGN makes no forward pass
+    assert forward <= result.passes + 4
+    if "passes" in options:
+        assert result.passes <= 21
+    assert [m.passes for m in result.moves] == sorted({m.passes for m in result.moves})
+
+
+def test_auto_leaves_a_model_alone_that_is_not_at_its_minimum() -> None:
+    task, q = rough()
+    settings = dict(remove=range(100), evaluate=task.subset([0]), progress=False)
+    assert blr.what_if(task, q, **settings).solver == "posterior"
+    assert blr.what_if(task, q, solver="cg", passes=9, **settings).solver == "cg"
+    assert blr.what_if(task, q, steps=1, **settings).solver == "cg"
+
+
+def test_auto_says_what_it_picked() -> None:
+    task, _ = rough()
+    x, y = task.dataset.tensors
+    retrain(task.model, x, y, DELTA)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+    settings = dict(evaluate=task.subset([0, 1]), progress=False)
+    small = blr.what_if(task, q, remove=[3], **settings)
+    assert (small.solver, small.passes, small.error) == ("posterior", 0.0, None)
+    large = blr.what_if(task, q, remove=range(100), passes=12, **settings)
+    assert large.solver == "cg" and 0 < large.passes <= 13
+    assert not large.converged and large.error is not None and large.error > 0
+    assert "cg, 12 passes, not converged: one more step" in repr(large)
+    cheap = blr.what_if(task, q, remove=range(100), passes=5, **settings)
+    assert cheap.solver == "posterior"
+    several = blr.what_if(task, q, remove=[3], steps=2, **settings)
+    assert several.solver == "cg"
+
+
+def test_error_shrinks_with_the_passes_and_tells_the_size_of_what_is_missing() -> None:
+    task, q = rough(steps=150)
+    settings = dict(remove=task.dataset.tensors[1] == 3, solver="cg", progress=False)
+    whole = blr.what_if(task, q, passes=400, **settings)
+    errors, missing = [], []
+    for passes in (4, 12, 40):
+        result = blr.what_if(task, q, passes=passes, **settings)
+        errors.append(result.error)
+        missing.append(abs(result.nll - whole.nll))
+    assert errors[2] < errors[1] < errors[0]
+    assert missing[2] < missing[0] and missing[1] < missing[0]
+    assert missing[0] < 30 * errors[0]
+
+
+def test_relabelled_examples_have_their_new_targets() -> None:
+    x, y = digits(30)
+    task = blr.Task(network(), (x, y), batch_size=4)
+    labels = {7: 1, 2: 9, 29: 0}
+    data = changed(task, DELTA, leaving=torch.tensor([0, 1]), labels=labels)
+    assert data.n_data == 28
+    new = y.clone()
+    for i, label in labels.items():
+        new[i] = label
+    kept = torch.arange(2, 30)
+    params = {n: p.detach() for n, p in task.model.named_parameters()}
+    truth = objective(task.model, x[kept], new[kept], DELTA)
+    point = data.at(params)
+    assert point.value == pytest.approx(float(truth.detach()), rel=1e-12)
+    slopes = torch.autograd.grad(truth, list(task.model.parameters()))
+    for found, expected in zip(point.gradient.values(), slopes, strict=True):
+        assert relative(found, expected) < 1e-12

@@ -1,0 +1,587 @@
+"""Influence against dense Gaussians, retraining in closed form, and its own other forms."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from backprop.test_memory import MB, peak_bytes
+from models import example_models, mlp
+from oracles import dense_jacobian, relative
+from oracles_retraining import trained
+from snapshots import untouched
+from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.backprop.outer import MatrixShape, Outer
+from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
+from blr_analysis.sensitivity import influence_blocks as blocks
+from blr_analysis.sensitivity.influence_results import ProjectionError
+
+STRUCTURES = ("diag", "kron", "lowrank", "full")
+EXACT = 1e-10
+QUIET = dict(progress=False)
+MODELS = sorted(example_models())
+QUICK = [("images", "kron"), ("words", "kron")]  # enough to reach every rule of a projection
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def labels(n: int, classes: int = 3, seed: int = 0) -> Tensor:
+    return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+class World:
+    """A model with training and test data, and their gradients one by one."""
+
+    def __init__(self, model: nn.Module, x: Tensor, classes: int, n_test: int):
+        n = len(x) - n_test
+        y = labels(len(x), classes)
+        source = ["web", "book"] * n
+        self.y = y[:n]
+        self.task = blr.Task(model, (x[:n], self.y), metadata={"source": source[:n]})
+        self.test = blr.Task(model, (x[n:], y[n:]))
+        self.gradients = self._gradients(self.task)
+        self.test_gradients = self._gradients(self.test)
+
+    def _gradients(self, task: blr.Task) -> Tensor:
+        """∇ℓ of every example, ``[N, P]``."""
+        jacobian = dense_jacobian(task, task.parameters())
+        x, y = task.dataset.tensors
+        outputs = task.model(x).detach()
+        error = outputs.softmax(-1) - nn.functional.one_hot(y, outputs.shape[-1])
+        return torch.einsum("nc,ncp->np", error, jacobian)
+
+    def posterior(self, structure: str) -> blr.Posterior:
+        return blr.fit_laplace(self.task, structure=structure, prior_precision=0.7, **QUIET)
+
+    def truth(self, q: blr.Posterior) -> Tensor:
+        return self.gradients @ covariance(q) @ self.test_gradients.mT
+
+
+def covariance(q: blr.Posterior) -> Tensor:
+    """Σ by inverting S, column by column from its products with unit vectors."""
+    eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
+    parts = eye.split([m.numel() for m in q.mean.values()], 1)
+    units = {n: p.reshape(-1, *m.shape) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
+    rows = q.precision_product(units)
+    return torch.linalg.inv(torch.cat([r.flatten(1) for r in rows.values()], 1))
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(mlp(), normal(47, 4), 3, 7)
+
+
+@pytest.fixture(scope="module")
+def posterior(world: World) -> blr.Posterior:
+    return world.posterior("kron")
+
+
+def of_kind(name: str) -> World:
+    """Every kind of layer: convolutions, groups, embeddings, attention, shared and unknown ones."""
+    model, x = example_models()[name]
+    with torch.no_grad():
+        classes = model(x).shape[-1]
+    return World(model, x, classes, 3)
+
+
+@pytest.mark.parametrize(
+    ("structure", "memory_budget"),
+    [("diag", 1), ("kron", None), ("kron", 1), ("lowrank", 1), ("full", None)],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_influence_is_the_dense_product(
+    name: str, structure: str, memory_budget: int | None
+) -> None:
+    world = of_kind(name)
+    q = world.posterior(structure)
+    found = blr.influence(world.task, q, world.test, memory_budget=memory_budget, **QUIET)
+    assert found.dtype == torch.float64 and found.error is None
+    assert relative(found, world.truth(q)) < EXACT
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_diagonal_is_the_self_influence(structure: str, dtype: torch.dtype) -> None:
+    x, y = normal(40, 4).to(dtype), labels(40)
+    task = blr.Task(mlp().to(dtype), (x, y))
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, **QUIET)
+    found = blr.influence(task, q, task, **QUIET)
+    scores = blr.sensitivity(task, q, **QUIET)
+    assert relative(found.diagonal(), scores.self_influence) < 200 * torch.finfo(dtype).eps
+    assert relative(found.mT, found.matrix) < 200 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "images", "words_tied"])
+def test_rotating_either_side_is_the_same(name: str, turned: bool, monkeypatch) -> None:
+    world = of_kind(name)
+    q = world.posterior("kron")
+    monkeypatch.setattr(blocks, "_turns", lambda *_: turned)
+    assert relative(blr.influence(world.task, q, world.test, **QUIET), world.truth(q)) < EXACT
+
+
+@pytest.mark.parametrize("cached", [1, 2**18])
+@pytest.mark.parametrize("bias", ["bias", None])
+@pytest.mark.parametrize(("t", "o", "i"), [(1, 3, 5), (1, 5, 3), (4, 3, 5), (4, 5, 3)])
+def test_both_orders_of_multiplication_agree(
+    t: int, o: int, i: int, bias: str | None, cached: int
+) -> None:
+    layout = MatrixShape(1, o, i, (o, i))
+    term = Outer("weight", bias, layout, normal(6, 1, t, i), [normal(6, 1, t, o, seed=1)])
+    held = {"weight": normal(7, o, i, seed=2), "bias": normal(7, o, seed=3)}
+    explicit = blocks._explicit_share(term.jacobian(), held)
+    assert relative(blocks._factored_share(term, held, cached), explicit) < 1e-13
+
+
+def test_the_cheaper_order_is_chosen() -> None:
+    def kept(t: int, m: int, o: int = 50, i: int = 60) -> bool:
+        layout = MatrixShape(1, o, i, (o, i))
+        term = Outer("w", None, layout, torch.empty(2, 1, t, i), [torch.empty(2, 1, t, o)])
+        return blocks._keeps_factors(term, m)
+
+    assert kept(1, 100) and kept(9, 1)
+    assert not kept(100, 100)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
+    """With every example there r times, the gap to exact retraining falls as 1/r."""
+    classes = 1 if kind == "gaussian" else 3
+    x, x_test = normal(12, 2), normal(5, 2, seed=1)
+    y = normal(12, 1, seed=2) if kind == "gaussian" else labels(12)
+    y_test = normal(5, 1, seed=3) if kind == "gaussian" else labels(5, seed=1)
+
+    def loss(model: nn.Module) -> Tensor:
+        f = model(x_test).detach()
+        if kind == "gaussian":
+            return (f - y_test).square().sum(1) / 2
+        return nn.functional.cross_entropy(f, y_test, reduction="none")
+
+    gaps = []
+    for copies in (8, 32):
+        many, targets = x.repeat(copies, 1), y.repeat(copies, *([1] * (y.ndim - 1)))
+        model = trained(kind, many, targets, 0.7, classes)
+        task = blr.Task(model, (many, targets), likelihood=kind)
+        test = blr.Task(model, (x_test, y_test), likelihood=kind)
+        q = blr.fit_laplace(task, structure="full", prior_precision=0.7, **QUIET)
+        found = blr.influence(task, q, test, **QUIET)[:12]
+        truth = torch.stack(
+            [loss(_without(kind, many, targets, i, classes)) - loss(model) for i in range(12)]
+        )
+        gaps.append(relative(found, truth))
+    assert gaps[1] < 0.1
+    assert gaps[1] < gaps[0] / 3
+
+
+def _without(kind: str, x: Tensor, y: Tensor, i: int, classes: int) -> nn.Module:
+    rest = torch.arange(len(x)) != i
+    return trained(kind, x[rest], y[rest], 0.7, classes)
+
+
+def test_a_group_is_what_if_to_first_order() -> None:
+    """The gap between the two falls as the group's share of the data does."""
+    x, y, x_test, y_test = normal(20, 2), labels(20), normal(30, 2, seed=1), labels(30, seed=1)
+    group = torch.arange(20) < 4
+    gaps = []
+    for copies in (4, 16):
+        many, targets = x.repeat(copies, 1), y.repeat(copies)
+        model = trained("categorical", many, targets, 0.7, 3)
+        task, test = blr.Task(model, (many, targets)), blr.Task(model, (x_test, y_test))
+        q = blr.fit_laplace(task, structure="full", prior_precision=0.7, **QUIET)
+        leaving = torch.cat([group, torch.zeros(20 * (copies - 1), dtype=torch.bool)])
+        found = blr.influence(task, q, test, **QUIET).group(leaving)
+        result = blr.what_if(task, q, remove=leaving, evaluate=test, **QUIET)
+        truth = result.after.losses - result.before.losses
+        assert float(found.mean[0]) == pytest.approx(float(found.values[0].mean()), rel=1e-12)
+        gaps.append(relative(found.values[0], truth))
+    assert gaps[1] < gaps[0] / 3
+
+
+def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    by_target = found.group()
+    assert by_target.groups == (0, 1, 2)
+    for row, label in enumerate(by_target.groups):
+        member = world.y == label
+        assert int(by_target.sizes[row]) == int(member.sum())
+        torch.testing.assert_close(by_target.values[row], found[member].sum(0))
+    assert found.group(by="source").groups == ("book", "web")
+    torch.testing.assert_close(
+        found.group(lambda row: row.source == "web").values, found.group(by="source").values[1:]
+    )
+    torch.testing.assert_close(found.group([3, 1]).values[0], found[1] + found[3])
+    table = by_target.table
+    assert list(table) == ["group", "n", "influence", "influence_per_example"]
+    np.testing.assert_allclose(table.influence * 1.0, by_target.mean.numpy())
+    np.testing.assert_allclose(table.influence_per_example * table.n, table.influence)
+
+
+def test_it_is_a_tensor(world: World, posterior: blr.Posterior, tmp_path) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    x = world.truth(posterior)
+    assert isinstance(found, Tensor) and found.shape == (40, 7) and not found.requires_grad
+    assert found.device.type == "cpu" and found.is_contiguous()
+    assert float(found[3, 2]) == pytest.approx(float(x[3, 2]), rel=1e-9)
+    v = normal(7)
+    plain = {
+        "row": (found[3], x[3]),
+        "diagonal": (found.diagonal(), x.diagonal()),
+        "sum": (found.sum(0), x.sum(0)),
+        "product": (found @ v, x @ v),
+        "left": (2 * found, 2 * x),
+        "transpose": (found.T, x.T),
+        "stack": (torch.stack([found, found]), torch.stack([x, x])),
+        "mask": (found[world.y == 1], x[world.y == 1]),
+        "matrix": (found.matrix, x),
+        "clone": (found.clone(), x),
+    }
+    for name, (ours, theirs) in plain.items():
+        assert type(ours) is Tensor, name
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(found, x) and torch.equal(found, found.matrix)
+    assert bool((found > 0).any()) and type(found > 0) is Tensor
+    array = np.asarray(found)
+    assert array.shape == (40, 7) and array.dtype == np.float64
+    np.testing.assert_array_equal(found.numpy(), array)
+    assert pd.DataFrame(found).shape == (40, 7)
+    assert len(found) == 40 and found.tolist() == array.tolist()
+    assert repr(found).startswith("Influence([[")
+
+
+def test_it_is_copied_and_saved(world: World, posterior: blr.Posterior) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    twin = copy.deepcopy(found)
+    assert isinstance(twin, blr.Influence) and twin.data_ptr() != found.data_ptr()
+    assert torch.equal(twin, found) and torch.equal(twin.top(2).helpful, found.top(2).helpful)
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    for plain in (torch.load(file, weights_only=True), copy.copy(found)):
+        assert type(plain) is Tensor and torch.equal(plain, found)
+
+
+@pytest.mark.parametrize("memory_budget", [None, 1, 20_000])
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_the_top_is_that_of_the_matrix(
+    world: World, posterior: blr.Posterior, k: int, memory_budget: int | None
+) -> None:
+    truth = world.truth(posterior)
+    order = truth.argsort(0, descending=True).mT
+    matrix = blr.influence(world.task, posterior, world.test, **QUIET)
+    streamed = blr.top_influence(
+        world.task, posterior, world.test, k=k, memory_budget=memory_budget, **QUIET
+    )
+    for top in (matrix.top(k), streamed):
+        assert top.k == k and torch.equal(top.helpful, order[:, :k])
+        assert torch.equal(top.harmful, order.flip(1)[:, :k])
+        for indices, values in (
+            (top.helpful, top.helpful_values),
+            (top.harmful, top.harmful_values),
+        ):
+            torch.testing.assert_close(values, truth.mT.gather(1, indices), rtol=1e-9, atol=1e-12)
+
+
+def test_the_table_names_the_strongest_pairs(world: World, posterior: blr.Posterior) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    table = found.table
+    assert len(table) == 7 * 10 and found.table is table
+    first = table.iloc[0]
+    assert (first.test, first.effect, first["rank"]) == (0, "helpful", 1)
+    assert first.train == int(found[:, 0].argmax())
+    worst = table[(table.test == 4) & (table.effect == "harmful")].iloc[0]
+    assert worst.train == int(found[:, 4].argmin())
+    for _, row in table.iloc[::7].iterrows():
+        assert row.influence == pytest.approx(float(found[row.train, row.test]), rel=1e-12)
+        assert row.train_target == int(world.y[row.train])
+        assert row.source == world.task.metadata["source"][row.train]
+        f = world.test.model(world.test.dataset.tensors[0][row.test])
+        assert row.test_prediction == int(f.argmax())
+    assert len(found.top(2).table) == 7 * 4
+
+
+def test_the_picture(world: World, posterior: blr.Posterior) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    for result in (found, found.top(3)):
+        ax = result.plot(4, k=3, names=["cat", "dog", "cow"])
+        best, worst = found[:, 4].topk(3), (-found[:, 4]).topk(3)
+        lengths = [bar.get_width() for bar in ax.patches]
+        expected = best.values.tolist() + (-worst.values).flip(0).tolist()
+        np.testing.assert_allclose(lengths, expected)
+        texts = [tick.get_text() for tick in ax.get_yticklabels()]
+        name = ["cat", "dog", "cow"][int(world.y[best.indices[0]])]
+        assert texts[0] == f"#{int(best.indices[0])}  {name}"
+        assert "#4" in ax.get_title()
+    pictures = normal(40, 8, 8).abs()
+    ax = found.plot(0, images=pictures, test_images=pictures)
+    assert len(ax.artists) == 10 and len(ax.child_axes) == 1
+    ax.figure.canvas.draw()
+    assert found.plot(ax=ax) is ax
+
+
+def test_another_measure(world: World, posterior: blr.Posterior) -> None:
+    """The rise of a probability, against a finite step along Σ∇ℓ_i."""
+    found = blr.influence(
+        world.task, posterior, world.test, measure=lambda f, y: f.softmax(-1)[:, 1], **QUIET
+    )
+    x = world.test.dataset.tensors[0]
+    step = 1e-5
+    for i in (0, 9):
+        move = covariance(posterior) @ world.gradients[i]
+        parts = move.split([m.numel() for m in posterior.mean.values()])
+        sides = []
+        for sign in (1, -1):
+            weights = {
+                n: m + sign * step * part.view_as(m)
+                for (n, m), part in zip(posterior.mean.items(), parts, strict=True)
+            }
+            f = torch.func.functional_call(world.task.model, weights, (x,))
+            sides.append(f.softmax(-1)[:, 1].detach())
+        assert relative(found[i], (sides[0] - sides[1]) / (2 * step)) < 1e-7
+    assert "lambda" in found.pairs.measure
+    flat_measure = blr.influence(
+        world.task, posterior, world.test, measure=lambda f, y: torch.zeros(len(f)), **QUIET
+    )
+    assert not flat_measure.any()
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_sequences(structure: str) -> None:
+    """Of a language model: one gradient per sequence, the sum over its tokens."""
+    model, ids = tiny_lm(), sequences(8)
+    task = task_of(model, ids, with_prompts(ids))
+    rows = [token_gradients(model, x, y)[1] for x, y in zip(ids, with_prompts(ids), strict=True)]
+    gradients = torch.stack([row.sum(0) for row in rows])
+    q = blr.fit_laplace(
+        task, structure=structure, prior_precision=0.7, curvature="empirical_fisher", **QUIET
+    )
+    found = blr.influence(task, q, task.subset([5, 2]), **QUIET)
+    truth = gradients @ covariance(q) @ gradients[[5, 2]].mT
+    assert relative(found, truth) < EXACT
+    assert list(found.top(1).table.train[:2]) == [
+        int(truth[:, 0].argmax()),
+        int(truth[:, 0].argmin()),
+    ]
+
+
+def squared_error(world: World, q: blr.Posterior, size: int, seeds: int) -> float:
+    """Median squared error of projected influence, relative to the exact one's square."""
+    truth = world.truth(q)
+    errors = []
+    for seed in range(seeds):
+        found = blr.influence(
+            world.task,
+            q,
+            world.test,
+            projection=size,
+            generator=torch.Generator().manual_seed(seed),
+            **QUIET,
+        )
+        errors.append(relative(found, truth) ** 2)
+    return sorted(errors)[seeds // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [
+        *(("mlp", structure) for structure in STRUCTURES),
+        *QUICK,
+        *(
+            pytest.param(name, structure, marks=pytest.mark.slow)
+            for name in MODELS
+            for structure in ("diag", "kron")
+            if (name, structure) not in QUICK and name != "mlp"
+        ),
+    ],
+)
+def test_the_error_of_a_projection_falls_with_the_root_of_its_size(
+    name: str, structure: str
+) -> None:
+    """Of every kind of layer: a share that were left out or counted twice would stay."""
+    world = of_kind(name)
+    q = world.posterior(structure)
+    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 256, 5)
+    assert 256 / 8 < ratio < 256 * 8
+
+
+def test_the_reported_error_is_the_true_one() -> None:
+    world = World(mlp(), normal(700, 4), 3, 60)
+    q = world.posterior("diag")
+    truth = world.truth(q)
+    for size in (16, 256):
+        found = blr.influence(world.task, q, world.test, projection=size, **QUIET)
+        true = ProjectionError.between(found, truth)
+        assert found.error is not None and found.error.pairs == 256 * 16
+        assert found.error.relative_rms == pytest.approx(true.relative_rms, rel=0.3)
+        assert found.error.spearman == pytest.approx(true.spearman, abs=0.1)
+
+
+def test_the_error_of_two_tensors() -> None:
+    exact = normal(50, 4)
+    same = ProjectionError.between(exact, exact)
+    assert (same.relative_rms, same.pairs) == (0.0, 200) and same.spearman == pytest.approx(1.0)
+    assert ProjectionError.between(-2 * exact, exact).relative_rms == pytest.approx(3.0)
+    assert ProjectionError.between(-2 * exact, exact).spearman == pytest.approx(-1.0)
+    assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
+
+
+def test_a_projection_is_the_same_every_time(world: World, posterior: blr.Posterior) -> None:
+    def projected(seed: int | None, **options) -> Tensor:
+        g = None if seed is None else torch.Generator().manual_seed(seed)
+        return blr.influence(
+            world.task, posterior, world.test, projection=32, generator=g, **options, **QUIET
+        )
+
+    assert torch.equal(projected(None), projected(None))
+    assert torch.equal(projected(5), projected(5))
+    assert not torch.equal(projected(5), projected(6))
+    top = blr.top_influence(world.task, posterior, world.test, k=4, projection=32, **QUIET)
+    assert torch.equal(top.helpful, projected(None).top(4).helpful)
+    assert top.error == projected(None).error
+
+
+@pytest.mark.parametrize("projection", [None, 8])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_the_top_stays_within_the_budget(structure: str, projection: int | None) -> None:
+    """The matrix alone would take three times the budget."""
+    n, m, budget = 1200, 800, MB
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
+    x, y = normal(n, 30).float(), labels(n)
+    task, test = blr.Task(model, (x, y)), blr.Task(model, (x[:m], y[:m]))
+    some = blr.fit_laplace(
+        task.subset(range(50)), structure=structure, prior_precision=1.0, **QUIET
+    )
+    q = blr.Posterior(some.mean, some.form, prior_precision=1.0, n_data=n)
+    blr.influence(task, q, test.subset([0]), **QUIET)
+
+    def run() -> None:
+        blr.top_influence(task, q, test, k=3, memory_budget=budget, projection=projection, **QUIET)
+
+    answers = 2 * m * 3 * (4 + 8) * 3
+    vectors = (4 * 40 * (30 + 3 + 2) + 12 * (8 * (40 + 31 + 43))) * 4
+    assert n * m * 4 > 3 * budget
+    assert peak_bytes(run) < budget + answers + vectors + n * 16
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_nothing_of_the_model_changes(world: World, posterior: blr.Posterior, mode: str) -> None:
+    getattr(world.task.model, mode)()
+    with untouched(world.task.model), torch.inference_mode():
+        for options in ({}, {"projection": 8}):
+            blr.influence(world.task, posterior, world.test, **options, **QUIET)
+    world.task.model.eval()
+
+
+def test_a_test_task_with_a_model_object_of_its_own(world: World, posterior: blr.Posterior) -> None:
+    """Only its examples are used: the weights are the posterior's."""
+    other = blr.Task(mlp(seed=5), world.test.dataset, likelihood="categorical")
+    found = blr.influence(world.task, posterior, other, **QUIET)
+    assert relative(found, world.truth(posterior)) < EXACT
+
+
+def _test(classes: int = 3, inputs: int = 4, **options) -> Callable[[World], blr.Task]:
+    return lambda world: blr.Task(
+        mlp(inputs, outputs=classes), (normal(6, inputs), labels(6, classes)), **options
+    )
+
+
+def _nan(world: World) -> blr.Task:
+    x = normal(6, 4)
+    x[2, 1] = float("nan")
+    return blr.Task(world.task.model, (x, labels(6)))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (_test(classes=4), PosteriorError, "test_task does not fit"),
+        (_test(inputs=5), PosteriorError, "test_task does not fit"),
+        (
+            lambda w: blr.Task(w.task.model, (normal(6, 4), normal(6, 3)), likelihood="gaussian"),
+            InputError,
+            "likelihood",
+        ),
+        (lambda w: blr.Task(w.task.model, (normal(6, 4), labels(6, 9))), DataError, "target|class"),
+        (lambda w: blr.Task(w.task.model, (normal(6, 5), labels(6))), ModelError, "failed"),
+        (_nan, DataError, "index 2"),
+        (lambda w: w.test.dataset, InputError, "test_task"),
+    ],
+    ids=["classes", "layers", "likelihood", "targets", "inputs", "nan", "no_task"],
+)
+def test_a_bad_test_task(
+    world: World, posterior: blr.Posterior, build: Callable, error: type, words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        blr.influence(world.task, posterior, build(world), **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"projection": 0}, "projection"),
+        ({"projection": 2.5}, "projection"),
+        ({"projection": True}, "projection"),
+        ({"memory_budget": 0}, "memory_budget"),
+        ({"generator": 3}, "generator"),
+        ({"measure": "margins"}, "measure"),
+        ({"measure": lambda f, y: f}, "measure"),
+        ({"measure": lambda f, y: 1.0}, "measure"),
+    ],
+)
+def test_bad_arguments(world: World, posterior: blr.Posterior, options: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        blr.influence(world.task, posterior, world.test, **options, **QUIET)
+
+
+@pytest.mark.parametrize("k", [0, 41, 2.0, True])
+def test_bad_k(world: World, posterior: blr.Posterior, k) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    with pytest.raises(InputError, match="k"):
+        found.top(k)
+    with pytest.raises(InputError, match="k"):
+        blr.top_influence(world.task, posterior, world.test, k=k, **QUIET)
+
+
+def test_bad_groups_and_pictures(world: World, posterior: blr.Posterior) -> None:
+    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    for selection in ([], torch.zeros(40, dtype=torch.bool), lambda row: False):
+        with pytest.raises(InputError, match="selects none"):
+            found.group(selection)
+    with pytest.raises(InputError, match="not both"):
+        found.group([1], by="target")
+    with pytest.raises(InputError, match="no column"):
+        found.group(by="colour")
+    for test in (7, -1, 1.5, True, [1, 2]):
+        with pytest.raises(InputError, match="test"):
+            found.plot(test)
+    for k in (0, 1.5):
+        with pytest.raises(InputError, match="k"):
+            found.plot(0, k=k)
+
+
+def test_a_posterior_of_something_else(world: World, posterior: blr.Posterior) -> None:
+    other = blr.Posterior(posterior.mean, posterior.form, prior_precision=0.7, n_data=41)
+    with pytest.raises(PosteriorError, match="n_data=41"):
+        blr.influence(world.task, other, world.test, **QUIET)
+    with pytest.raises(InputError, match="posterior"):
+        blr.influence(world.task, None, world.test, **QUIET)  # type: ignore[arg-type]
+
+
+def test_an_influence_that_overflows() -> None:
+    model = mlp().float()
+    task = blr.Task(model, (1e3 * normal(6, 4).float(), labels(6)))
+    tiny = {n: torch.full_like(p, 1e-38) for n, p in model.named_parameters()}
+    q = blr.Posterior(task.parameters(), tiny, prior_precision=1e-38, n_data=6)
+    with pytest.raises(ModelError, match="overflows"):
+        blr.influence(task, q, task, **QUIET)

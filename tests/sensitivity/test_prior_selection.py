@@ -1,0 +1,334 @@
+"""The prior precision chosen by leave-one-out, against closed forms and exact retraining."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from models import mlp
+from oracles_retraining import (
+    flat,
+    leave_one_out_weights,
+    linear,
+    retrained,
+    with_ones,
+)
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.linear_model import RidgeCV
+from snapshots import untouched
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import BLRError, InputError, ModelError, PosteriorError
+from blr_analysis.sensitivity.optimum import descend, on_a_copy
+
+GRID = [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
+
+
+def select(task: blr.Task, grid=GRID, **options) -> blr.PriorSelection:
+    return blr.select_prior_precision(task, grid, progress=False, **options)
+
+
+def diabetes() -> tuple[Tensor, Tensor]:
+    x, y = load_diabetes(return_X_y=True)
+    x, y = torch.tensor(x), torch.tensor(y)
+    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+
+
+def ridge(x: Tensor, y: Tensor, dtype: torch.dtype = torch.float64) -> blr.Task:
+    model = nn.Linear(x.shape[1], 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return blr.Task(model.to(dtype), (x.to(dtype), y.to(dtype)), likelihood="gaussian")
+
+
+def press(x: Tensor, y: Tensor, delta: float) -> tuple[Tensor, float, float]:
+    """The ridge solution, its mean squared left-out error, and its largest hat value."""
+    gram = x.T @ x + delta * torch.eye(x.shape[1], dtype=x.dtype)
+    w = torch.linalg.solve(gram, x.T @ y)
+    hat = (x @ torch.linalg.inv(gram) * x).sum(1)
+    return w, float(((y - x @ w) / (1 - hat)).square().mean()), float(hat.max())
+
+
+def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
+    x, y = diabetes()
+    found = select(ridge(x, y), structure="full")
+    for row in found.rows:
+        _, mse, hat = press(x, y, row["prior_precision"])
+        nll = 0.5 * mse + 0.5 * math.log(2 * math.pi)
+        assert row["loo_nll"] == pytest.approx(nll, rel=1e-9)
+        assert row["max_leverage"] == pytest.approx(hat, rel=1e-8)
+        assert row["converged"] and row["residual"] <= 1e-8
+        assert math.isnan(row["loo_accuracy"])
+    theirs = RidgeCV(alphas=GRID, fit_intercept=False).fit(x.numpy(), y.numpy())
+    assert found.best == theirs.alpha_
+    assert not found.at_edge
+    weight = found.posterior.mean["weight"][0]
+    assert weight.tolist() == pytest.approx(theirs.coef_.tolist(), rel=1e-7)
+    assert found.posterior.prior_precision == found.best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noisy_columns_ask_for_a_stronger_prior_as_in_ridge_cv(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(25, 12, generator=g, dtype=torch.float64)
+    y = x[:, 0] + (1 + seed) * torch.randn(25, generator=g, dtype=torch.float64)
+    grid = [float(v) for v in torch.logspace(-2, 4, 13, dtype=torch.float64)]
+    found = select(ridge(x, y), grid)
+    theirs = RidgeCV(alphas=grid, fit_intercept=False).fit(x.numpy(), y.numpy())
+    assert found.best == theirs.alpha_
+    best = min(found.rows, key=lambda row: press(x, y, row["prior_precision"])[1])
+    assert found.best == best["prior_precision"]
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "categorical", "poisson"])
+def test_the_curve_of_a_generalised_linear_model_is_that_of_exact_retraining(kind: str) -> None:
+    x, y = load_iris(return_X_y=True)
+    x, y = torch.tensor(x)[30:130:2], torch.tensor(y)[30:130:2]
+    x = (x - x.mean(0)) / x.std(0)
+    outputs = 3 if kind == "categorical" else 1
+    if kind == "bernoulli":
+        y = (y == 1).double()[:, None]
+    elif kind == "poisson":
+        y = torch.poisson((0.5 + 0.4 * x[:, :1]).exp(), torch.Generator().manual_seed(0))
+    likelihood = blr.likelihoods.resolve(kind)
+    grid = [0.1, 1.0, 10.0, 100.0]
+    start = linear(torch.zeros(outputs, x.shape[1] + 1, dtype=torch.float64))
+    found = select(blr.Task(start, (x, y), likelihood=kind), grid)
+    truth = []
+    for row in found.rows:
+        delta = row["prior_precision"]
+        theta = retrained(kind, x, y, leave_one_out_weights(len(x)), delta, outputs)
+        f = torch.einsum("ncd,nd->nc", theta, with_ones(x))
+        truth.append(float(likelihood.nll(f, y).mean()))
+        whole = retrained(kind, x, y, torch.ones(1, len(x)), delta, outputs)[0]
+        fitted = likelihood.nll(with_ones(x) @ whole.T, y).mean()
+        assert row["train_nll"] == pytest.approx(float(fitted), rel=1e-9)
+        assert row["converged"]
+        rise = (row["loo_nll"] - row["train_nll"]) / (truth[-1] - row["train_nll"])
+        assert rise == pytest.approx(1, abs=0.06)  # of the left-out loss above the training loss
+    assert found.best == grid[truth.index(min(truth))]
+    best = retrained(kind, x, y, torch.ones(1, len(x)), found.best, outputs)[0]
+    torch.testing.assert_close(flat(found.posterior.mean), best, rtol=1e-6, atol=1e-9)
+
+
+# The default fit.
+
+
+def network(n: int = 40, **options) -> blr.Task:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=g, dtype=torch.float64)
+    y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 1).long()
+    return blr.Task(mlp(hidden=6, outputs=3), (x, y), **options)
+
+
+def objective(task: blr.Task, params: dict[str, Tensor], delta: float) -> tuple[float, float]:
+    """The objective and its gradient's norm, by plain autograd."""
+    x, y = task.dataset.tensors
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
+    f = torch.func.functional_call(task.model, leaves, (x,))
+    value = nn.functional.cross_entropy(f, y, reduction="sum")
+    value = value + 0.5 * delta * sum(p.square().sum() for p in leaves.values())
+    grads = torch.autograd.grad(value, list(leaves.values()))
+    return float(value.detach()), math.sqrt(sum(float(g.square().sum()) for g in grads))
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_a_network_comes_to_a_stationary_point_downhill(structure: str) -> None:
+    task = network()
+    own = on_a_copy(task)
+    with untouched(task.model):
+        found = descend(own, 0.3, structure=structure, tolerance=1e-7, max_steps=200)
+    start, steep = objective(task, task.parameters(), 0.3)
+    end, slope = objective(task, found.params, 0.3)
+    assert found.converged and found.residual <= 1e-7
+    assert end < 0.8 * start
+    assert slope < 1e-6 * steep
+    for name, p in own.parameters().items():
+        assert torch.equal(p, found.params[name])
+
+
+def test_no_step_of_the_descent_goes_up() -> None:
+    task, delta = network(), 0.01
+    values = [objective(task, task.parameters(), delta)[0]]
+    for steps in range(1, 6):
+        found = descend(on_a_copy(task), delta, structure="diag", tolerance=1e-9, max_steps=steps)
+        assert found.steps == steps
+        values.append(objective(task, found.params, delta)[0])
+    assert all(b < a for a, b in pairwise(values))
+
+
+def test_frozen_parameters_stay_and_single_precision_works() -> None:
+    task = network()
+    task.model[0].weight.requires_grad_(False)
+    model = task.model.float()
+    task = blr.Task(model, (task.dataset.tensors[0].float(), task.dataset.tensors[1]))
+    with untouched(model):
+        found = select(task, [0.3, 3.0], structure="kron")
+    assert set(found.posterior.mean) == {"0.bias", "2.weight", "2.bias"}
+    assert all(row["converged"] and row["residual"] <= 1e-4 for row in found.rows)
+    assert found.posterior.mean["2.weight"].dtype == torch.float32
+
+
+def test_a_fit_that_does_not_converge_is_said() -> None:
+    found = select(network(), [0.1, 1.0], max_steps=1)
+    assert [row["converged"] for row in found.rows] == [False, False]
+    assert "2 of the fits did not converge" in repr(found)
+    assert any(line.get_label() == "did not converge" for line in found.plot().lines)
+    assert "converge" not in repr(select(ridge(*diabetes()), [1.0, 10.0, 100.0]))
+
+
+def test_the_structure_follows_the_size_unless_it_is_named() -> None:
+    assert select(network(), [1.0]).posterior.structure == "full"
+    assert select(network(), [1.0], structure="diag").posterior.structure == "diag"
+    wide = blr.Task(nn.Linear(40, 51), (torch.randn(4, 40), torch.arange(4)))  # 2,091 weights
+    assert select(wide, [100.0]).posterior.structure == "kron"
+
+
+# One's own training.
+
+
+def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
+    x, y = diabetes()
+    task, seen = ridge(x, y), []
+
+    def fit(given: blr.Task, delta: float) -> blr.Posterior:
+        assert given.model is not task.model
+        seen.append((delta, float(given.model.weight.detach().abs().sum())))
+        given.model.weight.data = press(x, y, delta)[0][None]
+        return blr.fit_laplace(given, structure="full", prior_precision=delta, progress=False)
+
+    with untouched(task.model):
+        found = select(task, fit=fit)
+    assert seen == [(delta, 0.0) for delta in GRID]  # always from the model's own weights
+    theirs = select(task, structure="full")
+    assert found.best == theirs.best
+    for a, b in zip(found.rows, theirs.rows, strict=True):
+        assert a["loo_nll"] == pytest.approx(b["loo_nll"], rel=1e-9)
+    assert "converged" not in found.table
+
+
+def test_another_model_may_come_back_with_its_posterior() -> None:
+    x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
+    task = blr.Task(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval(), (x, y))
+
+    def fit(given: blr.Task, delta: float) -> tuple[nn.Module, blr.Posterior]:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+        model.load_state_dict(given.model.state_dict())
+        model[0].running_mean += delta  # a buffer, which no posterior holds
+        own = blr.Task(model, (x, y))
+        return model, blr.fit_laplace(own, prior_precision=delta, progress=False)
+
+    found = select(task, [1.0, 2.0], fit=fit)
+    for row in found.rows:
+        f = task.model[1](task.model[0](x) - row["prior_precision"] / (1 + 1e-5) ** 0.5)
+        expected = float(nn.functional.cross_entropy(f, y).detach())
+        assert row["train_nll"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fit", "words"),
+    [
+        (lambda task, delta: None, "fit must return"),
+        (lambda task, delta: (1, 2), "fit must return"),
+        (lambda task, delta: blr.fit_laplace(task, prior_precision=7.0, progress=False),
+         "prior_precision=7 for δ=1"),
+        ("train", "fit must be a function"),
+    ],
+)  # fmt: skip
+def test_training_that_returns_something_else(fit, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        select(ridge(*diabetes()), [1.0, 7.0], fit=fit)
+
+
+# The grid, the test data, what comes back.
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ([], "empty"),
+        ([1.0, -1.0], "above 0"),
+        ([0.0, 1.0], "above 0"),
+        ([1.0, math.inf], "finite"),
+        ([1.0, math.nan], "finite"),
+        ([1.0, 2.0, 1.0], "1 more than once"),
+        (3.0, "sequence of numbers"),
+        (["a"], "sequence of numbers"),
+        (None, "sequence of numbers"),
+        ([[1.0], [2.0]], "sequence of numbers"),
+    ],
+)
+def test_bad_grids(grid, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        select(ridge(*diabetes()), grid)
+
+
+def test_a_grid_in_any_order_is_sorted() -> None:
+    task = ridge(*diabetes())
+    sorted_, mixed = select(task, [1.0, 10.0, 100.0]), select(task, torch.tensor([10, 100, 1]))
+    drop = "seconds"
+    pd.testing.assert_frame_equal(sorted_.table.drop(columns=drop), mixed.table.drop(columns=drop))
+    assert sorted_.best == mixed.best
+
+
+def test_a_best_at_the_edge_is_said() -> None:
+    task = ridge(*diabetes())
+    inside = select(task)
+    assert not inside.at_edge and "edge" not in repr(inside)
+    for grid in (GRID[: GRID.index(inside.best) + 1], GRID[GRID.index(inside.best) :]):
+        found = select(task, grid)
+        assert found.best == inside.best and found.at_edge
+        assert "at the edge of the grid" in repr(found)
+        assert "edge" in found.plot().get_title()
+
+
+def test_the_test_loss_stands_beside_the_estimate() -> None:
+    x, y = diabetes()
+    task = ridge(x[:300], y[:300])
+    found = select(task, structure="full", test=ridge(x[300:], y[300:]))
+    for row in found.rows:
+        w, _, _ = press(x[:300], y[:300], row["prior_precision"])
+        mse = float((y[300:] - x[300:] @ w).square().mean())
+        nll = 0.5 * mse + 0.5 * math.log(2 * math.pi)
+        assert row["test_nll"] == pytest.approx(nll, rel=1e-9)
+    table = found.table
+    assert list(table)[:2] == ["prior_precision", "train_nll"]
+    assert list(table)[2:5] == ["train_accuracy", "loo_nll", "loo_accuracy"]
+    assert list(table)[5:8] == ["max_leverage", "test_nll", "test_accuracy"]
+    assert table.loo_nll.idxmin() == GRID.index(found.best)
+    curves = {line.get_label(): list(line.get_ydata()) for line in found.plot().lines}
+    assert curves["leave-one-out, from training data"] == table.loo_nll.tolist()
+    assert curves["test data"] == table.test_nll.tolist()
+    assert curves[f"chosen: {found.best:g}"] == [table.loo_nll.min()]
+    given = Figure().subplots()
+    assert found.plot(given) is given and given.get_xscale() == "log"
+    assert "test data" not in [line.get_label() for line in select(task).plot().lines]
+
+
+def test_bad_input() -> None:
+    task = ridge(*diabetes())
+    cases: list[tuple[dict, type[BLRError], str]] = [
+        ({"structure": "banded"}, InputError, "structure"),
+        ({"correction": "none"}, InputError, "correction"),
+        ({"tolerance": 0.0}, InputError, "tolerance"),
+        ({"tolerance": "small"}, InputError, "tolerance"),
+        ({"max_steps": 0}, InputError, "max_steps"),
+        ({"test": 3}, InputError, "test must be"),
+        ({"test": network()}, InputError, "likelihood"),
+    ]
+    for options, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            select(task, [1.0], **options)
+    with pytest.raises(InputError, match="task must be"):
+        select(task.model, [1.0])
+    other = blr.Task(nn.Linear(3, 1).double(), (torch.zeros(2, 3), torch.zeros(2)),
+                     likelihood="gaussian")  # fmt: skip
+    with pytest.raises(PosteriorError, match="another model"):
+        select(task, [1.0], test=other)
+    task.model.held = torch.ones(2, requires_grad=True) * 2  # what deepcopy does not take
+    with pytest.raises(ModelError, match="cannot be copied"):
+        select(task, [1.0])

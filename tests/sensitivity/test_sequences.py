@@ -1,0 +1,490 @@
+"""Sequences: self-influence, left-out losses and single tokens against one gradient per token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracles import flatten, relative, unflatten
+from tiny_lm import (
+    IGNORED,
+    TinyLM,
+    sequences,
+    tags,
+    task_of,
+    tiny_lm,
+    token_gradients,
+    with_prompts,
+)
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import blr_analysis as blr
+from blr_analysis.backprop import outer
+from blr_analysis.backprop.engine import chunks, predict
+from blr_analysis.backprop.plan import plan_for
+from blr_analysis.backprop.products import Curvature
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.sensitivity.evaluation import evaluated
+from blr_analysis.task import Task
+
+N, PRIOR, EXACT = 8, 0.7, 1e-10
+MODELS = {
+    "plain": dict(),
+    "tied": dict(tied=True),
+    "library_attention": dict(library=True),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+FIT = dict(prior_precision=PRIOR, progress=False)
+
+
+class World:
+    """A task with its posterior, and the truth about it by brute force."""
+
+    def __init__(self, model: TinyLM, *, likelihood: str = "causal_lm", labelled: bool = True):
+        self.model, self.shift = model, likelihood == "causal_lm"
+        self.ids = sequences(N)
+        self.labels = self.ids
+        if labelled:
+            self.labels = with_prompts(self.ids) if self.shift else tags(self.ids)
+        self.task = task_of(model, self.ids, self.labels, likelihood=likelihood)
+        rows = [
+            token_gradients(model, x, y, self.shift)
+            for x, y in zip(self.ids, self.labels, strict=True)
+        ]
+        self.token_losses = [losses for losses, _ in rows]
+        self.token_gradients = [grads for _, grads in rows]
+        self.losses = torch.stack([losses.sum() for losses in self.token_losses])
+        self.gradients = torch.stack([grads.sum(0) for grads in self.token_gradients])
+
+    def covariance(self, q: Posterior) -> Tensor:
+        """The dense Σ of a posterior."""
+        like = {n: p.detach() for n, p in self.model.named_parameters()}
+        size = sum(p.numel() for p in like.values())
+        eye = unflatten(torch.eye(size, dtype=torch.float64), like)
+        solved = q.form.solve(eye)
+        return torch.cat([solved[n].reshape(size, -1) for n in like], dim=1)
+
+
+@each_model
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
+    world = World(tiny_lm(**MODELS[name]))
+    q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
+    truth = torch.einsum("np,pq,nq->n", world.gradients, world.covariance(q), world.gradients)
+    scores = blr.sensitivity(world.task, q, progress=False)
+    assert relative(scores.losses, world.losses) < EXACT
+    assert relative(scores.self_influence, truth) < EXACT
+    assert scores.tokens.tolist() == [len(x) for x in world.token_losses]
+    loo = blr.leave_one_out(world.task, q, progress=False)
+    assert relative(loo.losses, world.losses + truth) < EXACT
+    assert loo.correction == ["first_order"] * N
+
+
+@each_model
+def test_empirical_fisher_is_the_sum_of_squared_sequence_gradients(name: str) -> None:
+    world = World(tiny_lm(**MODELS[name]))
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    truth = world.gradients.square().sum(0) + PRIOR
+    assert relative(flatten({n: q.precision(n) for n in q.mean}), truth) < EXACT
+
+
+def test_taggers_without_a_shift() -> None:
+    world = World(tiny_lm(causal=False, classes=3), likelihood="tokens")
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    truth = torch.einsum("np,pq,nq->n", world.gradients, world.covariance(q), world.gradients)
+    scores = blr.sensitivity(world.task, q, progress=False)
+    assert relative(scores.losses, world.losses) < EXACT
+    assert relative(scores.self_influence, truth) < EXACT
+
+
+@each_model
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_single_tokens(name: str, structure: str) -> None:
+    world = World(tiny_lm(**MODELS[name]))
+    q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
+    sigma = world.covariance(q)
+    found = blr.token_sensitivity(world.task, q, sequences=[1, 4, 6], progress=False)
+    scores = blr.sensitivity(world.task, q, progress=False)
+    for i in (1, 4, 6):
+        mine = found.sequence == i
+        change = world.token_gradients[i] @ sigma @ world.gradients[i]
+        assert relative(found.losses[mine], world.token_losses[i]) < EXACT
+        assert relative(found.change[mine], change) < EXACT
+        assert relative(found.change[mine].sum(), scores.self_influence[i]) < EXACT
+        targets = world.labels[i][1:]
+        (kept,) = (targets != IGNORED).nonzero(as_tuple=True)
+        assert found.position[mine].tolist() == kept.tolist()
+        assert found.target[mine].tolist() == targets[kept].tolist()
+    assert found.sequence.unique().tolist() == [1, 4, 6]
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_padding_changes_nothing(left: bool) -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
+    truth = blr.sensitivity(world.task, q, progress=False)
+    wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
+    for settings in ({}, {"chunk_size": 1}, {"chunk_size": 3}, {"memory_budget": 1}):
+        found = blr.sensitivity(wider, q, progress=False, **settings)
+        assert relative(found.losses, truth.losses) < EXACT
+        assert relative(found.self_influence, truth.self_influence) < EXACT
+        assert found.tokens.tolist() == truth.tokens.tolist()
+    again = blr.fit_laplace(wider, structure="kron", curvature="empirical_fisher", **FIT)
+    assert relative(flatten(again.form.diagonal()), flatten(q.form.diagonal())) < EXACT
+    tokens = blr.token_sensitivity(wider, q, sequences=[2], progress=False)
+    narrow = blr.token_sensitivity(world.task, q, sequences=[2], progress=False)
+    assert relative(tokens.change, narrow.change) < EXACT
+
+
+def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
+    """The plan is made on three of them; longer ones come later."""
+    ids = [torch.arange(k) % 7 for k in (3, 3, 3, 12, 3, 11, 3, 3)]
+    task = task_of(tiny_lm(), ids)
+    q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+    truth = blr.sensitivity(task, q, progress=False, chunk_size=1)
+    found = blr.sensitivity(task, q, progress=False)
+    assert relative(found.self_influence, truth.self_influence) < EXACT
+    sizes = [len(c.indices) for c in chunks(task, q.mean, columns=1, progress=False)]
+    assert sum(sizes) == len(ids)
+    assert max(sizes) < len(ids), "a chunk that pads to the longest is divided"
+
+
+def test_plain_models_and_pairs_of_tensors() -> None:
+    """Models that return a tensor, data as (X, y): the same numbers."""
+    ids = torch.stack([x[:3] for x in sequences(N)])
+    model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7)).double()
+    q = None
+    for likelihood, y in (("causal_lm", ids), ("tokens", ids.roll(-1, 1))):
+        y = y.clone()
+        if likelihood == "tokens":
+            y[:, -1] = IGNORED
+        task = Task(model, (ids, y), likelihood=likelihood)
+        q = q or blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+        scores = blr.sensitivity(task, q, progress=False)
+        assert scores.tokens.tolist() == [2] * N
+        if likelihood == "causal_lm":
+            first = scores
+        else:
+            assert relative(scores.self_influence, first.self_influence) < EXACT
+
+
+def dense_fisher(model: TinyLM, ids: list[Tensor], labels: list[Tensor]) -> Tensor:
+    """Σ JᵀΛJ over the tokens that count, by one backward pass for every logit, ``[P, P]``."""
+    params = list(model.parameters())
+    size = sum(p.numel() for p in params)
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for x, y in zip(ids, labels, strict=True):
+        logits = model(x.unsqueeze(0)).logits[0]
+        for t in (y[1:] != IGNORED).nonzero().flatten().tolist():
+            settings = dict(retain_graph=True, materialize_grads=True, allow_unused=True)
+            rows = [torch.autograd.grad(f, params, **settings) for f in logits[t]]
+            jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+            p = logits[t].detach().softmax(-1)
+            total += jacobian.mT @ (torch.diag(p) - torch.outer(p, p)) @ jacobian
+    return total
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_mc_fisher_tends_to_the_fisher(structure: str) -> None:
+    """The mean over sampled labels is the exact GGN's diagonal, tokens being independent."""
+    ids = [x[:4] for x in sequences(3, low=4)]
+    model, labels = tiny_lm(width=2), with_prompts(ids)
+    truth = dense_fisher(model, ids, labels).diagonal()
+    q = blr.fit_laplace(
+        task_of(model, ids, labels),
+        structure=structure,
+        curvature="mc_fisher",
+        samples=600,
+        generator=torch.Generator().manual_seed(0),
+        **FIT,
+    )
+    trace = sum(float(s.sum()) for s in q.form.values.values()) - PRIOR * len(truth)
+    assert trace == pytest.approx(float(truth.sum()), rel=0.1)
+    if structure == "diag":
+        found = flatten({n: q.precision(n) for n in q.mean}) - PRIOR
+        assert relative(found, truth) < 0.15
+
+
+def test_curvature_products_are_those_of_the_tokens_that_count() -> None:
+    ids = sequences(4)
+    model, labels = tiny_lm(), with_prompts(ids)
+    task = task_of(model, ids, labels, batch_size=3)
+    params = task.parameters()
+    v = torch.randn(2, sum(p.numel() for p in params.values()), dtype=torch.float64)
+    found = Curvature(task, params).product(unflatten(v, params), progress=False)
+    found = torch.cat([found[n].flatten(1) for n in params], dim=1)
+    assert relative(found, v @ dense_fisher(model, ids, labels)) < EXACT
+
+
+def test_what_if_takes_sequences_out() -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    held = sequences(5)
+    test = task_of(world.model, held, batch_size=2)
+    out = [0, 3]
+    result = blr.what_if(
+        world.task, q, remove=out, evaluate=test, solver="posterior", progress=False
+    )
+    gone = world.gradients[out]
+    precision = flatten(q.form.values) - gone.square().sum(0)
+    move = gone.sum(0) / precision
+    assert relative(flatten(result.parameters), flatten(q.mean) + move) < EXACT
+    after = unflatten(flatten(q.mean) + move, q.mean)
+    changed = tiny_lm()
+    result.apply(changed)
+    losses = [token_gradients(changed, x, x)[0] for x in held]
+    truth = torch.stack([part.sum() for part in losses])
+    assert relative(result.after.losses, truth) < EXACT
+    assert result.nll == pytest.approx(float(truth.mean()), rel=EXACT)
+    per_token = float(torch.cat(losses).mean())
+    assert result.after.nll_per_token == pytest.approx(per_token, rel=EXACT)
+    assert result.after.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
+    assert result.before.perplexity == pytest.approx(
+        blr.sensitivity(test, Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5),
+                        progress=False).perplexity, rel=EXACT)  # fmt: skip
+    assert set(after) == set(result.parameters)
+    hits = [(changed(x.unsqueeze(0)).logits[0, :-1].argmax(-1) == x[1:]).double() for x in held]
+    assert result.accuracy == pytest.approx(float(torch.cat(hits).mean()), rel=EXACT)
+    with pytest.raises(InputError, match="table by class"):
+        _ = result.by_class
+
+
+def test_adding_a_sequence_is_taking_it_out_backwards() -> None:
+    world = World(tiny_lm(), labelled=False)
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    new = task_of(world.model, sequences(2))
+    result = blr.what_if(
+        world.task, q, add=new, evaluate=world.task, solver="posterior", progress=False
+    )
+    grads = torch.stack([token_gradients(world.model, x, x)[1].sum(0) for x in sequences(2)])
+    move = -grads.sum(0) / (flatten(q.form.values) + grads.square().sum(0))
+    assert relative(flatten(result.parameters), flatten(q.mean) + move) < EXACT
+
+
+def test_tables_and_groups() -> None:
+    world = World(tiny_lm())
+    speaker = list("aabbccdd")
+    task = task_of(world.model, world.ids, world.labels, metadata={"speaker": speaker})
+    q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+    scores = blr.sensitivity(task, q, progress=False)
+    table = scores.table
+    names = ["index", "tokens", "loss", "loss_per_token", "self_influence", "speaker"]
+    assert list(table) == names
+    total = table.groupby("speaker").self_influence.sum()
+    assert total["b"] == pytest.approx(float(scores.self_influence[2:4].sum()), rel=EXACT)
+    counts = scores.losses / scores.tokens
+    assert relative(torch.tensor(table.loss_per_token.to_numpy()), counts) < EXACT
+    loo = blr.leave_one_out(task, q, progress=False)
+    assert relative(
+        torch.tensor(loo.table.loss.to_numpy()), scores.losses + scores.self_influence
+    ) < EXACT  # fmt: skip
+    tokens = blr.token_sensitivity(
+        task, q, sequences=lambda row: row.speaker == "c", progress=False
+    )
+    assert set(tokens.table.speaker) == {"c"}
+    assert tokens.table.loss_without.sum() == pytest.approx(float(loo.losses[4:6].sum()), rel=EXACT)
+    each = blr.what_if_each(task, q, by="speaker", solver="posterior", progress=False)
+    assert each.group.tolist() == list("abcd")
+    alone = blr.what_if(task, q, remove=[2, 3], solver="posterior", progress=False)
+    assert each.nll_after[1] == pytest.approx(alone.nll, rel=EXACT)
+    chosen = blr.what_if(
+        task, q, remove=lambda row: row.tokens > 5, solver="posterior", progress=False
+    )
+    assert chosen.removed == int((scores.tokens > 5).sum())
+
+
+def test_units() -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    scores = blr.sensitivity(world.task, q, progress=False)
+    loo = blr.leave_one_out(world.task, q, progress=False)
+    per_token = float(torch.cat(world.token_losses).mean())
+    assert scores.loss_per_token == pytest.approx(per_token, rel=EXACT)
+    assert scores.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
+    assert loo.perplexity_before == pytest.approx(scores.perplexity, rel=EXACT)
+    assert loo.nll == pytest.approx(float(loo.losses.mean()), rel=EXACT)
+    total, count = float(loo.losses.sum()), int(loo.tokens.sum())
+    assert loo.nll_per_token == pytest.approx(total / count, rel=EXACT)
+    assert loo.perplexity == pytest.approx(math.exp(total / count), rel=EXACT)
+    assert f"{loo.perplexity:.4g}" in repr(loo)
+    assert f"{scores.perplexity:.4g}" in repr(scores)
+    assert scores.error is None
+    assert scores.variance is None
+    assert scores.leverage is None
+    assert loo.accuracy is None
+
+
+def test_ivon_gives_a_posterior_of_sequences() -> None:
+    ids = sequences(N)
+    model = tiny_lm()
+    optimizer = blr.IVON(model.parameters(), lr=0.05, ess=N, weight_decay=0.1)
+    task = task_of(model, ids)
+    for _ in range(3):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            outputs, targets = task.run(task.fetch(torch.arange(N)), dict(model.named_parameters()))
+            (task.likelihood.nll(outputs, targets).sum() / N).backward()
+        optimizer.step()
+    q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=0.1 * N)
+    scores = blr.sensitivity(task, q, progress=False)
+    sigma = torch.cat([q.variance(n).flatten() for n in q.mean])
+    grads = torch.stack([token_gradients(model, x, x)[1].sum(0) for x in ids])
+    assert relative(scores.self_influence, (grads.square() * sigma).sum(1)) < EXACT
+
+
+class TestRefused:
+    @pytest.fixture
+    def world(self) -> World:
+        return World(tiny_lm())
+
+    @pytest.fixture
+    def q(self, world: World) -> Posterior:
+        return blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+
+    def test_ggn(self, world: World) -> None:
+        with pytest.raises(InputError, match=r"empirical_fisher.*mc_fisher"):
+            blr.fit_laplace(world.task, structure="diag", **FIT)
+
+    def test_cavity(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match="first_order"):
+            blr.leave_one_out(world.task, q, correction="cavity", progress=False)
+
+    def test_variance(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match="self_influence"):
+            blr.sensitivity(world.task, q, variance=True, progress=False)
+
+    def test_relabelling(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match=r"remove= and add="):
+            blr.what_if(world.task, q, relabel={0: 1}, solver="posterior", progress=False)
+
+    def test_groups_by_target(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match=r"no column 'target'.*tokens"):
+            blr.what_if_each(world.task, q, progress=False)
+
+    def test_outputs_of_everything(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match="too many to be held"):
+            predict(world.task, q.mean)
+
+    def test_jacobians(self, world: World, q: Posterior) -> None:
+        chunk = next(chunks(world.task, q.mean, columns=1, progress=False))
+        with pytest.raises(InputError, match="one gradient per sequence"):
+            chunk.jacobian_terms()
+
+    def test_memory_maps(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match="error"):
+            blr.memory_map(blr.sensitivity(world.task, q, progress=False))
+
+    def test_single_tokens_of_other_likelihoods(self) -> None:
+        task = Task(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3))
+        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        with pytest.raises(InputError, match=r'likelihood="tokens" or "causal_lm"'):
+            blr.token_sensitivity(task, q)
+
+    def test_models_that_cannot_be_differentiated_twice(self) -> None:
+        class Once(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            @torch.autograd.function.once_differentiable
+            def backward(ctx, g: Tensor) -> Tensor:
+                return g * 2
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words, self.read = nn.Embedding(7, 3), nn.Linear(3, 7)
+
+            def forward(self, ids: Tensor) -> Tensor:
+                return self.read(Once.apply(self.words(ids)))
+
+        ids = torch.arange(12).view(4, 3) % 7
+        task = Task(Model(), (ids, ids), likelihood="causal_lm")
+        q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+        with pytest.raises(ModelError, match="eager"):
+            blr.token_sensitivity(task, q, progress=False)
+
+
+MB = 2**20
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that torch's CPU allocator held above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    held = highest = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    assert highest > 0, "this build of torch records no allocations"
+    return highest
+
+
+def large(n: int, *, tied: bool = False, length: int = 32) -> Task:
+    """A vocabulary that outweighs everything else, in single precision."""
+    model = tiny_lm(vocabulary=1500, width=16, longest=length, tied=tied).float()
+    ids = torch.randint(0, 1500, (n, length), generator=torch.Generator().manual_seed(0))
+    return Task(model, (ids, ids), likelihood="causal_lm", batch_size=4)
+
+
+def posterior_of(task: Task) -> Posterior:
+    params = task.parameters()
+    precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
+    return Posterior(params, Diagonal(precision), prior_precision=1.0, n_data=task.n_data)
+
+
+def peak_of(n: int, budget: int | None, *, tied: bool = False) -> int:
+    task = large(n, tied=tied)
+    q = posterior_of(task)
+    plan_for(task, q.mean)
+    return peak_bytes(lambda: blr.sensitivity(task, q, memory_budget=budget, progress=False))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_peak_is_within_the_budget_and_flat_in_the_number_of_sequences(tied: bool) -> None:
+    budget = 6 * MB
+    few, many = (peak_of(n, budget, tied=tied) for n in (24, 96))
+    weights = 4 * sum(p.numel() for p in large(1, tied=tied).parameters().values())
+    outputs = 96 * 31 * 1500 * 4
+    assert many <= budget + 3 * weights < outputs
+    assert many <= few + 3 * 8 * 96
+
+
+def test_one_sequence_at_a_time_where_the_budget_is_small() -> None:
+    """T·C numbers for one sequence, whatever N: 24 of them would take 4.5 MB each time."""
+    one = peak_of(1, 1)
+    assert peak_of(24, 1) <= one + 3 * 8 * 24
+
+
+def test_fitting_and_evaluating_hold_no_outputs() -> None:
+    def peaks(n: int) -> tuple[int, int]:
+        task = large(n)
+        plan_for(task, task.parameters())
+        fit = dict(structure="diag", prior_precision=1.0, memory_budget=6 * MB, progress=False)
+        return (
+            peak_bytes(lambda: blr.fit_laplace(task, curvature="mc_fisher", **fit)),
+            peak_bytes(lambda: evaluated(task, task.parameters())),
+        )
+
+    for few, many in zip(peaks(24), peaks(96), strict=True):
+        assert many <= few + 8 * 8 * 96 + 2 * 8 * 96 * 31  # losses, counts; targets [M, T]
+
+
+def test_large_read_outs_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    truth = blr.sensitivity(world.task, q, progress=False).self_influence
+    for held in (1, 10, 40):
+        monkeypatch.setattr(outer, "HELD", held)
+        monkeypatch.setattr(outer, "_few_positions", lambda *_: False)
+        found = blr.sensitivity(world.task, q, progress=False).self_influence
+        assert relative(found, truth) < EXACT
+        again = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+        assert relative(flatten(again.form.values), flatten(q.form.values)) < EXACT

@@ -1,0 +1,345 @@
+"""Relabelling gains against retraining, twins against dense linear algebra, and faults planted."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.sensitivity.suspicious import judged, relabelling
+from blr_analysis.sensitivity.twins import nearest, responses
+
+DELTA = 1.0
+CENTRES = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
+
+
+def trained(x: Tensor, y: Tensor, c: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Linear(x.shape[1], c).double()
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=400, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        total = total + sum(0.5 * DELTA * p.square().sum() for p in model.parameters())
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    return model
+
+
+def laplace(model: nn.Module, x: Tensor, y: Tensor) -> tuple[blr.Task, blr.Posterior]:
+    task = blr.Task(model, (x, y))
+    return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+
+
+def blobs(n: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % 3
+    return CENTRES[y] + torch.randn(n, 2, generator=g, dtype=torch.float64), y
+
+
+def test_gain_is_what_retraining_without_the_example_says() -> None:
+    x, y = blobs()
+    x[5] = CENTRES[y[5]]
+    y[5] = (y[5] + 1) % 3
+    task, q = laplace(trained(x, y, 3), x, y)
+    found = blr.suspicious(task, q, duplicates=False, progress=False)
+    as_it_is = relabelling(task.likelihood, task.model(x).detach(), y).amax(1)
+    missed, misses = 0.0, 0.0
+    for i in (5, 0, 17):
+        rest = torch.arange(len(x)) != i
+        f = trained(x[rest], y[rest], 3)(x[i]).detach()
+        others = f.clone()
+        others[y[i]] = -torch.inf
+        true = others.max() - f[y[i]]
+        missed, misses = missed + abs(found.gain[i] - true), misses + abs(as_it_is[i] - true)
+        assert found.proposed is not None
+        assert int(found.proposed[i]) == int(others.argmax())
+    assert missed < misses / 3
+    assert int(found.gain.argmax()) == 5
+    assert found.kind[5] == "label"
+    assert int(found.order[0]) == 5
+
+
+def test_gain_is_the_difference_of_two_losses() -> None:
+    g = torch.Generator().manual_seed(0)
+    f, y = torch.randn(7, 4, generator=g), torch.randint(4, (7,), generator=g)
+    categorical = blr.Categorical()
+    found = relabelling(categorical, f, y)
+    for c in range(4):
+        other = torch.full_like(y, c)
+        wanted = categorical.nll(f, y) - categorical.nll(f, other)
+        here = other != y
+        torch.testing.assert_close(found[here, c], wanted[here])
+        assert (found[~here, c] == -torch.inf).all()
+    bernoulli, t = blr.Bernoulli(), torch.randint(2, (7, 4), generator=g).float()
+    for c in range(4):
+        flipped = t.clone()
+        flipped[:, c] = 1 - t[:, c]
+        wanted = bernoulli.nll(f, t) - bernoulli.nll(f, flipped)
+        torch.testing.assert_close(relabelling(bernoulli, f, t)[:, c], wanted)
+
+
+def test_unfamiliarity_is_the_expected_self_influence() -> None:
+    """E_{y ~ p} eᵀVe = tr ΛV, and over the data it sums to P − δ tr Σ."""
+    x, y = blobs()
+    task, q = laplace(trained(x, y, 3), x, y)
+    found = blr.suspicious(task, q, duplicates=False, progress=False)
+    p = task.model(x).softmax(1).detach()
+    expected = torch.zeros(len(x), dtype=torch.float64)
+    for c in range(3):
+        other = blr.Task(task.model, (x, torch.full_like(y, c)))
+        expected += p[:, c] * blr.sensitivity(other, q, progress=False).self_influence
+    torch.testing.assert_close(found.unfamiliarity, expected, rtol=1e-9, atol=1e-12)
+    trace = sum(q.variance(name).sum() for name in q.mean)
+    assert float(found.unfamiliarity.sum()) == pytest.approx(float(9 - DELTA * trace), rel=1e-9)
+
+
+def test_several_posteriors_are_averaged() -> None:
+    x, y = blobs()
+    tasks = [laplace(trained(x, y, 3), x, y), laplace(trained(x, (y + 1) % 3, 3), x, y)]
+    (task, q), (_, other) = tasks
+    one, two = (blr.suspicious(task, z, duplicates=False, progress=False) for z in (q, other))
+    both = blr.suspicious(task, [other, q], duplicates=False, progress=False)
+    torch.testing.assert_close(both.gain, (one.gain + two.gain) / 2)
+    assert not torch.allclose(one.gain, two.gain, atol=0.1)
+    torch.testing.assert_close(both.unfamiliarity, one.unfamiliarity)
+    assert both.n_posteriors == 2
+
+
+def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
+    x, y = blobs(12)
+    task, q = laplace(trained(x, y, 3), x, y)
+    drawn = [responses(task, q, samples=128, seed=seed, progress=False) for seed in range(25)]
+    moves = torch.cat(drawn, 1)
+    assert moves.shape == (12, 25 * 128 * 3)
+    found = moves @ moves.T / (25 * 128)
+    rows = jacrev(lambda p: functional_call(task.model, p, x))(q.mean)
+    j = torch.cat([rows[name].flatten(2) for name in q.mean], 2)
+    p = j.flatten(0, 1).T.reshape(-1, 36)
+    sigma = torch.stack(
+        [_flat(q.covariance_product(_tree(row, q)), q) for row in torch.eye(9).double()]
+    )
+    gram = (p.T @ sigma @ p).reshape(12, 3, 12, 3).diagonal(dim1=1, dim2=3).sum(-1)
+    torch.testing.assert_close(found, gram, rtol=0.1, atol=0.1 * float(gram.abs().mean()))
+
+
+def _tree(vector: Tensor, q: blr.Posterior) -> dict[str, Tensor]:
+    parts = vector.split([m.numel() for m in q.mean.values()])
+    return {n: p.reshape(m.shape) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
+
+
+def _flat(tree: dict[str, Tensor], q: blr.Posterior) -> Tensor:
+    return torch.cat([tree[name].flatten() for name in q.mean])
+
+
+def test_nearest_against_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    unit = nn.functional.normalize(torch.randn(40, 5, generator=g, dtype=torch.float64), dim=1)
+    unit[3] = unit[11]
+    unit[20] = 0  # an example whose predictions never move
+    distance = torch.cdist(unit, unit)
+    distance.fill_diagonal_(torch.inf)
+    monkeypatch.setitem(nearest.__globals__, "BLOCK", 7 * 40)  # more than one block
+    closeness, twin = nearest(unit, progress=False)
+    rows = torch.arange(40) != 20
+    kept = distance[rows]
+    kept[:, 20] = 2**0.5  # 2 − 2 · 0
+    sorted_ = kept.sort(dim=1).values
+    torch.testing.assert_close(closeness[rows], 1 - sorted_[:, 0] / sorted_[:, 9])
+    torch.testing.assert_close(kept.gather(1, twin[rows, None]), sorted_[:, :1])
+    assert (float(closeness[3]), int(twin[3]), int(twin[11])) == (1.0, 11, 3)
+    assert float(closeness[20]) == 0
+
+
+def test_every_copy_is_found_though_there_are_many_outputs() -> None:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(80, 6, generator=g)
+    x[70:] = x[:10]
+    x[69] = x[0]  # three of a kind
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40))
+    task = blr.Task(model, (x, torch.arange(80) % 40))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    assert responses(task, q, samples=32, progress=False).shape == (80, 512)
+    found = blr.suspicious(task, q, share=1.0, progress=False)
+    copies = torch.zeros(80, dtype=torch.bool)
+    copies[:10] = copies[69:] = True
+    assert found.closeness is not None and found.twin is not None
+    assert (found.closeness == 1).tolist() == copies.tolist()
+    assert found.twin[71:].tolist() == list(range(1, 10))
+    assert int(found.twin[69]) in (0, 70)
+
+
+def test_planted_faults_in_digits() -> None:
+    """Wrong labels above the plain loss, noise above the confidence, copies all of them."""
+    pixels, targets = load_digits(return_X_y=True)
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.tensor(pixels[:900]).float() / 16, torch.tensor(targets[:900])
+    y[:45] = (y[:45] + torch.randint(1, 10, (45,), generator=g)) % 10
+    x = torch.cat([x, torch.rand(30, 64, generator=g), x[100:120]])
+    y = torch.cat([y, torch.randint(10, (30,), generator=g), y[100:120]])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    task, qs = blr.Task(model, (x, y)), []
+    for epoch in range(60):
+        for batch in torch.randperm(len(x), generator=g).split(50):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+        if epoch % 12 == 11:
+            qs.append(blr.fit_laplace(task, structure="kron", prior_precision=10.0, progress=False))
+    found = blr.suspicious(task, qs, progress=False)
+    flipped = torch.zeros(len(x), dtype=torch.bool)
+    flipped[:45] = True
+    clean = torch.arange(len(x)) < 900
+    plain = blr.sensitivity(task, qs[-1], progress=False).losses
+    ours = roc_auc_score(flipped[clean], found.gain[clean])
+    assert ours > roc_auc_score(flipped[clean], plain[clean]) + 0.002
+    noise = torch.arange(len(x)).ge(900) & torch.arange(len(x)).lt(930)
+    assert roc_auc_score(noise, found.unfamiliarity) > roc_auc_score(noise, plain) > 0.5
+    assert found.closeness is not None
+    assert (found.closeness[930:] == 1).all()
+    kinds = pd.Series(found.kind)
+    assert (kinds[:45] == "label").mean() > 0.6
+    assert (kinds[930:] == "duplicate").mean() > 0.6
+
+
+def test_kinds_and_order() -> None:
+    gain = torch.tensor([3.0, -1.0, 2.0, -2.0, 1.0])
+    unfamiliarity = torch.tensor([0.1, 0.5, 0.2, 0.3, 0.4])
+    closeness = torch.tensor([0.0, 0.4, 0.2, 0.9, 0.1])
+    kind, order = judged(gain, unfamiliarity, closeness, 0.4, contradicts=True)
+    assert kind == ["label", "unfamiliar", "label", "duplicate", "unfamiliar"]
+    assert order.tolist() == [0, 1, 3, 2, 4]
+    kind, _ = judged(gain, unfamiliarity, None, 0.2, contradicts=True)
+    assert kind == ["label", "unfamiliar", "none", "none", "none"]
+    kind, _ = judged(gain - 4, unfamiliarity, None, 0.2, contradicts=True)
+    assert kind == ["none", "unfamiliar", "none", "none", "none"]
+    kind, _ = judged(gain - 4, unfamiliarity, None, 0.2, contradicts=False)
+    assert kind[0] == "label"
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+def test_other_likelihoods(likelihood: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 2, generator=g)
+    y = (x[:, 0] > 0).float()
+    task = blr.Task(nn.Linear(2, 1), (x, y), likelihood=likelihood)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    found = blr.suspicious(task, q, progress=False)
+    loo = blr.leave_one_out(task, q, progress=False)
+    if likelihood == "gaussian":
+        assert found.proposed is None
+        torch.testing.assert_close(found.gain, loo.losses)
+        assert found.table.proposed.isna().all()
+    else:
+        assert found.proposed is not None
+        torch.testing.assert_close(found.proposed.flatten(), 1 - y)
+        other = task.likelihood.nll(loo.logits, 1 - loo.targets)
+        torch.testing.assert_close(found.gain, loo.losses - other)
+
+
+def test_several_labels_of_one_example() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 3, generator=g), torch.randint(2, (20, 2), generator=g).float()
+    task = blr.Task(nn.Linear(3, 2), (x, y), likelihood="bernoulli")
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    found = blr.suspicious(task, q, duplicates=False, progress=False)
+    left_out = blr.leave_one_out(task, q, progress=False).logits
+    assert found.proposed is not None
+    assert found.proposed.tolist() == (left_out > 0).float().tolist()
+
+
+@pytest.fixture(scope="module")
+def found() -> blr.Suspicions:
+    x, y = blobs()
+    x[5] = CENTRES[y[5]]
+    y[5] = (y[5] + 1) % 3
+    task, q = laplace(trained(x, y, 3), x, y)
+    named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
+    return blr.suspicious(named, q, duplicates=False, progress=False)
+
+
+class TestViews:
+    def test_table(self, found: blr.Suspicions) -> None:
+        table = found.table
+        assert table["index"].tolist() == found.order.tolist()
+        assert table.iloc[0][["index", "kind", "source"]].tolist() == [5, "label", "s5"]
+        assert table.gain.tolist() == found.gain[found.order].tolist()
+        assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
+
+    def test_plot(self, found: blr.Suspicions) -> None:
+        ax = found.plot()
+        drawn = sum(len(points.get_offsets()) for points in ax.collections)
+        assert drawn == 60
+        legend = ax.get_legend()
+        assert legend is not None
+        words = " ".join(text.get_text() for text in legend.get_texts())
+        assert f"label ({found.kind.count('label')})" in words
+
+    def test_repr_and_scores(self, found: blr.Suspicions) -> None:
+        assert f"{found.kind.count('label')} label" in repr(found)
+        assert found.score("label") is found.gain
+        assert found.score("unfamiliar") is found.unfamiliarity
+        with pytest.raises(InputError, match="'label', 'unfamiliar', 'duplicate', got 'odd'"):
+            found.score("odd")
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[blr.Task, blr.Posterior]:
+    x, y = blobs(12)
+    return laplace(trained(x, y, 3), x, y)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"share": 0}, "share must be above 0"),
+            ({"share": True}, "share must be above 0"),
+            ({"share": 1.5}, "share must be above 0"),
+            ({"samples": 0}, "samples must be a positive integer"),
+            ({"duplicates": 1}, "duplicates must be True or False"),
+        ],
+    )
+    def test_settings(
+        self, fitted: tuple[blr.Task, blr.Posterior], settings: dict[str, object], words: str
+    ) -> None:
+        with pytest.raises(InputError, match=words):
+            blr.suspicious(*fitted, **settings, progress=False)  # type: ignore[arg-type]
+
+    def test_posteriors(self, fitted: tuple[blr.Task, blr.Posterior]) -> None:
+        task, q = fitted
+        with pytest.raises(InputError, match="got an empty list"):
+            blr.suspicious(task, [])
+        with pytest.raises(InputError, match="got int"):
+            blr.suspicious(task, 3)  # type: ignore[arg-type]
+        w = {"w": torch.ones(2)}
+        other = blr.Posterior(w, w, prior_precision=1.0, n_data=12)
+        with pytest.raises(PosteriorError, match=r"posterior\[1\]"):
+            blr.suspicious(task, [q, other])
+
+    def test_no_twins(self, fitted: tuple[blr.Task, blr.Posterior]) -> None:
+        task, q = fitted
+        found = blr.suspicious(task, q, duplicates=False, progress=False)
+        assert found.twin is None
+        assert (found.table.twin == -1).all()
+        with pytest.raises(InputError, match="duplicates=True"):
+            found.score("duplicate")
+
+    def test_two_examples_have_no_twins(self) -> None:
+        x, y = blobs(2)
+        task, q = laplace(trained(x, y, 3), x, y)
+        with pytest.raises(InputError, match="3 examples or more, got 2"):
+            blr.suspicious(task, q, progress=False)

@@ -1,0 +1,216 @@
+"""The benchmark's own arithmetic, and how it talks to packages in environments of their own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import blr_analysis as blr
+from benchmarks import fidelity
+from benchmarks.agreement import influences, metrics, runner
+from benchmarks.agreement.cases import Case, LeftOut, Removed, Subsets, small
+
+FAKE = """
+import json, sys
+from pathlib import Path
+import torch
+from problem import Problem, main
+
+
+def methods(folder):
+    problem = Problem(folder, torch.float64)
+
+    def outputs():
+        return problem.model()(problem.x) @ problem.model()(problem.x_test).T
+
+    def broken():
+        raise ValueError("a reason")
+
+    return {
+        "outputs": outputs,
+        "broken": broken,
+        "short": lambda: outputs()[:3],
+        "nan": lambda: outputs() * torch.nan,
+    }
+
+
+main(methods)
+"""
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return small(subsets=6, left_out=5)
+
+
+def test_rank_correlations_are_those_of_scipy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(6, (40, 3), generator=generator).double()  # with ties
+    b = torch.randn(40, 3, generator=generator) + a
+    found = metrics.spearman(a, b)
+    for j in range(3):
+        assert float(found[j]) == pytest.approx(stats.spearmanr(a[:, j], b[:, j])[0], abs=1e-12)
+    alone = metrics.spearman(a[:, 0], b[:, 0])
+    assert float(alone) == pytest.approx(float(found[0]), abs=1e-12)
+    linear = stats.pearsonr(a[:, 1], b[:, 1])[0]
+    assert float(metrics.pearson(a, b)[1]) == pytest.approx(linear, abs=1e-12)
+
+
+def additive(n: int = 30, m: int = 4, k: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Influences, subsets, and losses that are the influences' own sums."""
+    generator = torch.Generator().manual_seed(1)
+    influence = torch.randn(n, m, generator=generator).double()
+    kept = torch.rand(k, n, generator=generator) < 0.5
+    return influence, kept, (~kept).double() @ influence
+
+
+def test_a_loss_that_is_a_sum_of_influences_scores_one() -> None:
+    influence, kept, losses = additive()
+    assert metrics.linear_datamodeling(influence, kept, losses).value == pytest.approx(1)
+    assert metrics.linear_datamodeling(-influence, kept, losses).value == pytest.approx(-1)
+    mixed = metrics.linear_datamodeling(influence * torch.tensor([1.0, 1, 1, -1]), kept, losses)
+    assert mixed.value == pytest.approx(0.5)
+    assert mixed.error == pytest.approx(1 / 2 * 3**0.5 / 2, rel=0.15)  # σ of ±1, √4 examples
+
+
+def test_an_estimate_that_says_nothing_of_an_example_scores_zero_there() -> None:
+    influence, kept, losses = additive()
+    blind = influence * torch.tensor([1.0, 1, 1, 0])
+    assert metrics.linear_datamodeling(blind, kept, losses).value == pytest.approx(0.75)
+
+
+def test_changes_are_correlations_and_ratios() -> None:
+    true = torch.tensor([1.0, 2.0, 4.0])
+    found = metrics.changes(torch.tensor([1.5, 3.0, 6.0]), true)
+    assert (found.pearson, found.spearman) == (pytest.approx(1), pytest.approx(1))
+    assert found.total == pytest.approx(1.5)
+    assert found.relative == pytest.approx(0.5)
+
+
+def test_retrainings_of_the_small_case_are_at_their_minimum(case: Case) -> None:
+    task = case.task()
+    gradients = influences.gradients(task, task.parameters())
+    for name, weight in task.parameters().items():
+        rest = gradients[name].sum(0) + case.delta * weight
+        assert float(rest.norm()) < 1e-5 * float(gradients[name].norm())
+
+
+def test_our_influences_are_those_of_dense_algebra(case: Case) -> None:
+    task = case.task()
+    tests = case.test_task(task, 7)
+    softmax = task.model(case.x).softmax(1).detach()
+    inputs = torch.cat([case.x, torch.ones(len(case.x), 1).double()], 1)
+    blocks = torch.diag_embed(softmax) - softmax[:, :, None] * softmax[:, None]
+    hessian = torch.einsum("nab,ni,nj->aibj", blocks, inputs, inputs).reshape(650, 650)
+
+    def flat(one: blr.Task) -> Tensor:
+        held = influences.gradients(one, task.parameters())
+        return torch.cat([held["0.weight"], held["0.bias"][:, :, None]], 2).flatten(1)
+
+    def exact(weight: float) -> Tensor:
+        whole = weight * hessian + case.delta * torch.eye(650).double()
+        return flat(task) @ torch.linalg.solve(whole, flat(tests).T)
+
+    for found in (influences.fitted(task, tests, "full", case.delta),):
+        torch.testing.assert_close(found, exact(1.0), rtol=1e-8, atol=1e-12)
+    by_cg = influences.solved(task, tests, case.delta)
+    assert float((by_cg - exact(1.0)).norm() / exact(1.0).norm()) < 1e-2
+
+
+def test_at_half_weight_the_expansion_predicts_subsets_better(case: Case) -> None:
+    truth = case.subsets
+    assert truth is not None
+    tests = case.test_task(case.task())
+    whole = influences.fitted(case.task(), tests, "full", case.delta)
+    half = influences.at_weight(case, tests, "full")
+    scores = [metrics.linear_datamodeling(i, truth.kept, truth.losses).value for i in (whole, half)]
+    assert scores[1] > scores[0] > 0.8
+    torch.testing.assert_close(influences.at_weight(case, tests, "full", keep=1.0), whole)
+
+
+def test_a_peer_answers_through_files(case: Case, tmp_path: Path) -> None:
+    script = tmp_path / "run_fake.py"
+    (tmp_path / "problem.py").write_text((runner.SCRIPTS / "problem.py").read_text())
+    script.write_text(FAKE)
+    x, y = case.x_test[:4], case.y_test[:4]
+    found = {a.name: a for a in runner.ask(Path(sys.executable), script, case, x, y, 60)}
+    model = case.model()
+    expected = (model(case.x) @ model(x).T).detach()
+    answer = found["outputs"].influence
+    assert answer is not None
+    torch.testing.assert_close(answer, expected)
+    assert 0 < found["outputs"].seconds < 60
+    assert found["broken"].influence is None and "a reason" in found["broken"].error
+    assert "shape (3, 4), expected (400, 4)" in found["short"].error
+    assert "NaN" in found["nan"].error
+
+
+def test_a_peer_that_hangs_or_cannot_start_is_one_line(case: Case, tmp_path: Path) -> None:
+    script = tmp_path / "run_fake.py"
+    script.write_text("import time; time.sleep(60)")
+    (slow,) = runner.ask(Path(sys.executable), script, case, case.x_test, case.y_test, 0.5)
+    assert slow.influence is None and "not done" in slow.error
+    script.write_text("import not_installed_anywhere")
+    (absent,) = runner.ask(Path(sys.executable), script, case, case.x_test, case.y_test, 60)
+    assert absent.influence is None and "not_installed_anywhere" in absent.error
+
+
+def test_tables_hold_what_estimates_reach(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n, exact = len(case.x), torch.arange(400.0).double()
+    few = replace(
+        case,
+        subsets=Subsets(torch.eye(4, n).bool(), torch.rand(4, len(case.x_test))),
+        left_out=LeftOut(torch.tensor([3, 1]), torch.tensor([3.0, 1.0])),
+        removed=Removed(
+            ["a", "b"],
+            [torch.tensor([0, 1]), torch.tensor([2])],
+            exact[1:3, None].expand(2, len(case.x_test)),
+            torch.zeros(len(case.x_test)).double(),
+            10,
+        ),
+    )
+    influence = torch.zeros(n, len(case.x_test) + 2).double()
+    influence[:, :-2] = torch.tensor([0.5, 0.5, 2.0, *([0.0] * (n - 3))]).double()[:, None]
+    influence[3, -2], influence[1, -1] = 6.0, 2.0
+    answer = runner.Answer("a peer", influence, 1.5, 2**20)
+
+    def row(columns: str) -> str:
+        return f"| a peer | {columns} | 1.50 | 1 |"
+
+    monkeypatch.setattr(fidelity.changes, "left_out", lambda _: {})
+    monkeypatch.setattr(fidelity.changes, "removals", lambda _: {"ours": lambda: 1 / 0})
+    _, _, own, tested = fidelity.asked(few)
+    assert row("1.0000 | 1.0000 | 2.000") in fidelity.leaving_out(few, [answer], own)
+    removed = fidelity.removing(few, [answer], tested)
+    assert row("1.000 | 0.0% | | ") in removed
+    assert any("ZeroDivisionError" in line for line in removed)
+    monkeypatch.setattr(fidelity.influences, "rows", lambda *_: {})
+    failed = runner.Answer("another", None, error="why")
+    assert any("why" in line for line in fidelity.datamodeling(few, [failed]))
+    assert "ours" in capsys.readouterr().err
+
+
+def test_every_peer_has_a_script_and_what_it_needs() -> None:
+    root = Path(fidelity.__file__).parents[1]
+    for name in runner.PEERS:
+        assert (runner.SCRIPTS / f"run_{name}.py").exists()
+        pinned = "parity" if name == "laplace" else f"peers-{name}"
+        listed = (root / "requirements" / f"{pinned}.txt").read_text()
+        package = {"laplace": "laplace-torch"}.get(name, name)
+        assert any(line.lower().startswith(f"{package}==") for line in listed.splitlines())
+
+
+def test_a_problem_survives_the_way_there(case: Case, tmp_path: Path) -> None:
+    runner.write_problem(case, case.x_test, case.y_test, tmp_path)
+    with np.load(tmp_path / "problem.npz") as arrays:
+        np.testing.assert_array_equal(arrays["x"], case.x.numpy())
+        np.testing.assert_array_equal(arrays["weights.0.0.bias"], case.checkpoints[0]["0.bias"])

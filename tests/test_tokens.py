@@ -1,0 +1,251 @@
+"""Likelihoods of tokens against cross-entropy and automatic differentiation; bad sequences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import relative
+from parts import normal
+from tiny_lm import IGNORED, padded, sequences, task_of, tiny_lm
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import BLRError, DataError, InputError, ModelError
+from blr_analysis.likelihoods import CausalLM, TokenCategorical, resolve
+from blr_analysis.task import Task
+
+B, T, C = 4, 5, 6
+KINDS = (TokenCategorical(), CausalLM(), TokenCategorical(ignore_index=0))
+every = pytest.mark.parametrize("likelihood", KINDS, ids=repr)
+
+
+def world(likelihood: TokenCategorical) -> tuple[Tensor, Tensor, Tensor]:
+    """Raw outputs and labels, and the labels as torch's cross-entropy takes them."""
+    f = normal(B, T, C)
+    y = torch.arange(B * T).view(B, T) % (C - 1) + 1
+    y[0, 2:], y[1, 0], y[3, 4] = likelihood.ignore_index, likelihood.ignore_index, 5
+    return f, y, y
+
+
+def cross_entropy(likelihood: TokenCategorical, f: Tensor, y: Tensor) -> Tensor:
+    """Each sequence's summed cross-entropy by torch, from raw outputs and labels."""
+    if isinstance(likelihood, CausalLM):
+        f, y = f[:, :-1], y[:, 1:]
+    settings = {"ignore_index": likelihood.ignore_index, "reduction": "none"}
+    return F.cross_entropy(f.transpose(1, 2), y, **settings).sum(1)  # type: ignore[arg-type]
+
+
+@every
+def test_loss_is_the_sum_of_cross_entropies(likelihood: TokenCategorical) -> None:
+    f, y, _ = world(likelihood)
+    outputs, targets = likelihood.prepare(f, y)
+    assert relative(likelihood.nll(outputs, targets), cross_entropy(likelihood, f, y)) < 1e-12
+    per_token = likelihood.token_nll(outputs, targets)
+    assert per_token.shape == targets.shape
+    assert (per_token[~likelihood.counted(targets)] == 0).all()
+
+
+@every
+def test_error_is_the_losss_gradient(likelihood: TokenCategorical) -> None:
+    f, y, _ = world(likelihood)
+    f.requires_grad_()
+    (truth,) = torch.autograd.grad(cross_entropy(likelihood, f, y).sum(), f)
+    outputs, targets = likelihood.prepare(f, y)
+    error = likelihood.error(outputs.detach(), targets)
+    (back,) = torch.autograd.grad(outputs, f, error)
+    assert relative(back, truth) < 1e-12
+    assert (error[~likelihood.counted(targets)] == 0).all()
+
+
+@every
+def test_hessian_products_are_the_losss(likelihood: TokenCategorical) -> None:
+    f, y, _ = world(likelihood)
+    v = normal(B, T, C, seed=5)
+    slope = torch.func.grad(lambda x: cross_entropy(likelihood, x, y).sum())
+    truth = torch.func.vjp(slope, f)[1](v)[0]  # a Hessian is symmetric
+    along, _ = likelihood.prepare(v, y)
+    f.requires_grad_()
+    outputs, _ = likelihood.prepare(f, y)
+    (found,) = torch.autograd.grad(outputs, f, likelihood.hessian_times(outputs.detach(), along))
+    assert relative(found, truth) < 1e-12
+
+
+@every
+def test_the_hessian_itself_is_refused(likelihood: TokenCategorical) -> None:
+    for method in (likelihood.hessian, likelihood.hessian_root):
+        with pytest.raises(InputError, match="empirical_fisher"):
+            method(torch.zeros(1, 2, 3))
+
+
+@every
+def test_predictions_hits_and_means(likelihood: TokenCategorical) -> None:
+    f, y, _ = world(likelihood)
+    outputs, targets = likelihood.prepare(f, y)
+    assert torch.equal(likelihood.prediction(outputs), outputs.argmax(-1))
+    assert relative(likelihood.mean(outputs), outputs.softmax(-1)) < 1e-15
+    for i, hits in enumerate(likelihood.correct(outputs, targets)):
+        kept = targets[i] != likelihood.ignore_index
+        right = (outputs[i].argmax(-1) == targets[i])[kept]
+        assert float(hits) == pytest.approx(float(right.double().mean()), rel=1e-12)
+
+
+@every
+def test_samples_follow_the_model_and_keep_what_is_ignored(likelihood: TokenCategorical) -> None:
+    f, y, _ = world(likelihood)
+    outputs, targets = likelihood.prepare(f, y)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([likelihood.resample(outputs, targets, generator) for _ in range(4000)])
+    ignored = ~likelihood.counted(targets)
+    assert (drawn[:, ignored] == likelihood.ignore_index).all()
+    counts = F.one_hot(drawn[:, ~ignored], C).double().mean(0)
+    assert float((counts - outputs.softmax(-1)[~ignored]).abs().max()) < 5 * 0.5 / math.sqrt(4000)
+
+
+def test_names() -> None:
+    assert type(resolve("tokens")) is TokenCategorical is blr.TokenCategorical
+    assert type(resolve("causal_lm")) is CausalLM is blr.CausalLM
+    assert repr(CausalLM(ignore_index=-1)) == "CausalLM(ignore_index=-1)"
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, True, "-100"])
+def test_ignore_index_is_a_whole_number(wrong: object) -> None:
+    with pytest.raises(InputError, match="ignore_index"):
+        TokenCategorical(wrong)  # type: ignore[arg-type]
+
+
+IDS = torch.arange(24).view(6, 4) % 7
+
+
+def losses(y: Tensor, *, likelihood: str = "causal_lm", model: nn.Module | None = None) -> Tensor:
+    """The losses of a task with these labels, or what is wrong with them."""
+    task = Task(model or tiny_lm(), (IDS, y), likelihood=likelihood)
+    outputs, targets = task.run(task.fetch(torch.arange(6)), task.parameters(), torch.arange(6))
+    return task.likelihood.nll(outputs, targets)
+
+
+@pytest.mark.parametrize("likelihood", ["tokens", "causal_lm"])
+class TestBadSequences:
+    def test_every_label_ignored(self, likelihood: str) -> None:
+        y = IDS.clone()
+        y[4] = IGNORED
+        with pytest.raises(DataError, match=r"every label is ignored in 1 examples.* index 4"):
+            losses(y, likelihood=likelihood)
+
+    def test_classes_out_of_range(self, likelihood: str) -> None:
+        for value, shown in ((7, "found 7"), (-1, "found -1")):
+            y = IDS.clone()
+            y[2, 3] = value
+            with pytest.raises(DataError, match=rf"0 … 6 .*{shown}"):
+                losses(y, likelihood=likelihood)
+
+    def test_labels_of_another_shape(self, likelihood: str) -> None:
+        for y in (IDS[:, 0], IDS[:, :3], IDS.unsqueeze(-1)):
+            with pytest.raises(DataError, match=r"shape \[6, 4\]"):
+                losses(y, likelihood=likelihood)
+
+    def test_labels_that_are_no_integers(self, likelihood: str) -> None:
+        for y in (IDS.double(), IDS.bool()):
+            with pytest.raises(DataError, match="integers"):
+                losses(y, likelihood=likelihood)
+
+    def test_outputs_of_another_shape(self, likelihood: str) -> None:
+        model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(12, 7)).double()
+        with pytest.raises(DataError, match=r"\[batch, tokens, C\].*categorical"):
+            losses(IDS, likelihood=likelihood, model=model)
+
+    def test_outputs_that_are_not_finite(self, likelihood: str) -> None:
+        model = tiny_lm()
+        with torch.no_grad():
+            model.words.weight[int(IDS[3, 0])] = torch.nan
+        with pytest.raises(ModelError, match="NaN or inf"):
+            losses(IDS, likelihood=likelihood, model=model)
+
+    def test_nan_at_ignored_tokens_is_no_matter(self, likelihood: str) -> None:
+        class Late(nn.Module):
+            """NaN where there is nothing to attend to, as some attentions make on padding."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.words = nn.Embedding(7, 7, dtype=torch.float64)
+
+            def forward(self, ids: Tensor) -> Tensor:
+                f = self.words(ids)
+                return torch.cat([f[:, :-1], f[:, -1:] * torch.nan], dim=1)
+
+        y = IDS.clone()
+        y[:, -1] = IGNORED
+        found = losses(y, likelihood=likelihood, model=Late())
+        assert bool(torch.isfinite(found).all())
+
+
+def test_single_tokens_have_no_successor() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7))
+    task = Task(model, (IDS[:, :1], IDS[:, :1]), likelihood="causal_lm")
+    with pytest.raises(DataError, match="at least 2 tokens"):
+        task.run(task.fetch(torch.arange(2)), task.parameters())
+
+
+def test_categorical_says_what_to_use_for_sequences() -> None:
+    with pytest.raises(DataError, match=r'"tokens" or "causal_lm"'):
+        losses(IDS[:, 0], likelihood="categorical")
+
+
+def test_unequal_lengths_without_padding_are_the_datasets_fault() -> None:
+    class Ragged:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> dict[str, Tensor]:
+            return {"input_ids": torch.arange(i + 2), "labels": torch.arange(i + 2)}
+
+    with pytest.raises(DataError, match="collate"):
+        Task(tiny_lm(), Ragged(), likelihood="causal_lm")
+
+
+def test_models_that_mix_sequences_are_refused() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 7)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)
+            return x + x.mean(0, keepdim=True)
+
+    task = Task(Mixing(), (IDS, IDS), likelihood="causal_lm")
+    with pytest.raises(ModelError, match="batch it comes in"):
+        blr.fit_laplace(
+            task, structure="diag", curvature="empirical_fisher", prior_precision=1.0,
+            progress=False,
+        )  # fmt: skip
+
+
+def test_attention_that_sees_the_padding_is_refused() -> None:
+    """A model that is given padded sequences without their mask computes something else."""
+
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_lm(causal=False)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> object:
+            return self.inner(input_ids)
+
+    ids = sequences(6)
+    task = task_of(Blind(), ids, likelihood="tokens")
+    assert len({len(ids[i]) for i in (0, 3, 5)}) > 1
+    with pytest.raises(ModelError, match="changes with the batch"):
+        blr.fit_laplace(
+            task, structure="diag", curvature="empirical_fisher", prior_precision=1.0,
+            progress=False,
+        )  # fmt: skip
+
+
+def test_all_errors_are_the_packages() -> None:
+    batch = padded([{"input_ids": torch.arange(3), "labels": torch.arange(3)}], more=1)
+    task = Task(tiny_lm(), [batch], likelihood="causal_lm")  # a batch as an example
+    with pytest.raises(BLRError):
+        task.run(task.fetch(torch.arange(1)), task.parameters())

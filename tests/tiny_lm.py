@@ -1,0 +1,201 @@
+"""Small language models and taggers in float64, and sequences of unequal length for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from models import randomised, seeded
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader
+
+from blr_analysis.task import Task
+
+VOCABULARY = 7
+IGNORED = -100
+
+
+@dataclass
+class Output:
+    """What Hugging Face models return: an object with ``logits`` and other things."""
+
+    logits: Tensor
+    past_key_values: object = None
+
+
+class TinyLM(nn.Module):
+    """Embeddings, a block of (causal) attention and an MLP with norms, a read-out."""
+
+    def __init__(
+        self,
+        *,
+        causal: bool = True,
+        tied: bool = False,
+        library: bool = False,
+        vocabulary: int = VOCABULARY,
+        width: int = 4,
+        longest: int = 12,
+        classes: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.words = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(longest, width)
+        self.before, self.between, self.after = (nn.LayerNorm(width) for _ in range(3))
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True) if library else None
+        self.qkv = None if library else nn.Linear(width, 3 * width)
+        self.mix = None if library else nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.read = nn.Linear(width, classes or vocabulary, bias=not tied)
+        if tied:
+            self.read.weight = self.words.weight
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
+        t = input_ids.shape[1]
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        places = (attention_mask.cumsum(1) - 1).clamp_min(0)  # as models do that are padded left
+        x = self.words(input_ids) + self.places(places)
+        hidden = attention_mask[:, None, None, :] == 0
+        if self.causal:
+            hidden = hidden | torch.ones(t, t, dtype=torch.bool).triu(1)
+        hidden = hidden.expand(-1, 1, t, t) & ~torch.eye(t, dtype=torch.bool)
+        x = x + self._mixed(self.before(x), hidden)
+        x = x + self.down(F.gelu(self.up(self.between(x))))
+        return Output(self.read(self.after(x)))
+
+    def _mixed(self, x: Tensor, hidden: Tensor) -> Tensor:
+        if self.attention is not None:
+            mask = hidden.squeeze(1).repeat_interleave(2, 0)
+            return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        assert self.qkv is not None
+        assert self.mix is not None
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+        return self.mix(mixed.transpose(1, 2).flatten(2))
+
+
+def tiny_lm(seed: int = 0, **settings: int | bool | None) -> TinyLM:
+    """In float64 eval mode with generic weights."""
+    with seeded(seed):
+        model = TinyLM(**settings)  # type: ignore[arg-type]
+    randomised(model)
+    return model
+
+
+def sequences(n: int, *, low: int = 3, high: int = 9, vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Random token ids of unequal length."""
+    g = torch.Generator().manual_seed(n)
+    lengths = torch.randint(low, high + 1, (n,), generator=g).tolist()
+    return [torch.randint(0, vocabulary, (k,), generator=g) for k in lengths]
+
+
+class Rows:
+    """A dataset of dictionaries with ids and labels, as tokenisers give them."""
+
+    def __init__(self, ids: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+        self.ids, self.labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+def padded(
+    rows: list[dict[str, Tensor]], *, more: int = 0, left: bool = False, fill: int = 0
+) -> dict[str, Tensor]:
+    """A batch as long as its longest row, and ``more``."""
+    longest = max(len(r["input_ids"]) for r in rows) + more
+
+    def table(name: str, value: int) -> Tensor:
+        gaps = [longest - len(r[name]) for r in rows]
+        sides = [(gap, 0) if left else (0, gap) for gap in gaps]
+        return torch.stack(
+            [F.pad(r[name], s, value=value) for r, s in zip(rows, sides, strict=True)]
+        )
+
+    rows = [{**r, "attention_mask": torch.ones_like(r["input_ids"])} for r in rows]
+    fills = {"input_ids": fill, "labels": IGNORED, "attention_mask": 0}
+    return {name: table(name, value) for name, value in fills.items()}
+
+
+def task_of(
+    model: nn.Module,
+    ids: Sequence[Tensor],
+    labels: Sequence[Tensor] | None = None,
+    *,
+    likelihood: str = "causal_lm",
+    more: int = 0,
+    left: bool = False,
+    batch_size: int = 4,
+    metadata: Mapping[str, Sequence[object]] | None = None,
+) -> Task:
+    """A task on padded dictionaries; labels are the ids unless given."""
+    loader = DataLoader(
+        Rows(ids, labels or ids),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        collate_fn=lambda rows: padded(rows, more=more, left=left),
+    )
+    return Task(
+        model,
+        loader,
+        likelihood=likelihood,
+        batch_size=batch_size,
+        metadata=metadata,  # type: ignore[arg-type]
+    )
+
+
+def token_losses(
+    model: nn.Module, params: Mapping[str, Tensor], ids: Tensor, labels: Tensor, shift: bool
+) -> Tensor:
+    """Cross-entropies of one sequence by itself, unpadded, of the tokens that count."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = {id(p): n for n, p in model.named_parameters()}
+    places = {n: params[names[id(p)]] for n, p in named.items()}
+    logits = functional_call(model, places, (ids.unsqueeze(0),), tie_weights=False).logits[0]
+    if shift:
+        logits, labels = logits[:-1], labels[1:]
+    kept = labels != IGNORED
+    return F.cross_entropy(logits[kept], labels[kept], reduction="none")
+
+
+def token_gradients(
+    model: nn.Module, ids: Tensor, labels: Tensor, shift: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Losses ``[t]`` and gradients ``[t, P]`` of one sequence's tokens, one backward pass each."""
+    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    losses = token_losses(model, params, ids, labels, shift)
+    rows = [
+        torch.autograd.grad(
+            loss,
+            list(params.values()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for loss in losses
+    ]
+    return losses.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def with_prompts(ids: Sequence[Tensor], count: int = 1) -> list[Tensor]:
+    """Labels that are the ids, but for ``count`` at the start of every sequence and one inside."""
+    labels = [x.clone() for x in ids]
+    for row in labels:
+        row[:count] = IGNORED
+        if len(row) > count + 3:
+            row[count + 1] = IGNORED
+    return labels
+
+
+def tags(ids: Sequence[Tensor], classes: int = 3) -> list[Tensor]:
+    """A class for every token, every fourth ignored."""
+    found = [(x * 5 + torch.arange(len(x))) % classes for x in ids]
+    for row in found:
+        row[3::4] = IGNORED
+    return found
