@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,31 +45,29 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # what a row warns of shows in its figures
     wanted = ["small"] if args.quick else args.case or cases.names()
-    lines: list[str] = []
+    out = args.out.open("w") if args.out else None
     for name in wanted:
         case = cases.load(name, args.checkpoints)
         for line in tables(case, args.peers, args.only or runner.PEERS, args.limit):
             print(line, flush=True)
-            lines.append(line)
-        if args.out:  # after every case, so that a long run that is stopped has shown something
-            args.out.write_text("\n".join(lines) + "\n")
+            if out:  # at once, so that a long run that is stopped has shown something
+                print(line, file=out, flush=True)
 
 
-def tables(case: Case, peers: Path | None, only: Any, limit: float) -> list[str]:
-    """The tables of one case."""
+def tables(case: Case, peers: Path | None, only: Any, limit: float) -> Iterator[str]:
+    """The tables of one case, line by line."""
     x, y, own, tested = asked(case)
     answers = [a for n in only if peers for a in answer(peers, n, case, x, y, limit)]
-    lines = [
+    yield from (
         f"## {case.name}",
         "",
         f"{len(case.x):,} examples, {case.size:,} parameters, δ = {case.delta:g}, "
-        f"{len(case.checkpoints)} checkpoints. " + " ".join(case.notes),
+        f"{len(case.checkpoints)} trained models. " + " ".join(case.notes),
         "",
-    ]
-    lines += datamodeling(case, answers)
-    lines += leaving_out(case, answers, own)
-    lines += removing(case, answers, tested)
-    return lines
+    )
+    yield from datamodeling(case, answers)
+    yield from leaving_out(case, answers, own)
+    yield from removing(case, answers, tested)
 
 
 def asked(case: Case) -> tuple[Tensor, Tensor, slice, slice]:
@@ -106,48 +104,49 @@ def cost(one: Answer) -> str:
     return f"{one.seconds:.2f} | {one.peak / 2**20:.0f}"
 
 
-def datamodeling(case: Case, answers: list[Answer]) -> list[str]:
+def datamodeling(case: Case, answers: list[Answer]) -> Iterator[str]:
     """Linear datamodeling scores."""
     truth = case.subsets
     if truth is None:
-        return []
+        return
     count = min(TESTS, len(case.x_test))
     kept, losses = truth.kept, truth.losses[:, :count]
-    lines = [
+    yield from (
         f"**Linear datamodeling score**, {len(truth.kept)} random subsets of "
         f"{int(truth.kept[0].sum())} examples, {count} test examples",
         "",
         "| estimate | score | seconds | peak MB |",
         "|---|---|---|---|",
-    ]
+    )
     tests = case.test_task(case.task(), count)
     for name, call in influences.rows(case, tests).items():
         found, spent = attempt(f"LDS {name}", call)
         score = "" if found is None else metrics.linear_datamodeling(found, kept, losses)
-        lines.append(f"| **{name}** | {score} | {spent} |")
+        yield f"| **{name}** | {score} | {spent} |"
     for one in answers:
         if one.influence is None:
-            lines.append(f"| {one.name} | | {one.error} | |")
+            yield f"| {one.name} | | {one.error} | |"
             continue
         score = metrics.linear_datamodeling(one.influence[:, :count], kept, losses)
-        lines.append(f"| {one.name} | {score} | {cost(one)} |")
+        yield f"| {one.name} | {score} | {cost(one)} |"
     if truth.again is not None:
         top = metrics.ceiling(losses, truth.again[:, :count])
-        lines.append(f"| *another seed's retrainings (ceiling)* | {top} | | |")
-    return [*lines, ""]
+        yield f"| *another seed's retrainings (ceiling)* | {top} | | |"
+    yield ""
 
 
-def leaving_out(case: Case, answers: list[Answer], own: slice) -> list[str]:
+def leaving_out(case: Case, answers: list[Answer], own: slice) -> Iterator[str]:
     """Leave-one-out."""
     truth = case.left_out
     if truth is None:
-        return []
-    lines = [
-        f"**Leave-one-out**, {len(truth.indices)} examples retrained without",
+        return
+    yield from (
+        f"**Leave-one-out**, {len(truth.indices)} examples retrained without; the first row of a "
+        "structure includes its fit",
         "",
         "| estimate | Pearson | Spearman | estimated / true total | seconds | peak MB |",
         "|---|---|---|---|---|---|",
-    ]
+    )
 
     def row(name: str, found: Tensor, spent: str) -> str:
         c = metrics.changes(found, truth.rise)
@@ -155,22 +154,20 @@ def leaving_out(case: Case, answers: list[Answer], own: slice) -> list[str]:
 
     for name, call in changes.left_out(case).items():
         found, spent = attempt(f"LOO {name}", call)
-        lines.append(
-            row(f"**{name}**", found, spent) if found is not None else failed(name, spent, 3)
-        )
+        yield row(f"**{name}**", found, spent) if found is not None else failed(name, spent, 3)
     for one in answers:
         if one.influence is not None:
             alone = one.influence[:, own][truth.indices].diagonal()
-            lines.append(row(one.name, alone, cost(one)))
-    return [*lines, ""]
+            yield row(one.name, alone, cost(one))
+    yield ""
 
 
-def removing(case: Case, answers: list[Answer], tested: slice) -> list[str]:
+def removing(case: Case, answers: list[Answer], tested: slice) -> Iterator[str]:
     """Class removal."""
     truth = case.removed
     if truth is None:
-        return []
-    lines = [
+        return
+    yield from (
         f"**Class removal**, test loss; {len(truth.names)} retrainings of {truth.passes:.0f} "
         "gradient evaluations each. "
         f"Influences: on the first {tested.stop} test examples.",
@@ -178,7 +175,7 @@ def removing(case: Case, answers: list[Answer], tested: slice) -> list[str]:
         "| estimate | Pearson | mean relative error | passes each | of retraining's | seconds "
         "| peak MB |",
         "|---|---|---|---|---|---|---|",
-    ]
+    )
 
     def row(name: str, found: Tensor, true: Tensor, passes: float | None, spent: str) -> str:
         c = metrics.changes(found, true)
@@ -188,16 +185,16 @@ def removing(case: Case, answers: list[Answer], tested: slice) -> list[str]:
     for name, call in changes.removals(case).items():
         found, spent = attempt(f"removal {name}", call)
         if found is None:
-            lines.append(failed(name, spent, 4))
+            yield failed(name, spent, 4)
             continue
         rise, passes = found
-        lines.append(row(f"**{name}**", rise, truth.rise(), passes, spent))
+        yield row(f"**{name}**", rise, truth.rise(), passes, spent)
     for one in answers:
         if one.influence is not None:
             mean = one.influence[:, tested].mean(1)
             moved = torch.stack([mean[group].sum() for group in truth.indices])
-            lines.append(row(one.name, moved, truth.rise(tested.stop), None, cost(one)))
-    return [*lines, ""]
+            yield row(one.name, moved, truth.rise(tested.stop), None, cost(one))
+    yield ""
 
 
 def failed(name: str, why: str, columns: int) -> str:

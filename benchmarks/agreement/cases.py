@@ -85,6 +85,7 @@ class Case:
     left_out: LeftOut | None = None
     removed: Removed | None = None
     notes: list[str] = field(default_factory=list)
+    fits: dict[str, blr.Posterior] = field(default_factory=dict, repr=False)
 
     def model(self, which: int = 0) -> nn.Module:
         """The model with the weights of a checkpoint."""
@@ -95,6 +96,14 @@ class Case:
     def task(self, which: int = 0) -> blr.Task:
         """Model and training data."""
         return blr.Task(self.model(which), (self.x, self.y), likelihood=self.observed())
+
+    def fit(self, structure: str) -> blr.Posterior:
+        """The Laplace posterior of the analysed model; fitted when it is first asked for."""
+        if structure not in self.fits:
+            self.fits[structure] = blr.fit_laplace(
+                self.task(), structure=structure, prior_precision=self.delta, progress=False
+            )
+        return self.fits[structure]
 
     def test_task(self, task: blr.Task, count: int | None = None) -> blr.Task:
         """The first ``count`` test examples under a task's model."""

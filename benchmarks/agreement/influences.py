@@ -56,11 +56,17 @@ def as_tensor(values: Tensor) -> Tensor:
 
 
 def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
-    """∇ℓ_jᵀ H⁻¹ ∇ℓ_i with the exact Hessian, by conjugate gradients."""
+    """∇ℓ_jᵀ H⁻¹ ∇ℓ_i with the exact Hessian, dense or by conjugate gradients."""
     params = task.parameters()
     precision = Precision(task, params, delta, kind="hessian")
+    asked, given = gradients(tests.with_model(task), params), gradients(task, params)
+    size = sum(p.numel() for p in params.values())
+    if size <= FULL:
+        unit = torch.eye(size, dtype=next(iter(params.values())).dtype)
+        pieces = zip(unit.split([p.numel() for p in params.values()], 1), params.items())
+        rows = precision.times({n: u.view(-1, *p.shape) for u, (n, p) in pieces})
+        return flat(given) @ torch.linalg.solve(flat(rows), flat(asked).T)
     q = blr.fit_laplace(task, structure="kron", prior_precision=delta, progress=False)
-    asked = gradients(tests.with_model(task), params)
     x = cg(
         lambda v: precision.times(v),
         asked,
@@ -70,8 +76,12 @@ def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
         max_iterations=100,
         progress=False,
     ).x
-    given = gradients(task, params)
-    return sum((given[n].flatten(1) @ x[n].flatten(1).T for n in params), torch.zeros(()))
+    return flat(given) @ flat(x).T
+
+
+def flat(tree: Mapping[str, Tensor]) -> Tensor:
+    """``[K, P]`` from one ``[K, *shape]`` per parameter."""
+    return torch.cat([t.flatten(1) for t in tree.values()], 1)
 
 
 def gradients(task: blr.Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

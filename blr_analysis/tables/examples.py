@@ -53,8 +53,8 @@ def leave_one_out_table(loo: Any) -> pd.DataFrame:
     """One row per example: what it would have been predicted as, had it not been there.
 
     Columns: index, target, prediction and loss without the example, prediction_before and
-    loss_before with it, deviation, leverage, correction ("first_order", "cavity" or "bounded",
-    as used for this row), then the user's metadata.
+    loss_before with it, deviation, leverage, correction ("first_order", "cavity", "bounded" or
+    "descent", as used for this row), then the user's metadata.
     """
     columns = {
         "index": np.arange(len(loo.losses)),
