@@ -1,7 +1,7 @@
 """How well estimates agree with retraining: ours beside other packages', in one run.
 
-    python -m benchmarks.fidelity [--case NAME ...] [--peers DIR] [--checkpoints K] [--quick]
-        [--out TABLE.md]
+    python -m benchmarks.fidelity [--case NAME ...] [--peers DIR] [--only PEER ...]
+        [--table subsets|examples|classes ...] [--checkpoints K] [--quick] [--out TABLE.md]
 
 DIR holds one virtual environment per peer (``make peers`` sets them up); those that are not there
 are left out. Prints markdown tables: linear datamodeling score, leave-one-out, class removal,
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from benchmarks.peers.problem import measured
 
 T = TypeVar("T")
 TESTS = 200  # test examples that influences are computed for
+TABLES = ("subsets", "examples", "classes")
 LIMIT = 400.0  # seconds that a peer may take, all its methods together
 
 
@@ -40,6 +41,9 @@ def main() -> None:
     parser.add_argument(
         "--checkpoints", type=int, default=cases.CHECKPOINTS, help="of networks, for ensembles"
     )
+    parser.add_argument(
+        "--table", action="append", choices=TABLES, help="tables to print; default: all three"
+    )
     parser.add_argument("--out", type=Path, help="write the tables here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -48,13 +52,16 @@ def main() -> None:
     out = args.out.open("w") if args.out else None
     for name in wanted:
         case = cases.load(name, args.checkpoints)
-        for line in tables(case, args.peers, args.only or runner.PEERS, args.limit):
+        which = args.table or TABLES
+        for line in tables(case, args.peers, args.only or runner.PEERS, args.limit, which):
             print(line, flush=True)
             if out:  # at once, so that a long run that is stopped has shown something
                 print(line, file=out, flush=True)
 
 
-def tables(case: Case, peers: Path | None, only: Any, limit: float) -> Iterator[str]:
+def tables(
+    case: Case, peers: Path | None, only: Any, limit: float, which: Sequence[str] = TABLES
+) -> Iterator[str]:
     """The tables of one case, line by line."""
     x, y, own, tested = asked(case)
     answers = [a for n in only if peers for a in answer(peers, n, case, x, y, limit)]
@@ -65,9 +72,12 @@ def tables(case: Case, peers: Path | None, only: Any, limit: float) -> Iterator[
         f"{len(case.checkpoints)} trained models. " + " ".join(case.notes),
         "",
     )
-    yield from datamodeling(case, answers)
-    yield from leaving_out(case, answers, own)
-    yield from removing(case, answers, tested)
+    if "subsets" in which:
+        yield from datamodeling(case, answers)
+    if "examples" in which:
+        yield from leaving_out(case, answers, own)
+    if "classes" in which:
+        yield from removing(case, answers, tested)
 
 
 def asked(case: Case) -> tuple[Tensor, Tensor, slice, slice]:

@@ -63,8 +63,10 @@ def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
     size = sum(p.numel() for p in params.values())
     if size <= FULL:
         unit = torch.eye(size, dtype=next(iter(params.values())).dtype)
-        pieces = zip(unit.split([p.numel() for p in params.values()], 1), params.items())
-        rows = precision.times({n: u.view(-1, *p.shape) for u, (n, p) in pieces})
+        parts = unit.split([p.numel() for p in params.values()], 1)
+        rows = precision.times(
+            {n: u.view(-1, *p.shape) for u, (n, p) in zip(parts, params.items(), strict=True)}
+        )
         return flat(given) @ torch.linalg.solve(flat(rows), flat(asked).T)
     q = blr.fit_laplace(task, structure="kron", prior_precision=delta, progress=False)
     x = cg(

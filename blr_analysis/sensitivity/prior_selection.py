@@ -56,6 +56,10 @@ class PriorSelection(Tabular, Plottable):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __float__(self) -> float:
+        """The best δ."""
+        return float(self.best)
+
     def __repr__(self) -> str:
         (row,) = (r for r in self.rows if r["prior_precision"] == self.best)
         tested = "" if math.isnan(row["test_nll"]) else f", test NLL {row['test_nll']:.4f}"

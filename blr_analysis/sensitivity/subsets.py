@@ -31,7 +31,7 @@ from blr_analysis.sensitivity.optimum import Optimum, descend, on_a_copy, write
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-SMALL = 2_000  # parameters: up to here the full structure preconditions the descent
+SMALL = 300  # parameters: up to here the full structure preconditions the descent
 ROUNDS = 20  # of the effective weight's fixed point; four are usual
 SETTLED = 1e-4  # the fixed point's relative error
 COARSE = 1e-3  # residual of the descents in between: leverage changes little with the weights

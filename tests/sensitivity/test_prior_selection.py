@@ -64,7 +64,7 @@ def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
         assert row["converged"] and row["residual"] <= 1e-8
         assert math.isnan(row["loo_accuracy"])
     theirs = RidgeCV(alphas=GRID, fit_intercept=False).fit(x.numpy(), y.numpy())
-    assert found.best == theirs.alpha_
+    assert found.best == float(found) == theirs.alpha_
     assert not found.at_edge
     weight = found.posterior.mean["weight"][0]
     assert weight.tolist() == pytest.approx(theirs.coef_.tolist(), rel=1e-7)
