@@ -84,9 +84,11 @@ class Descent:
 
     @property
     def converged(self) -> bool:
-        """Whether the decrease that is left is below what rounding lets one see of F."""
+        """Whether the decrease that is left is below what rounding lets one see of F: 100 units
+        in the last place, or 10,000 where no step along the last direction lowered F."""
         dtype = next(iter(self.point.params.values())).dtype
-        return self.decrement <= 1e3 * torch.finfo(dtype).eps * max(1.0, abs(self.point.value))
+        unit = torch.finfo(dtype).eps * max(1.0, abs(self.point.value))
+        return self.decrement <= (1e4 if self.stalled else 1e2) * unit
 
     def gauss_newton(self, *, tolerance: float, iterations: int) -> None:
         """One damped Gauss–Newton step: S p = −∇F to this tolerance, in at most so many products.
