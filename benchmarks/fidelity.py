@@ -1,7 +1,7 @@
 """How well estimates agree with retraining: ours beside other packages', in one run.
 
     python -m benchmarks.fidelity [--case NAME ...] [--peers DIR] [--only PEER ...]
-        [--table subsets|examples|classes ...] [--checkpoints K] [--quick] [--out TABLE.md]
+        [--structure diag|kron|lowrank|full ...] [--table subsets|examples|classes ...] [--checkpoints K] [--quick] [--out TABLE.md]
 
 DIR holds one virtual environment per peer (``make peers`` sets them up); those that are not there
 are left out. Prints markdown tables: linear datamodeling score, leave-one-out, class removal,
@@ -14,6 +14,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,9 @@ def main() -> None:
         "--checkpoints", type=int, default=cases.CHECKPOINTS, help="of networks, for ensembles"
     )
     parser.add_argument(
+        "--structure", action="append", choices=cases.STRUCTURES, help="ours; default: all"
+    )
+    parser.add_argument(
         "--table", action="append", choices=TABLES, help="tables to print; default: all three"
     )
     parser.add_argument("--out", type=Path, help="write the tables here as well")
@@ -52,6 +56,8 @@ def main() -> None:
     out = args.out.open("w") if args.out else None
     for name in wanted:
         case = cases.load(name, args.checkpoints)
+        chosen = args.structure or cases.STRUCTURES
+        case = replace(case, structures=tuple(s for s in cases.STRUCTURES if s in chosen))
         which = args.table or TABLES
         for line in tables(case, args.peers, args.only or runner.PEERS, args.limit, which):
             print(line, flush=True)

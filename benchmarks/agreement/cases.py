@@ -18,6 +18,7 @@ from benchmarks.peers.problem import build
 from blr_analysis.likelihoods import Gaussian, Likelihood, resolve
 
 State = dict[str, Tensor]
+STRUCTURES = ("diag", "kron", "lowrank", "full")
 CHECKPOINTS = 5  # trained from other first weights, where they lead elsewhere
 
 
@@ -85,6 +86,7 @@ class Case:
     left_out: LeftOut | None = None
     removed: Removed | None = None
     notes: list[str] = field(default_factory=list)
+    structures: tuple[str, ...] = STRUCTURES  # to compare, as far as they are worth their time
     fits: dict[str, blr.Posterior] = field(default_factory=dict, repr=False)
 
     def model(self, which: int = 0) -> nn.Module:

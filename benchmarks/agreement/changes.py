@@ -19,7 +19,7 @@ SOLVED = 0.01  # relative residual of a calibration's solves: a scale needs no m
 
 def structures(case: Case) -> list[str]:
     """What is worth its time."""
-    return ["diag", "kron", "lowrank", *(["full"] if case.size <= FULL else [])]
+    return [s for s in case.structures if s != "full" or case.size <= FULL]
 
 
 def left_out(case: Case) -> dict[str, Callable[[], Tensor]]:
@@ -76,7 +76,7 @@ def removals(case: Case) -> dict[str, Callable[[], tuple[Tensor, float | None]]]
     }
     if takes_cg():
         tenth = max(2, round(truth.passes / 10))
-        for structure in ("kron", "lowrank", "diag"):
+        for structure in [s for s in ("kron", "lowrank", "diag") if s in structures(case)]:
             for words, passes in (("a tenth of retraining's passes", tenth), ("60 passes", 60)):
                 name = f"{structure}, solver cg, {words}"
                 found[name] = lambda s=structure, k=passes: estimate(s, solver="cg", passes=k)

@@ -20,7 +20,7 @@ HALF = 0.5  # the share of the data that a random subset keeps
 
 def rows(case: Case, tests: blr.Task) -> Rows:
     """Name → influence ``[N, M]`` of the case on ``tests`` (their model is not used)."""
-    structures = ["diag", "kron", "lowrank", *(["full"] if case.size <= FULL else [])]
+    structures = [s for s in case.structures if s != "full" or case.size <= FULL]
     found: Rows = {}
     for structure in structures:
         found[structure] = lambda s=structure: fitted(case.task(), tests, s, case.delta)
@@ -40,7 +40,8 @@ def rows(case: Case, tests: blr.Task) -> Rows:
 
 def best(case: Case) -> str:
     """The structure nearest to the exact curvature that is worth its time."""
-    return "full" if case.size <= FULL else "lowrank"
+    found = [s for s in case.structures if s != "full" or case.size <= FULL]
+    return found[-1]
 
 
 def fitted(task: blr.Task, tests: blr.Task, structure: str, delta: float) -> Tensor:
