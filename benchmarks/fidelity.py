@@ -1,7 +1,8 @@
 """How well estimates agree with retraining: ours beside other packages', in one run.
 
     python -m benchmarks.fidelity [--case NAME ...] [--peers DIR] [--only PEER ...]
-        [--structure diag|kron|lowrank|full ...] [--table subsets|examples|classes ...] [--checkpoints K] [--quick] [--out TABLE.md]
+        [--structure diag|kron|lowrank|full ...] [--table subsets|examples|classes ...]
+        [--checkpoints K] [--limit SECONDS] [--quick] [--out TABLE.md]
 
 DIR holds one virtual environment per peer (``make peers`` sets them up); those that are not there
 are left out. Prints markdown tables: linear datamodeling score, leave-one-out, class removal,

@@ -3,12 +3,13 @@
     V ← τ V, that is S ← S / τ, with τ such that  Σ_i w_i r_i(τ) ψ(log r_i − log r_i(τ)) = 0
 
 r_i(τ): what leave-one-out with τ V_i says that example i's own loss rises by without it.
-r_i: the same by an exact solve, the cavity with all other examples' whole curvature
-(:mod:`blr_analysis.sensitivity.exact_removal`). The sum stands for the total over all N
-examples: the probe is drawn at random with chances π_i that grow with the estimated rise, and
-w_i = 1/π_i (Horvitz & Thompson, 1952), so that the examples that make up the total are in the
-probe. ψ(x) = min(½, max(−½, x)) (Huber, 1964) is a mean over the examples that agree within a
-factor of 1.6 and a median over the others, such as those whose removal leads to another optimum.
+r_i: the same by a descent on all other examples, or by an exact solve, the cavity with all other
+examples' whole curvature (:mod:`blr_analysis.sensitivity.exact_removal`). The sum stands for the
+total over all N examples: the probe is drawn at random with chances π_i that grow with the
+estimated rise, and w_i = 1/π_i (Horvitz & Thompson, 1952), so that the examples that make up the
+total are in the probe. ψ(x) = min(½, max(−½, x)) (Huber, 1964) is a mean over the examples that
+agree within a factor of 1.6 and a median over the others, such as those whose removal leads to
+another optimum.
 
 It repairs the scale of a structure, not its ranking.
 """
@@ -28,12 +29,15 @@ from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import taken
-from blr_analysis.sensitivity.exact_removal import Removals, exact_removals
+from blr_analysis.sensitivity.exact_removal import Removals, descended_removals, exact_removals
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.probe import Estimate, draw
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.task import Task
 
+WAYS = ("auto", "descent", *KINDS)
+PASSES = 40  # over the data, for each example of a descent
+ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale
 AGREEING = 0.5  # |log ratio| up to which ψ is linear
 WIDEST = 64.0  # |log τ| that is searched
 HALVINGS = 70
@@ -47,7 +51,7 @@ def calibrate(
     probe: int = 32,
     *,
     correction: str = "auto",
-    kind: str = "ggn",
+    kind: str = "auto",
     indices: Any = None,
     generator: torch.Generator | None = None,
     tolerance: float = 1e-4,
@@ -58,9 +62,9 @@ def calibrate(
 ) -> Posterior:
     """The same posterior, its scale checked by exact solves on a random probe of examples.
 
-    Costs one leave-one-out of the whole data (none with ``indices``, less with ``scores``) and two
-    sweeps over the data for each probe example and iteration of conjugate gradients, of which the
-    posterior, as preconditioner, lets few suffice. Nothing is retrained.
+    Costs one leave-one-out of the whole data (none with ``indices``, less with ``scores``) and, for
+    each probe example, at most 40 passes over the data by descent, or two for each iteration of
+    conjugate gradients, of which the posterior, as preconditioner, lets few suffice.
 
     Args:
         task: the model and the data it was trained on.
@@ -68,10 +72,13 @@ def calibrate(
         probe: how many examples, at random; those with a larger estimated rise are likelier.
         correction: the leave-one-out that τ is for, see :func:`blr_analysis.leave_one_out`;
             it is kept, as what "auto" means for the calibrated posterior.
-        kind: the curvature of the exact solves: "ggn" (Gauss–Newton, always positive; it
-            leaves a "full" posterior of it as it is), or "hessian" (the loss's own, which also
-            says how far Gauss–Newton is off; at an optimum only: examples without which it is
-            not positive are left out).
+        kind: how the probe is left out. "descent": by quasi-Newton moves on the other examples,
+            at most 40 passes each, with nothing linearised: the nearest to retraining, for a
+            model at the minimum of its own objective. "ggn": by conjugate gradients with the
+            Gauss–Newton matrix (always positive; it leaves a "full" posterior of it as it is).
+            "hessian": the same with the loss's own curvature; at an optimum only, examples
+            without which it is not positive are left out. "auto": "descent" where the model is
+            at its minimum (checked by one pass), else "ggn"; the record says which.
         indices: examples to use as the probe instead, all with equal weight.
         generator: the source of the probe; None: the same probe each time.
         tolerance: relative residual of the conjugate gradients.
@@ -118,7 +125,7 @@ def calibrate(
         3.0
     """
     one_of("correction", correction, CORRECTIONS)
-    one_of("kind", kind, KINDS)
+    one_of("kind", kind, WAYS)
     positive_int("probe", probe)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
@@ -141,16 +148,25 @@ def calibrate(
     else:
         chosen = _given(indices, task.n_data)
         weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
-    exact = exact_removals(
-        task,
-        q,
-        chosen,
-        kind=kind,
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-        memory_budget=memory_budget,
-        progress=progress,
-    )
+    exact = None
+    if kind in ("auto", "descent"):
+        exact = descended_removals(
+            task, q, chosen, passes=PASSES, tolerance=ROUGH, progress=progress
+        )
+        if kind == "auto" and float(exact.indefinite.double().mean()) > 0.5:
+            exact = None
+        kind = "descent" if exact is not None else "ggn"
+    if exact is None:
+        exact = exact_removals(
+            task,
+            q,
+            chosen,
+            kind=kind,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
     estimate = Estimate(task, q, chosen, word, memory_budget)
     rise = estimate.rise(exact.outputs)
     usable = _usable(exact, rise, estimate(1.0))
@@ -236,13 +252,15 @@ def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
     if not bool(usable.any()):
         raise PosteriorError(
             "no example of the probe tells the posterior's scale: their prediction errors are 0, "
-            "or the curvature without them is not positive; give a prior_precision above 0, a "
-            'larger probe, other indices, or kind="ggn"'
+            'the curvature without them is not positive, or (kind="descent") the model is not at '
+            "the minimum of its objective; give a prior_precision above 0, a larger probe, other "
+            'indices, or kind="ggn"'
         )
     if not bool(solved.all()):
         warnings.warn(
             f"{int((~solved).sum())} of {len(usable)} probe examples are left out of the "
-            "calibration: the curvature without them is not positive",
+            "calibration: the curvature without them is not positive, or the model is not at the "
+            "minimum of its objective",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -20,6 +20,7 @@ from blr_analysis.posterior.stacked import products
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.curvature import Precision, cg
+from blr_analysis.sensitivity.refinement import refined
 from blr_analysis.task import Task
 
 HELD = 512 * 2**20  # bytes of vectors over the parameters, where the user names no bound
@@ -93,6 +94,26 @@ def exact_removals(
     outputs, residual, converged, indefinite = (torch.cat(p) for p in zip(*found, strict=True))
     passes = precision.curvature.passes
     return Removals(outputs, residual, converged, indefinite, iterations, passes)
+
+
+def descended_removals(
+    task: Task,
+    q: Posterior,
+    indices: Tensor,
+    *,
+    passes: int,
+    tolerance: float,
+    progress: bool | None = None,
+) -> Removals:
+    """The same with nothing linearised: by quasi-Newton moves on the other examples.
+
+    An example that was not taken out, for want of a minimum to start from, is ``indefinite``.
+    """
+    found = refined(task, q, indices, passes=passes, progress=progress)
+    residual = found.decrement.sqrt()
+    return Removals(
+        found.outputs, residual, residual <= tolerance, ~found.found, passes, found.passes
+    )
 
 
 def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> Tensor:

@@ -186,9 +186,10 @@ def leave_one_out(
     if refine:
         change = likelihood.nll(after, targets) - likelihood.nll(before, targets)
         rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
-        outputs, done = refined(task, q, rows, progress=progress)
-        after[rows[done]] = outputs[done]
-        for row in rows[done].tolist():
+        alone = refined(task, q, rows, progress=progress)
+        done = rows[alone.found]
+        after[done] = alone.outputs[alone.found]
+        for row in done.tolist():
             words[row] = "descent"
     return LeaveOneOut(
         logits=after,

@@ -8,6 +8,8 @@ the total. Each of them is left out by quasi-Newton moves from m that know the p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,18 +24,38 @@ from blr_analysis.task import Task
 PASSES = 12  # over the data, for each example
 
 
-def refined(
-    task: Task, q: Posterior, rows: Tensor, *, progress: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``[K, C]`` of these examples without themselves, and which of them were found.
+@dataclass(frozen=True)
+class Refined:
+    """Some examples, each left out by a descent; on the CPU.
 
-    An example is passed over, False in the second tensor, where m is so far from the minimum of
-    its own objective that the moves would show the training that goes on.
+    Attributes:
+        outputs: of each without itself, ``[K, C]``.
+        found: ``[K]``; False where m is so far from the minimum of its own objective that the
+            moves would show the training that goes on. The outputs there are those at m.
+        decrement: what one more move would gain, relative to the first, ``[K]``.
+        passes: over the data, in all.
     """
+
+    outputs: Tensor
+    found: Tensor
+    decrement: Tensor
+    passes: float
+
+
+def refined(
+    task: Task,
+    q: Posterior,
+    rows: Tensor,
+    *,
+    passes: int = PASSES,
+    progress: bool | None = None,
+) -> Refined:
+    """Leave each of these examples out by at most so many passes over the others."""
     whole = changed(task, q.prior_precision, leaving=torch.empty(0, dtype=torch.long))
     own = whole.at(q.mean).gradient
     left = dot(own, q.form.solve(own))
     outputs, found = [], torch.zeros(len(rows), dtype=torch.bool)
+    decrement, spent = torch.ones(len(rows), dtype=torch.float64), 1.0
     for k, row in enumerate(track(rows, total=len(rows), label="descents", show=progress)):
         alone = row.reshape(1)
         pull = loss_gradient(task, q.mean, alone)
@@ -41,9 +63,12 @@ def refined(
         if left <= DRIFT * dot(pull, q.form.solve(pull)):
             data = changed(task, q.prior_precision, leaving=alone)
             descent = Descent.start(data, dict(q.mean), q.form)
-            descend(descent, steps=None, passes=PASSES, tolerance=1.0)
+            descend(descent, steps=None, passes=passes, tolerance=1.0)
             params, found[k] = descent.point.params, True
+            spent += descent.passes
+            first = descent.moves[0].decrement
+            decrement[k] = descent.moves[-1].decrement / first if first > 0 else 0.0
         with torch.no_grad(), task.evaluation():
             f, _ = task.run(task.fetch(alone), params, alone)
         outputs.append(f.cpu())
-    return torch.cat(outputs), found
+    return Refined(torch.cat(outputs), found, decrement, spent)

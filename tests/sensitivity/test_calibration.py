@@ -52,11 +52,35 @@ def times(q: blr.Posterior, factor: float) -> blr.Posterior:
     return blr.Posterior(q.mean, form, prior_precision=q.prior_precision, n_data=q.n_data)
 
 
-def calibrated(task: blr.Task, q: blr.Posterior, probe: int = 32, **options: object):
-    return blr.calibrate(task, q, probe, progress=False, **options)
+def calibrated(
+    task: blr.Task, q: blr.Posterior, probe: int = 32, kind: str = "ggn", **options: object
+):
+    return blr.calibrate(task, q, probe, kind=kind, progress=False, **options)
 
 
 # The scale is found.
+
+
+@pytest.mark.parametrize(("structure", "factor"), [("full", 1.0), ("full", 5.0), ("kron", 0.2)])
+def test_descents_find_the_scale_where_the_model_is_at_its_minimum(
+    structure: str, factor: float
+) -> None:
+    task = ridge()
+    q = times(fit(task, structure), factor)
+    found = calibrated(task, q, 16, kind="auto").record["calibration"]
+    exact = calibrated(task, q, 16, kind="ggn").record["calibration"]
+    assert (found["kind"], exact["kind"]) == ("descent", "ggn")
+    assert all(found["converged"]) and 16 < found["passes"] <= 16 * 42
+    assert found["exact"] == pytest.approx(exact["exact"], rel=1e-3)
+    assert found["scale"] == pytest.approx(exact["scale"], rel=1e-3)
+
+
+def test_a_model_away_from_its_minimum_is_calibrated_by_its_curvature() -> None:
+    task = network()
+    q = fit(task, "full")
+    assert calibrated(task, q, 16, kind="auto").record["calibration"]["kind"] == "ggn"
+    with pytest.raises(blr.errors.PosteriorError, match="not at the minimum"):
+        calibrated(task, q, 16, kind="descent")
 
 
 @pytest.mark.parametrize("kind", ["ggn", "hessian"])
@@ -352,7 +376,7 @@ def test_on_the_command_line(command: str, tmp_path: Path) -> None:
 def test_bad_arguments(options: dict, message: str) -> None:
     task = ridge()
     with pytest.raises(blr.errors.InputError, match=message):
-        blr.calibrate(task, fit(task, "diag"), progress=False, **options)
+        blr.calibrate(task, fit(task, "diag"), progress=False, **{"kind": "ggn", **options})
 
 
 def test_nan_in_the_probe() -> None:
