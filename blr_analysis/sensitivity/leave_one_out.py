@@ -122,7 +122,8 @@ def leave_one_out(
         refine: how many examples, those whose loss is estimated to change most, are left out by
             quasi-Newton moves on the others and a real forward pass instead, some 12 passes over
             the data each: rows "descent". For a model at the minimum of its own objective;
-            examples of another keep their estimate.
+            examples of another keep their estimate. Calibrate the posterior first, so that the
+            rows that are refined and those that are not are of one scale.
         chunk_size, memory_budget: see :func:`blr_analysis.sensitivity`.
 
     Returns:
