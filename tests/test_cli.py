@@ -306,7 +306,7 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
     for flags, options, said in (
         (("--solver", "posterior"), {"solver": "posterior"}, "without retraining"),
         (("--passes", "5"), {"passes": 5}, "without retraining"),
-        (("--passes", "20"), {"passes": 20}, "without retraining"),
+        (("--passes", "20"), {"passes": 20}, "by a descent of"),
         (("--solver", "cg", "--passes", "9"), {"solver": "cg", "passes": 9}, "a descent of 9"),
         (("--converge",), {"steps": "converge"}, "by a descent of"),
     ):

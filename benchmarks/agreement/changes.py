@@ -48,7 +48,7 @@ def left_out(case: Case) -> dict[str, Callable[[], Tensor]]:
         usual = "cavity" if structure in ("lowrank", "full") else "first_order"
         name = f"{structure}, {usual.replace('_', ' ')}, refine={REFINED}"
         found[name] = lambda a=structure, b=usual: estimate(a, b, refine=REFINED)
-        for kind in ("ggn", "hessian") if structure == best else ("ggn",):
+        for kind in ("descent", "ggn", "hessian") if structure == best else ("descent", "ggn"):
             name = f"{structure}, {usual.replace('_', ' ')}, calibrated ({kind})"
             found[name] = lambda a=structure, b=usual, c=kind: estimate(a, b, c)
     return found

@@ -110,7 +110,7 @@ class Curvature:
         """The curvature times v, ``[*K, *shape]`` per name (leading dimensions: several v)."""
         lead = self._lead(v)
         count = max(1, lead.numel())
-        flat = [v[n].detach().to(p).reshape(count, *p.shape) for n, p in self._params.items()]
+        flat = [v[n].detach().to(p).reshape((count, *p.shape)) for n, p in self._params.items()]
         total = [torch.zeros_like(x) for x in flat]
         for part in self._chunks(f"{self.kind} products", progress):
             group = max(1, self._budget // max(1, part.size))
@@ -120,7 +120,7 @@ class Curvature:
                     whole[start : start + group] += found
         self.products += count
         return {
-            n: t.reshape(*lead, *p.shape)
+            n: t.reshape((*lead, *p.shape))
             for (n, p), t in zip(self._params.items(), total, strict=True)
         }
 

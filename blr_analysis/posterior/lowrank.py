@@ -130,7 +130,7 @@ class LowRank(Structure):
         spread = self._spread(inner @ small)
         return {
             n: (x * d[n] ** power + spread[n] * d[n] ** after)
-            .reshape(*leads[n], *self.shapes[n])
+            .reshape((*leads[n], *self.shapes[n]))
             .to(v[n].dtype)
             for n, x in flat.items()
         }
@@ -167,11 +167,11 @@ class LowRank(Structure):
             small = self.core
         for name, columns, part in self._columns():
             share = ((small @ part) * part).sum(0)
-            flat = found[name].view(-1)
+            flat = found[name] = found[name].flatten().contiguous()
             if inverse:
                 share = share / self.base[name].flatten()[columns].double().square()
             flat[columns] += share
-        return found
+        return {n: d.reshape(self.base[n].shape) for n, d in found.items()}
 
     def logdet(self) -> Tensor:
         parts = [d.double().log().sum() for d in self.base.values()]

@@ -137,7 +137,7 @@ def _products(term: Term, stack: Tree) -> Tensor:
         d = torch.stack(term.grads, dim=1)
         return torch.einsum("bkto,rbto->bkr", d, stack[term.name][:, term.ids])
     shares = [
-        columns.flatten(2) @ stack[n].reshape(len(stack[n]), -1).mT
+        columns.reshape(*columns.shape[:2], -1) @ stack[n].reshape(len(stack[n]), -1).mT
         for n, columns in term.jacobian().items()
     ]
     return torch.stack(shares).sum(0)

@@ -220,7 +220,7 @@ class _Space:
     def dot(self, a: Tree, b: Tree) -> Tensor:
         """⟨a, b⟩ in float64, ``[*K]``."""
         parts = [
-            (x.double() * b[n].double()).reshape(*self._lead, -1).sum(-1) for n, x in a.items()
+            (x.double() * b[n].double()).reshape((*self._lead, -1)).sum(-1) for n, x in a.items()
         ]
         return torch.stack(parts).sum(0)
 
@@ -228,6 +228,6 @@ class _Space:
         """a + scale · b."""
         depth = len(self._lead)
         return {
-            n: x + scale.to(x).reshape(*self._lead, *[1] * (x.ndim - depth)) * b[n]
+            n: x + scale.to(x).reshape((*self._lead, *[1] * (x.ndim - depth))) * b[n]
             for n, x in a.items()
         }

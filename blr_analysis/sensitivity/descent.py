@@ -1,7 +1,8 @@
 """From the trained weights to those that other data would have given, in few passes.
 
 Two moves, both preconditioned by the learned posterior's precision M of the changed data, both
-damped by a line search on real forward passes, so that the objective F never rises:
+damped by a line search on real forward passes, so that the objective F never rises (but for
+rounding):
 
     Gauss–Newton    S(θ) p = −∇F(θ),  S = Σ J_iᵀ Λ_i J_i + diag(δ), by conjugate gradients
     secant          p = −H ∇F(θ),     H = the limited-memory BFGS matrix that starts from M⁻¹
@@ -26,6 +27,8 @@ from blr_analysis.sensitivity.curvature import cg
 
 MEMORY = 20  # pairs of moves and changes of the gradient that a secant move knows of
 SUFFICIENT = 1e-4  # of the decrease that the slope promises (Armijo)
+LESS = 0.9  # of the slope along a move, at its end
+NOTHING = 1e-14  # nats
 HALVINGS = 12
 
 
@@ -84,11 +87,17 @@ class Descent:
 
     @property
     def converged(self) -> bool:
-        """Whether the decrease that is left is below what rounding lets one see of F: 100 units
-        in the last place, or 10,000 where no step along the last direction lowered F."""
-        dtype = next(iter(self.point.params.values())).dtype
-        unit = torch.finfo(dtype).eps * max(1.0, abs(self.point.value))
-        return self.decrement <= (1e4 if self.stalled else 1e2) * unit
+        """Whether next to nothing is left to gain: of what there was at the start, no more than
+        one unit in the last place, or, where no step along the last direction lowered F, a
+        decrease that rounding hides in F."""
+        left, first = self.decrement, self.moves[0].decrement
+        if left <= max(self._eps * first, NOTHING):
+            return True
+        return self.stalled and left <= 1e2 * self._eps * max(1.0, abs(self.point.value))
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(next(iter(self.point.params.values())).dtype).eps
 
     def gauss_newton(self, *, tolerance: float, iterations: int) -> None:
         """One damped Gauss–Newton step: S p = −∇F to this tolerance, in at most so many products.
@@ -144,12 +153,20 @@ class Descent:
             except BLRError:  # the model breaks down this far out
                 there, rise = None, float("inf")
             self.passes += 1
-            if there is not None and rise <= SUFFICIENT * size * slope:
+            if there is not None and (
+                rise <= SUFFICIENT * size * slope or self._flatter(there, direction, rise, slope)
+            ):
                 self._accept(there, scaled(direction, size), kind)
                 return
             best = -slope * size**2 / (2 * (rise - slope * size))  # of a parabola
             size = min(0.5 * size, max(0.1 * size, best)) if rise < float("inf") else 0.1 * size
         self.stalled = True
+
+    def _flatter(self, there: Point, direction: Tree, rise: float, slope: float) -> bool:
+        """Whether F is level as far as rounding lets one see, and its slope is less than before
+        (the approximate Wolfe condition of Hager & Zhang, 2005)."""
+        level = 4 * self._eps * max(1.0, abs(self.point.value))
+        return abs(rise) <= level and abs(dot(there.gradient, direction)) <= LESS * abs(slope)
 
     def _accept(self, there: Point, move: Tree, kind: str) -> None:
         change = add(there.gradient, -1.0, self.point.gradient)

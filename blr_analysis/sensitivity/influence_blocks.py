@@ -223,7 +223,9 @@ def d_sum(term: Outer) -> Tensor:
 
 
 def _explicit_share(gradients: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
-    parts = [g.flatten(1) @ held[n].flatten(1).mT for n, g in gradients.items()]
+    parts = [
+        g.reshape(len(g), -1) @ held[n].reshape(len(held[n]), -1).mT for n, g in gradients.items()
+    ]
     return torch.stack(parts).sum(0)
 
 

@@ -10,6 +10,7 @@ left-out losses estimate the loss on new data from the training data alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +176,7 @@ def leave_one_out(
             task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
         )
     else:
-        parts = _ready(task, scores)
+        parts = _ready(task, q, scores)
     found = [
         (f, y, *left_out_by(word, f, likelihood.error(f, y), v, likelihood, bound_of(q)))
         for f, y, v in parts
@@ -190,6 +191,13 @@ def leave_one_out(
         alone = refined(task, q, rows, progress=progress)
         done = rows[alone.found]
         after[done] = alone.outputs[alone.found]
+        if len(done) < refine:
+            warnings.warn(
+                f"{refine - len(done)} of {refine} examples keep their estimate: the model is too "
+                "far from the minimum of its own objective for them to be left out by a descent",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         for row in done.tolist():
             words[row] = "descent"
     return LeaveOneOut(
@@ -217,7 +225,7 @@ def _computed(
         yield chunk.outputs, chunk.targets, v
 
 
-def _ready(task: Task, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The same from scores."""
     instance("scores", scores, Scores, "what blr_analysis.sensitivity(task, posterior) returns")
     if scores.variance is None:
@@ -227,5 +235,12 @@ def _ready(task: Task, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]
         )
     if len(scores) != task.n_data:
         raise InputError(f"scores of {len(scores)} examples for a task of {task.n_data}")
+    first = next(iter(chunks(task, q.mean, indices=torch.tensor([0]), progress=False)))
+    own = q.form.gram(first.jacobian_terms())[0].cpu()
+    if not torch.allclose(own, scores.variance[0].to(own), rtol=1e-2, atol=1e-12):
+        raise InputError(
+            "the scores are those of another posterior (calibration changes it, too); compute "
+            "them with this one, or leave scores= out"
+        )
     parts = (scores.outputs, scores.targets, scores.variance)
     return zip(*(t.split(ROWS) for t in parts), strict=True)

@@ -35,8 +35,9 @@ class WhatIf(Plottable):
             "cg" one for each gradient, two for each product with the Gauss–Newton matrix.
         converged: whether nothing was left to gain (always True for "posterior", which makes its
             one step); where False, ``error`` says how much.
-        error: |change of the nll on ``evaluate``| that one more step would make, in nats; None
-            for "posterior".
+        error: |change of the nll on ``evaluate``| that one more step would make, in nats; several
+            more add up to more: the size of what is missing, no bound on it. None for
+            "posterior".
         moves: the accepted ones, the start first: kind, passes so far, objective on the changed
             data in nats (it never rises), expected decrease by the next.
     """
@@ -106,7 +107,7 @@ class WhatIf(Plottable):
             else f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
         )
         if self.solver == "posterior":
-            how = ""
+            how = "; one step"
         else:
             left = "" if self.converged else f", not converged: one more step {self.error:.1g} nats"
             how = f"; {self.solver}, {self.passes:.0f} passes{left}"

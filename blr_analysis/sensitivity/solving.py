@@ -61,7 +61,12 @@ class Plan:
             return self.solver == "posterior"
         if self.passes is not None and self.passes < LEAST_PASSES:
             return True
-        return change.count <= max(1, FEW * n_data) and self.steps in (None, 1)
+        return not self.asked and change.count <= max(1, FEW * n_data)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a descent of a certain length is asked for."""
+        return self.steps is not None or self.passes is not None
 
 
 def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> Plan:
@@ -111,7 +116,7 @@ def solve(
         shares.append((1, share(change.new, q, None, **settings)))
     labels = [(1, relabelled(task, q, change.labels))] if change.labels else []
     if plan.short(change, task.n_data) or (
-        plan.solver == "auto" and plan.steps is None and _drifts(task, q, [*shares, *labels])
+        plan.solver == "auto" and not plan.asked and _drifts(task, q, [*shares, *labels])
     ):
         return *step(q, [*shares, *labels]), None
     still = [(sign, replace(part, gradient=_nothing(part))) for sign, part in shares]

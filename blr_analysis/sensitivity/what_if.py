@@ -75,7 +75,7 @@ def what_if(
         solver: "posterior" (one step in the posterior's structure, no pass over the data that
             stay), "cg" (a descent on the changed data), or "auto": "posterior" for up to 1 % of
             the data, fewer than 8 passes, or a model that does not minimise its own F (checked
-            by one pass over the data, unless ``steps`` are given), else "cg".
+            by one pass over the data), else "cg"; with ``steps`` or 8 passes and more, "cg".
             ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned
@@ -223,14 +223,11 @@ def _account(descent: Descent | None, where: Task, after: Evaluation) -> dict[st
     """How the answer was found: the entries of :class:`WhatIf` that say so."""
     if descent is None:
         return {"solver": "posterior", "passes": 0.0, "converged": True, "error": None}
-    if descent.converged:
-        error = 0.0
-    else:
-        try:
-            further, _ = evaluated(where, next_parameters(descent), progress=False)
-            error = abs(further.nll - after.nll)
-        except ModelError:  # it breaks down there: the search would have shortened the move
-            error = float("inf")
+    try:
+        further, _ = evaluated(where, next_parameters(descent), progress=False)
+        error = abs(further.nll - after.nll)
+    except ModelError:  # it breaks down there: the search would have shortened the move
+        error = float("inf")
     return {
         "solver": "cg",
         "passes": descent.passes,

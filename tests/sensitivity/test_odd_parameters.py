@@ -1,0 +1,109 @@
+"""Parameters without dimensions, parameters in another order in memory, and single precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import relative
+from oracles_retraining import flat, trained
+from parts import normal
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+
+QUIET = {"progress": False}
+
+
+class Tempered(nn.Module):
+    """A learned temperature, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
+@pytest.fixture
+def tempered() -> blr.Task:
+    return blr.Task(Tempered().double(), (normal(20, 4), torch.arange(20) % 3))
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
+def test_a_parameter_without_dimensions(tempered: blr.Task, structure: str) -> None:
+    q = blr.fit_laplace(tempered, structure=structure, prior_precision=1.0, **QUIET)
+    influence = blr.influence(tempered, q, tempered, **QUIET)
+    scores = blr.sensitivity(tempered, q, **QUIET)
+    assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
+    assert blr.calibrate(tempered, q, 8, **QUIET).record["calibration"]["scale"] > 0
+    result = blr.what_if(tempered, q, remove=[0, 1, 2], solver="cg", steps=1, **QUIET)
+    assert result.moves[-1].objective < result.moves[0].objective
+    assert result.parameters["scale"].shape == ()
+
+
+def test_a_weight_that_lies_in_memory_by_columns() -> None:
+    x, y = normal(20, 5), torch.arange(20) % 3
+    model = nn.Linear(5, 3).double()
+    model.weight = nn.Parameter(model.weight.detach().T.contiguous().T)
+    assert not model.weight.is_contiguous()
+    found = []
+    for m in (model, nn.Linear(5, 3).double()):
+        m.load_state_dict(model.state_dict())
+        task = blr.Task(m, (x, y))
+        q = blr.fit_laplace(task, structure="lowrank", prior_precision=1.0, **QUIET)
+        found.append((q.variance("weight"), q.precision("weight")))
+    for one, two in zip(*found, strict=True):
+        assert relative(one, two) < 1e-9
+
+
+@pytest.mark.parametrize("variance", [1.0, 2500.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torch.dtype) -> None:
+    """Also where the objective is large beside what a removal changes of it."""
+    x, y = normal(120, 4), 50 * normal(120, seed=1) + 150
+    likelihood = blr.Gaussian(variance)
+    model = trained("gaussian", x, y / variance**0.5, 1.0)
+    z = torch.cat([x, torch.ones(120, 1).double()], 1)
+    theta = torch.linalg.solve(z.T @ z / variance + torch.eye(5).double(), z.T @ y / variance)
+    with torch.no_grad():
+        model.weight.copy_(theta[None, :-1])
+        model.bias.copy_(theta[-1:])
+    task = blr.Task(model.to(dtype), (x.to(dtype), y.to(dtype)), likelihood=likelihood)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, **QUIET)
+    result = blr.what_if(task, q, remove=range(40), solver="cg", steps="converge", **QUIET)
+    kept = z[40:]
+    truth = torch.linalg.solve(
+        kept.T @ kept / variance + torch.eye(5).double(), kept.T @ y[40:] / variance
+    )
+    change = relative(flat(result.parameters)[0].double() - theta, truth - theta)
+    assert change < (1e-5 if dtype == torch.float64 else 2e-2)
+    full = blr.fit_laplace(task, structure="full", prior_precision=1.0, **QUIET)
+    exact = blr.leave_one_out(task, full, **QUIET)
+    fine = blr.leave_one_out(task, full, refine=5, **QUIET)
+    torch.testing.assert_close(
+        fine.losses - fine.losses_before,
+        exact.losses - exact.losses_before,
+        rtol=2e-2,
+        atol=1e-4 * float(exact.losses.max()),
+    )
+
+
+def test_scores_of_another_posterior_are_refused(tempered: blr.Task) -> None:
+    one, two = (
+        blr.fit_laplace(tempered, structure=s, prior_precision=1.0, **QUIET)
+        for s in ("diag", "full")
+    )
+    scores = blr.sensitivity(tempered, one, **QUIET)
+    assert blr.leave_one_out(tempered, one, scores=scores, **QUIET).nll > 0
+    with pytest.raises(InputError, match="scores are those of another posterior"):
+        blr.leave_one_out(tempered, two, scores=scores, **QUIET)
+
+
+def test_examples_that_cannot_be_refined_are_said(tempered: blr.Task) -> None:
+    q = blr.fit_laplace(tempered, structure="full", prior_precision=1.0, **QUIET)
+    with pytest.warns(RuntimeWarning, match="3 of 3 examples keep their estimate"):
+        blr.leave_one_out(tempered, q, refine=3, **QUIET)
