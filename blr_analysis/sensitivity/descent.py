@@ -62,7 +62,6 @@ class Descent:
     passes: float = 1.0
     moves: list[Move] = field(default_factory=list)
     stalled: bool = False
-    cg_converged: bool = True
     _pairs: list[tuple[Tree, Tree]] = field(default_factory=list)
 
     @classmethod
@@ -115,12 +114,15 @@ class Descent:
             progress=False,
         )
         self.passes += 1 + 2 * found.iterations
-        self.cg_converged = bool(found.converged)
         self._search(found.x, "gauss_newton")
 
     def secant(self) -> None:
-        """One quasi-Newton step; the first is the posterior's own."""
+        """One quasi-Newton step; the first is the posterior's own, and so is the next where the
+        memory has led nowhere."""
         self._search(self.next_step(), "secant")
+        if self.stalled and self._pairs and not self.converged:
+            self._pairs, self.stalled = [], False
+            self._search(self.next_step(), "secant")
 
     def next_step(self) -> Tree:
         """−H ∇F: what the next secant move would try; no pass over the data."""

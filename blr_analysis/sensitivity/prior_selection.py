@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import one_of, positive_int
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.progress import track
@@ -148,10 +148,14 @@ def select_prior_precision(
     best: tuple[float, float, Posterior] | None = None
     for delta in track(deltas, total=len(deltas), label="prior precision", show=progress):
         start = time.perf_counter()
-        under, q, said = trained(delta)
+        try:
+            under, q, said = trained(delta)
+            measured = _measured(under, q, test, correction, settings)
+        except BLRError as error:
+            raise type(error)(f"with prior_precision {delta:g} of the grid: {error}") from error
         row = {
             "prior_precision": delta,
-            **_measured(under, q, test, correction, settings),
+            **measured,
             "seconds": time.perf_counter() - start,
             **said,
         }
