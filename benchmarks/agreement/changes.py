@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,23 +65,16 @@ def removals(case: Case) -> dict[str, Callable[[], tuple[Tensor, float | None]]]
         for group in truth.indices:
             found = blr.what_if(task, q, remove=group, evaluate=tests, progress=False, **options)
             rises.append(found.nll - found.before.nll)
-            passes.append(getattr(found, "passes", None))
-        known = [float(p) for p in passes if p is not None]
-        return torch.tensor(rises), sum(known) / len(known) if known else None
+            passes.append(found.passes)
+        return torch.tensor(rises), sum(passes) / len(passes)
 
     found: dict[str, Callable[[], tuple[Tensor, float | None]]] = {
         f"{s}, solver posterior": lambda s=s: estimate(s, solver="posterior")
         for s in structures(case)
     }
-    if takes_cg():
-        tenth = max(2, round(truth.passes / 10))
-        for structure in [s for s in ("kron", "lowrank", "diag") if s in structures(case)]:
-            for words, passes in (("a tenth of retraining's passes", tenth), ("60 passes", 60)):
-                name = f"{structure}, solver cg, {words}"
-                found[name] = lambda s=structure, k=passes: estimate(s, solver="cg", passes=k)
+    tenth = max(2, round(truth.passes / 10))
+    for structure in [s for s in ("kron", "lowrank", "diag") if s in structures(case)]:
+        for words, passes in (("a tenth of retraining's passes", tenth), ("60 passes", 60)):
+            name = f"{structure}, solver cg, {words}"
+            found[name] = lambda s=structure, k=passes: estimate(s, solver="cg", passes=k)
     return found
-
-
-def takes_cg() -> bool:
-    """Whether this version of the package has ``what_if(solver="cg", passes=K)``."""
-    return "passes" in inspect.signature(blr.what_if).parameters

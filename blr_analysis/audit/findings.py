@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from blr_analysis.backprop.engine import predict
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
@@ -22,7 +21,7 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
-from blr_analysis.sensitivity.what_if import Evaluation
+from blr_analysis.sensitivity.evaluation import Evaluation, evaluated
 from blr_analysis.task import Task
 
 MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set
@@ -147,16 +146,6 @@ def investigate(
         by=column,
         removals=removals,
     )
-
-
-def evaluated(
-    test: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
-) -> tuple[Evaluation, Tensor]:
-    """Losses and hits at these weights, on any examples, and their targets."""
-    outputs, targets = predict(test, params, progress=progress)
-    likelihood = test.likelihood
-    found = Evaluation(likelihood.nll(outputs, targets), likelihood.correct(outputs, targets))
-    return found, targets
 
 
 def influence_column(table: pd.DataFrame) -> str:

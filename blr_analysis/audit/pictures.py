@@ -20,7 +20,7 @@ from blr_analysis.plots import (
     plot_what_if,
 )
 from blr_analysis.sensitivity import LeaveOneOut
-from blr_analysis.sensitivity.what_if import Evaluation
+from blr_analysis.sensitivity.evaluation import Evaluation
 from blr_analysis.task import Task
 
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture

@@ -16,9 +16,9 @@ from torch import Tensor
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.changed import changed
-from blr_analysis.sensitivity.descent import Descent, descend, dot
+from blr_analysis.sensitivity.descent import Descent, descend
 from blr_analysis.sensitivity.shares import loss_gradient
-from blr_analysis.sensitivity.solving import DRIFT
+from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task
 
 PASSES = 12  # over the data, for each example
@@ -51,16 +51,14 @@ def refined(
     progress: bool | None = None,
 ) -> Refined:
     """Leave each of these examples out by at most so many passes over the others."""
-    whole = changed(task, q.prior_precision, leaving=torch.empty(0, dtype=torch.long))
-    own = whole.at(q.mean).gradient
-    left = dot(own, q.form.solve(own))
+    own = own_slope(task, q)
     outputs, found = [], torch.zeros(len(rows), dtype=torch.bool)
     decrement, spent = torch.ones(len(rows), dtype=torch.float64), 1.0
     for k, row in enumerate(track(rows, total=len(rows), label="descents", show=progress)):
         alone = row.reshape(1)
         pull = loss_gradient(task, q.mean, alone)
         params = q.mean
-        if left <= DRIFT * dot(pull, q.form.solve(pull)):
+        if not drifts(q, own, pull):
             data = changed(task, q.prior_precision, leaving=alone)
             descent = Descent.start(data, dict(q.mean), q.form)
             descend(descent, steps=None, passes=passes, tolerance=1.0)

@@ -133,18 +133,24 @@ def solve(
 
 
 def _drifts(task: Task, q: Posterior, changes: list[tuple[int, Share]]) -> bool:
-    """Whether m is so far from the minimum of its own objective that a descent would show more of
-    the training that goes on than of the change; one pass over the data.
-
-    Compares ½ gᵀ Σ g for g = ∇ℓ̄(m) with the same for the change's gradient at m.
-    """
-    whole = changed(task, q.prior_precision, leaving=torch.empty(0, dtype=torch.long))
-    own = whole.at(q.mean).gradient
+    """Whether a descent would show more of the training that goes on than of the change."""
     pull = {n: torch.zeros_like(m) for n, m in q.mean.items()}
     for sign, part in changes:
         pull = add(pull, sign, part.gradient)
-    left, moved = (dot(g, q.form.solve(g)) for g in (own, pull))
-    return left > DRIFT * moved
+    return drifts(q, own_slope(task, q), pull)
+
+
+def own_slope(task: Task, q: Posterior) -> float:
+    """gᵀ Σ g for the gradient g = ∇ℓ̄(m) of the model's own objective; one pass over the data."""
+    whole = changed(task, q.prior_precision, leaving=torch.empty(0, dtype=torch.long))
+    own = whole.at(q.mean).gradient
+    return dot(own, q.form.solve(own))
+
+
+def drifts(q: Posterior, own: float, pull: Tree) -> bool:
+    """Whether m is too far from the minimum of its own objective for a change that pulls at it
+    with this gradient: its own slope is above a tenth of the change's."""
+    return own > DRIFT * dot(pull, q.form.solve(pull))
 
 
 def _nothing(part: Share) -> Tree:

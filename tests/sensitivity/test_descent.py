@@ -109,8 +109,8 @@ def test_converged_descent_is_retraining(change: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("structure", "options", "share"), [
-    ("kron", {}, 0.02),
-    ("diag", {}, 0.03),
+    ("kron", {"passes": 40}, 0.02),
+    ("diag", {"passes": 40}, 0.03),
     ("kron", {"steps": 3}, 0.03),
 ])  # fmt: skip
 def test_class_removal_at_a_tenth_of_retrainings_cost(structure, options, share) -> None:
@@ -132,7 +132,7 @@ def test_class_removal_at_a_tenth_of_retrainings_cost(structure, options, share)
         taken.append(retrain(again, x[y != c], y[y != c], DELTA))
         true.append(float(nn.functional.cross_entropy(again(test[0]), test[1]).detach()))
     p, t = torch.tensor(predicted), torch.tensor(true)
-    assert sum(cost) < 0.13 * sum(taken)
+    assert sum(cost) < 0.1 * sum(taken)
     assert pearsonr(predicted, true)[0] > 0.95
     assert float(((p - t).abs() / t).mean()) < share
     short = [
