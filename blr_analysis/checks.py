@@ -45,3 +45,13 @@ def path_of(value: Any) -> str | os.PathLike[str]:
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"path must be a file or folder name, got {value!r}")
     return value
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few names, quoted, and how many more there are.
+
+    >>> some(["a", "b", "c"], most=2)
+    "'a', 'b' and 1 more"
+    """
+    shown = ", ".join(repr(name) for name in names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

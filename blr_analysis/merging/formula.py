@@ -1,0 +1,211 @@
+"""The merge of one tensor: gradient matching, and what it becomes where precisions are missing.
+
+With θ_0 the base, H_0 its precision plus δ, and for task t the weights θ_t, the precision H_t of
+its data alone (summed over its examples, no prior in it) and the task weight α_t, entry by entry
+
+    θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
+
+(Daheim et al., ICLR 2024, "Model merging by uncertainty-based gradient matching", Eq. 12). As
+sums of natural parameters: λ = λ_prior + Σ_t α_t (λ_t − λ_prior). Special cases:
+
+* all H_t = 0 and H_0 > 0: θ_0 + Σ_t α_t (θ_t − θ_0), task arithmetic;
+* H_0 = 0: Σ_t α_t H_t θ_t / Σ_t α_t H_t, the Fisher-weighted average, whatever θ_0 is;
+* H_0 = 0 and all H_t equal: the average with weights α_t / Σ_t α_t;
+* quadratic losses with Hessians H_t, α_t = 1, θ_t the minimum of task t's loss plus the base's:
+  the minimum of all tasks' losses together.
+
+An entry with H̄ ≤ 0 (no precision at all, or α_t < 0) has no such step: task arithmetic stands
+there instead, and the entry is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.weights import Scratch
+
+BLOCK = 2**17  # entries at a time: what fits into a core's cache
+Curvature = Tensor | float
+
+
+def combine(
+    base: Tensor | None,
+    models: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    *,
+    precisions: Sequence[Curvature] | None = None,
+    base_precision: Curvature | None = None,
+    delta: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Merge one tensor of several models; see the module for the formula.
+
+    Args:
+        base: θ_0, any shape; None: the reference is the average of the models, Σα θ / Σα.
+        models: θ_t, of the same shape, any floating dtype.
+        weights: α_t; 1 each if None.
+        precisions: H_t ≥ 0, tensors of that shape or one number each; 0 each if None.
+        base_precision: H_0 without δ; 0 if None.
+        delta: δ ≥ 0.
+        dtype: in which all of it is computed, float32 or float64.
+
+    Returns:
+        θ, in ``dtype``.
+
+    Raises:
+        InputError: shapes or numbers of arguments that disagree.
+
+    Example:
+        >>> base, one, two = torch.zeros(2), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 3.0])
+        >>> sure = torch.tensor([1.0, 0.0])
+        >>> combine(base, [one, two], precisions=[3 * sure, sure])   # no precision: 1 + 3
+        tensor([1.5000, 4.0000])
+    """
+    count = len(models)
+    alphas = [1.0] * count if weights is None else [float(w) for w in weights]
+    curved: list[Curvature] = [0.0] * count if precisions is None else list(precisions)
+    if not count or len(alphas) != count or len(curved) != count:
+        raise InputError(
+            f"one weight and one precision per model: got {count} models, {len(alphas)} weights "
+            f"and {len(curved)} precisions"
+        )
+    start: Curvature = 0.0 if base_precision is None else base_precision
+    for other in (base, *models, *curved, start):
+        if isinstance(other, Tensor) and other.shape != models[0].shape:
+            raise InputError(
+                f"tensors of one shape are merged, got {tuple(models[0].shape)} and "
+                f"{tuple(other.shape)}"
+            )
+    out = torch.empty(models[0].shape, dtype=dtype, device=models[0].device)
+    combine_into(
+        out.view(-1), _flat(base), [_flat(m) for m in models], alphas, [_flat(c) for c in curved],
+        start + delta if isinstance(start, float | int) else _flat(start.to(dtype) + delta),
+    )  # fmt: skip
+    return out
+
+
+def combine_into(
+    out: Tensor,
+    base: Tensor | None,
+    models: Sequence[Tensor],
+    weights: Sequence[float],
+    precisions: Sequence[Curvature],
+    base_precision: Curvature,
+    scratch: Scratch | None = None,
+) -> int:
+    """:func:`combine` of flat tensors into ``out``, whose dtype is that of the arithmetic.
+
+    Works through blocks of :data:`BLOCK` entries, so that the result has the same bits however
+    a tensor is cut at multiples of it. ``base_precision`` holds δ already.
+
+    Returns:
+        The number of entries where H̄ ≤ 0 and task arithmetic stands.
+    """
+    scratch = Scratch() if scratch is None else scratch
+    fixed = not any(isinstance(c, Tensor) for c in (base_precision, *precisions))
+    fallback = 0
+    for low in range(0, len(out), BLOCK):
+        piece = slice(low, low + BLOCK)
+        block = _Block(out[piece], scratch)
+        parts = [m[piece] for m in models]
+        if fixed:
+            assert isinstance(base_precision, float | int)
+            numbers = [c for c in precisions if isinstance(c, float | int)]
+            shares, undefined = _shares(weights, numbers, base_precision)
+            block.add_up(None if base is None else base[piece], parts, shares)
+            fallback += len(block.out) if undefined else 0
+        else:
+            curved = [c[piece] if isinstance(c, Tensor) else c for c in precisions]
+            start = base_precision[piece] if isinstance(base_precision, Tensor) else base_precision
+            at = None if base is None else base[piece]
+            fallback += block.match(at, parts, weights, curved, start)
+    return fallback
+
+
+def _shares(
+    weights: Sequence[float], precisions: Sequence[float], base_precision: float
+) -> tuple[list[float], bool]:
+    """α_t (H_0 + H_t) / H̄ where all of them are numbers, or α_t itself where H̄ ≤ 0."""
+    pairs = list(zip(weights, precisions, strict=True))
+    total = base_precision + sum(a * h for a, h in pairs)
+    if not total > 0:
+        return list(weights), True
+    return [a * (base_precision + h) / total for a, h in pairs], False
+
+
+class _Block:
+    """The arithmetic of one block, in buffers that are used again."""
+
+    def __init__(self, out: Tensor, scratch: Scratch) -> None:
+        self.out, self._scratch = out, scratch
+
+    def _buffer(self, key: str) -> Tensor:
+        if self.out.device.type != "cpu":
+            return torch.empty_like(self.out)
+        return self._scratch.array(("merge", key), len(self.out), self.out.dtype)
+
+    def add_up(
+        self, base: Tensor | None, models: Sequence[Tensor], shares: Sequence[float]
+    ) -> None:
+        """θ_0 + Σ_t c_t (θ_t − θ_0), or Σ_t c_t θ_t without a base."""
+        step, gap = self._buffer("step").zero_(), self._buffer("gap")
+        start = None if base is None else self._buffer("start").copy_(base)
+        for model, share in zip(models, shares, strict=True):
+            gap.copy_(model)
+            if start is not None:
+                gap.sub_(start)
+            step.add_(gap, alpha=share)
+        self.out.copy_(step if start is None else step.add_(start))
+
+    def match(
+        self,
+        base: Tensor | None,
+        models: Sequence[Tensor],
+        weights: Sequence[float],
+        precisions: Sequence[Curvature],
+        base_precision: Curvature,
+    ) -> int:
+        """The module's formula; the number of entries with H̄ ≤ 0 comes back."""
+        start = self._buffer("start")
+        if base is None:
+            self.add_up(None, models, [a / sum(weights) for a in weights])
+            start.copy_(self.out)
+        else:
+            start.copy_(base)
+        total, step = self._buffer("total"), self._buffer("step").zero_()
+        if isinstance(base_precision, Tensor):
+            total.copy_(base_precision)
+        else:
+            total.fill_(base_precision)
+        first = self._buffer("first").copy_(total)
+        gap, both = self._buffer("gap"), self._buffer("both")
+        for model, alpha, curved in zip(models, weights, precisions, strict=True):
+            gap.copy_(model).sub_(start)
+            if isinstance(curved, Tensor):
+                both.copy_(curved)
+                total.add_(both, alpha=alpha)
+                both.add_(first)
+            else:
+                total.add_(alpha * curved)
+                torch.add(first, curved, out=both)
+            step.addcmul_(both, gap, value=alpha)
+        undefined = 0
+        if not bool(total.amin() > 0):
+            bad = total <= 0
+            undefined = int(bad.sum())
+            arithmetic = torch.zeros_like(step)
+            for model, alpha in zip(models, weights, strict=True):
+                arithmetic.add_(gap.copy_(model).sub_(start), alpha=alpha)
+            step = torch.where(bad, arithmetic, step.div_(total))
+        else:
+            step.div_(total)
+        torch.add(start, step, out=self.out)
+        return undefined
+
+
+def _flat(value: Tensor | float | None) -> Tensor:
+    return value.reshape(-1) if isinstance(value, Tensor) else value  # type: ignore[return-value]

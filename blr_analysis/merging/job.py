@@ -1,0 +1,65 @@
+"""What to merge with what, after all parsing: what recipes and calls both lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MISSING = ("error", "base", "zero")
+Weight = float | Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One fine-tuned model of a merge.
+
+    Attributes:
+        model: its folder (or ``.safetensors`` file), or the folder of a LoRA adapter.
+        precision: where its precision is stored; None where the method needs none, or where
+            :attr:`Job.missing_precision` says what stands for it.
+        weight: α_t, a number or a function of the tensor's name.
+        n_data: N_t, the number of examples that a per-example precision is multiplied by; only
+            for files that do not know their own.
+    """
+
+    model: Path
+    precision: Path | None = None
+    weight: Weight = 1.0
+    n_data: int | None = None
+
+    def weight_of(self, name: str) -> float:
+        """α_t for one tensor."""
+        return float(self.weight(name) if callable(self.weight) else self.weight)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A merge of folders.
+
+    Attributes:
+        method: a name of :data:`blr_analysis.merging.methods.METHODS`.
+        members: the fine-tuned models, in order.
+        base: θ_0, the model that they started from; None only for ``linear`` and ``fisher``.
+        base_precision: H_0 without δ; None: 0.
+        delta: δ, added to every entry of H_0.
+        missing_precision: what stands for a precision that is not there: ``"error"`` refuses,
+            ``"base"`` takes the base's (δ included), ``"zero"`` takes 0.
+        normalize: divide the weights by their sum; None: as the method does by itself.
+        dtype: in which the formula is computed, float32 or float64.
+        out_dtype: in which the merged tensors are written; None: each as in the base.
+        tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
+    """
+
+    method: str
+    members: tuple[Member, ...]
+    base: Path | None = None
+    base_precision: Path | None = None
+    delta: float = 0.0
+    missing_precision: str = "error"
+    normalize: bool | None = None
+    dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype | None = None
+    tokenizer_source: str | Path = "base"

@@ -1,0 +1,290 @@
+"""Merging fine-tuned models by their uncertainty: state dicts in memory, or folders, streamed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.merging.files import check_free, copy_files, draft_of
+from blr_analysis.merging.job import Job, Member, Weight
+from blr_analysis.merging.methods import method_of
+from blr_analysis.merging.opening import plan as plan_job
+from blr_analysis.merging.opening import reference_folder
+from blr_analysis.merging.plan import MAX_MEMORY, MERGED, SHARD, Part, Plan, make_plan
+from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.stream import stream
+from blr_analysis.merging.writing import Memory, Shards, check_room, write_text
+from blr_analysis.views import Tabular
+from blr_analysis.weights import Loaded, Source
+
+State = Mapping[str, Tensor]
+Documents = Callable[["MergeReport"], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class MergeReport(Tabular):
+    """What a merge of folders did; ``table`` shows every tensor's fate.
+
+    Attributes:
+        folder: the merged model.
+        plan: what was done.
+        fallback: by tensor, the entries without a precision, where task arithmetic stands.
+        files: the fate of every file beside the weights.
+        shards: the files with weights.
+        seconds: that it took.
+    """
+
+    folder: Path
+    plan: Plan
+    fallback: Mapping[str, int]
+    files: Mapping[str, str]
+    shards: tuple[str, ...]
+    seconds: float
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights and precisions that were read."""
+        return self.plan.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors that were written."""
+        return self.plan.bytes_written
+
+    @property
+    def merged(self) -> int:
+        """The number of tensors that were merged."""
+        return sum(item.fate == MERGED for item in self.plan.items)
+
+    @property
+    def copied(self) -> int:
+        """The number of tensors that were copied, all models agreeing in them."""
+        return len(self.plan.items) - self.merged
+
+    @property
+    def fallback_total(self) -> int:
+        """All entries where task arithmetic stands."""
+        return sum(self.fallback.values())
+
+
+@torch.no_grad()
+def execute(
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = SHARD,
+    documents: Documents | None = None,
+    progress: bool | None = None,
+) -> MergeReport:
+    """Carry out a plan of folders: read and write piece by piece, and place the result as a whole.
+
+    Args:
+        plan: of :func:`blr_analysis.merging.opening.plan`.
+        out: a folder that is new or empty.
+        max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
+        documents: texts by file name to be saved beside the weights, made from the report.
+        progress: a progress bar with the throughput.
+
+    Raises:
+        StorageError: ``out`` is not empty, the disk is full, a file changed or cannot be read.
+        ModelError, PosteriorError: NaN, inf, or negative precisions were met on the way. Nothing
+            is left behind.
+    """
+    assert plan.job is not None
+    started = time.perf_counter()
+    positive_int("max_shard_bytes", max_shard_bytes)
+    target = Path(out).expanduser()
+    check_free(target)
+    check_room(target, plan.bytes_written)
+    reference = reference_folder(plan.job)
+    source = plan.job.tokenizer_source
+    tokenizer = reference if source == "base" else Path(source)
+    with draft_of(target) as draft:
+        shards = Shards(draft, plan.items, max_shard_bytes)
+        shards.begin()
+        with _bar(plan.bytes_read, progress) as bar:
+            fallback = stream(plan, shards, bar.update)
+        files = copy_files(reference, tokenizer, draft, plan.job.out_dtype)
+        seconds = time.perf_counter() - started
+        report = MergeReport(target, plan, dict(fallback), files, tuple(shards.names), seconds)
+        if documents is not None:
+            write_text(draft, documents(report))
+    return report
+
+
+@torch.no_grad()
+def merge(
+    base: State | nn.Module | str | os.PathLike[str] | None,
+    models: Sequence[State | nn.Module | str | os.PathLike[str]],
+    *,
+    precisions: Sequence[Any] | None = None,
+    weights: Sequence[Weight] | Weight | None = None,
+    base_precision: Any = None,
+    delta: float = 0.0,
+    method: str = "gradient_matching",
+    n_data: Sequence[int | None] | None = None,
+    missing_precision: str = "error",
+    normalize: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
+    out: str | os.PathLike[str] | None = None,
+    max_memory: int = MAX_MEMORY,
+    max_shard_bytes: int = SHARD,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Merge fine-tuned models with their base, each weight as far as each model is sure of it.
+
+        θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
+
+    entry by entry; where H̄ ≤ 0, task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is
+    ``base_precision`` plus δ.
+
+    Args:
+        base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
+        models: θ_t: of the same kind. A folder may be a LoRA adapter of the base.
+        precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
+            name; a diagonal :class:`~blr_analysis.Posterior`, whose prior is taken off; with
+            folders, precision folders. None, or None for one model: see ``missing_precision``.
+        weights: α_t: numbers, or functions of the tensor's name; one for all, or one per model;
+            1 if None. Negative ones remove a task.
+        base_precision: H_0 without δ, given like one of ``precisions``.
+        delta: δ, added to every entry of H_0.
+        method: "gradient_matching", "fisher", "task_arithmetic" or "linear".
+        n_data: the number of examples of each task, where its precision is an average over them.
+        missing_precision: what stands for a precision that is not there: "error" refuses,
+            "base" takes H_0 + δ, "zero" takes 0.
+        normalize: divide the weights by their sum; None: as the method does ("linear" divides).
+        dtype: of the arithmetic, float32 or float64.
+        out_dtype: of the result; None: each tensor as in the base.
+        out: with folders: the folder to write, new or empty.
+        max_memory: bytes of buffers at most, on top of what Python and torch take.
+        max_shard_bytes, threads, progress: with folders, see
+            :func:`~blr_analysis.merging.merge.execute`.
+
+    Returns:
+        A state dict, with the names, shapes and devices of the base; with folders, a
+        :class:`MergeReport`.
+
+    Raises:
+        InputError, ModelError, PosteriorError, StorageError: see
+            :func:`~blr_analysis.merging.opening.plan`; nothing half-written is left behind.
+
+    Source: Daheim et al., "Model merging by uncertainty-based gradient matching", ICLR 2024.
+
+    Example:
+        >>> base = {"w": torch.zeros(2)}
+        >>> models = [{"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0])}]
+        >>> sure = [{"w": torch.tensor([3.0, 1.0])}, {"w": torch.tensor([1.0, 1.0])}]
+        >>> merge(base, models, precisions=sure)["w"]
+        tensor([1.5000, 2.0000])
+    """
+    if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
+        raise InputError("models must be a list of models, got a single one")
+    models = list(models)
+    every = models if base is None else [*models, base]
+    on_disk = [isinstance(m, str | os.PathLike) for m in every]
+    if any(on_disk) and not all(on_disk):
+        raise InputError("give all models as folders, or all of them as state dicts")
+    count = len(models)
+    alphas = _each("weights", weights, count, 1.0)
+    given = _each("precisions", precisions, count, None)
+    numbers = _each("n_data", n_data, count, None)
+    chosen = method_of(method)
+    settings: dict[str, Any] = dict(
+        delta=delta, missing_precision=missing_precision, normalize=normalize, dtype=dtype,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+    if on_disk and all(on_disk):
+        if out is None:
+            raise InputError("models given as folders are merged into a folder: name it with out=")
+        job = Job(
+            method=method,
+            members=tuple(
+                Member(_folder("models", m), _path("precisions", p), a, n)
+                for m, p, a, n in zip(models, given, alphas, numbers, strict=True)
+            ),
+            base=_path("base", base),
+            base_precision=_path("base_precision", base_precision),
+            **settings,
+        )
+        found = plan_job(job, max_memory=max_memory, threads=threads)
+        return execute(found, out, max_shard_bytes=max_shard_bytes, progress=progress)
+    if out is not None:
+        raise InputError("out= belongs to models given as folders; a merge in memory is returned")
+    parts = [
+        Part(
+            _loaded(f"models[{t}]", m),
+            None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
+            a,
+        )
+        for t, (m, p, a, n) in enumerate(zip(models, given, alphas, numbers, strict=True))
+    ]
+    plan = make_plan(
+        chosen,
+        None if base is None else _loaded("base", base),
+        parts,
+        base_precision=None
+        if base_precision is None
+        else precision_in_memory("base_precision", base_precision, None),
+        max_memory=max_memory,
+        threads=threads,
+        **settings,
+    )
+    reference = plan.reference
+    assert isinstance(reference, Loaded)
+    sink = Memory(plan.items, {n: t.device for n, t in reference.tensors.items()})
+    with _bar(plan.bytes_read, progress) as bar:
+        stream(plan, sink, bar.update)
+    return sink.tensors
+
+
+def _loaded(name: str, given: Any) -> Source:
+    return Loaded(name, given.state_dict() if isinstance(given, nn.Module) else given)
+
+
+def _each(name: str, given: Any, count: int, default: Any) -> list[Any]:
+    """One value per model."""
+    if given is None:
+        return [default] * count
+    if name == "weights" and (callable(given) or isinstance(given, int | float)):
+        return [given] * count
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise InputError(f"{name} must be a list with one entry per model, got {given!r:.60}")
+    if len(given) != count:
+        raise InputError(f"{name} must have one entry per model: got {len(given)} for {count}")
+    return list(given)
+
+
+def _path(name: str, given: Any) -> Path | None:
+    return None if given is None else _folder(name, given)
+
+
+def _folder(name: str, given: Any) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise InputError(
+            f"{name} must be folder names where the models are, got {type(given).__name__}"
+        )
+    return Path(given).expanduser()
+
+
+def _bar(total: int, progress: bool | None) -> tqdm[Any]:
+    return tqdm(
+        total=total,
+        desc="merging",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress is None else not progress,
+        delay=0.0 if progress else 1.0,
+        leave=False,
+    )

@@ -1,0 +1,190 @@
+"""The precision of a model's weights as a merge needs it: what the task's data alone have said.
+
+A stored precision S = H + δ holds a prior δ and a sum H over n_data examples. The merge takes
+H = S − δ; a file without a record (a Fisher averaged over examples, as published scripts write
+it) is multiplied by the n_data that the user names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import positive_int, some
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.records import decode_record
+from blr_analysis.posterior.shards import CONFIG_FILE
+from blr_analysis.posterior.storage import RECORD_KEY
+from blr_analysis.weights import Folder, Loaded, Scratch, Source, Spec
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Named diagonal precisions, read piecewise as H = scale · (S − δ).
+
+    Attributes:
+        source: where the numbers are.
+        stored: parameter name → the source's name for it, tied names included.
+        prior: δ by parameter name, where it is not 0.
+        scale: 1, or n_data for averages over examples.
+        frozen: parameters that were not trained: H = 0 by intention.
+    """
+
+    source: Source
+    stored: Mapping[str, str]
+    prior: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.source.name
+
+    def spec(self, name: str) -> Spec | None:
+        """Shape and storage of one parameter's precision; None where there is none."""
+        found = self.stored.get(name)
+        return None if found is None else self.source.specs[found]
+
+    def read(
+        self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
+    ) -> Tensor:
+        """H of entries ``[start, stop)``; in ``dtype`` if it had to be computed.
+
+        Raises:
+            PosteriorError: S holds negative numbers, NaN or inf.
+        """
+        values = self.source.read(self.stored[name], start, stop, scratch)
+        low, high = torch.aminmax(values) if values.numel() else (values.sum(),) * 2
+        if not (bool(low >= 0) and bool(high < torch.inf)):
+            raise PosteriorError(
+                f"the precision of {name!r} in {self.name!r} holds negative numbers, NaN or inf "
+                f"({float(low):g} to {float(high):g}); a precision is ≥ 0: compute it again"
+            )
+        prior = self.prior.get(name, 0.0)
+        if prior == 0 and self.scale == 1:
+            return values
+        if values.device.type == "cpu":
+            own = scratch.array((self, "H"), values.numel(), dtype).copy_(values)
+        else:
+            own = values.to(dtype, copy=True)
+        if prior:
+            own.sub_(prior)
+            own.masked_fill_(own.abs() <= 4 * torch.finfo(values.dtype).eps * prior, 0.0)
+        return own.mul_(self.scale) if self.scale != 1 else own
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def open_precision(path: Path, n_data: int | None = None) -> Precision:
+    """A precision folder or file on disk.
+
+    Raises:
+        StorageError: nothing there, damaged, or of a structure that is not diagonal.
+        InputError: no record and no ``n_data``, or an ``n_data`` that contradicts the record.
+    """
+    source = Folder.open(path, stem="precision")
+    record = _record(path, source)
+    if record is None:
+        if n_data is None:
+            raise InputError(
+                f"n_data is missing for {str(path)!r}: the file has no record of blr_analysis, so "
+                "its numbers are taken as averages over the examples, and n_data, how many there "
+                "were, says what they weigh. Give n_data beside the precision"
+            )
+        return Precision(source, {n: n for n in source.specs}, scale=positive_int("n_data", n_data))
+    if record.get("structure", "diag") != "diag":
+        raise StorageError(
+            f"{str(path)!r} is of structure {record['structure']!r}: a merge takes diagonal "
+            "precisions, with one number per weight. Save one of structure='diag'."
+        )
+    known = record.get("n_data")
+    if not isinstance(known, int) or known < 1:
+        raise InputError(f"n_data is missing in the record of {str(path)!r}: compute it again")
+    if n_data is not None and n_data != known:
+        raise InputError(
+            f"{str(path)!r} says that it is a sum over n_data={known} examples, not {n_data}: "
+            "leave n_data out"
+        )
+    names = record.get("parameters") or [n for n in source.specs if not n.endswith(".mean")]
+    return Precision(
+        source,
+        _stored(source, names, record.get("tied") or {}),
+        _priors(path, record.get("prior_precision", 0.0), names, source),
+        frozen=frozenset(record.get("frozen") or ()),
+    )
+
+
+def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision:
+    """A diagonal :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given)."""
+    if isinstance(given, Posterior):
+        if given.structure != "diag":
+            raise PosteriorError(
+                f"{label} is of structure {given.structure!r}: a merge takes diagonal precisions; "
+                "fit one with structure='diag', or read one from an optimizer"
+            )
+        tensors = {n: given.precision(n) for n in given.mean}
+        source = Loaded(label, tensors)
+        tied = given.record.get("tied") or {}
+        frozen = frozenset(given.record.get("frozen") or ())
+        prior = given.prior_precision
+        if isinstance(prior, Mapping) and any(
+            isinstance(p, Tensor) and p.ndim > 0 for p in prior.values()
+        ):
+            source = Loaded(label, {n: s - _spread(prior[n], s) for n, s in tensors.items()})
+            prior = 0.0
+        return Precision(
+            source, _stored(source, list(tensors), tied), _by_name(prior, tensors), frozen=frozen
+        )
+    source = Loaded(label, given)
+    scale = 1.0 if n_data is None else float(positive_int("n_data", n_data))
+    return Precision(source, {n: n for n in source.specs}, scale=scale)
+
+
+def _spread(prior: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(prior, dtype=like.dtype, device=like.device)
+
+
+def _record(path: Path, source: Folder) -> dict[str, Any] | None:
+    config = path / CONFIG_FILE
+    if path.is_dir() and config.is_file():
+        return decode_record(config.read_text(encoding="utf-8"), config)
+    if RECORD_KEY in source.metadata:
+        return decode_record(source.metadata[RECORD_KEY], path)
+    return None
+
+
+def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
+    missing = [n for n in names if n not in source.specs]
+    if missing:
+        raise StorageError(f"{source.name!r} lacks the precisions of {some(missing)}.")
+    stored = {n: n for n in names}
+    if isinstance(tied, Mapping):
+        for first, aliases in tied.items():
+            group = [first, *aliases]
+            held = next((n for n in group if n in stored), None)
+            if held is not None:
+                stored |= {n: stored[held] for n in group}
+    return stored
+
+
+def _priors(path: Path, prior: Any, names: Iterable[str], source: Source) -> dict[str, float]:
+    if any(f"{n}.prior_precision" in source.specs for n in names):
+        raise StorageError(
+            f"{str(path)!r} has a prior precision for every single weight, which is not taken off "
+            "here: save the data's part alone, with prior precision 0."
+        )
+    return _by_name(prior, names)
+
+
+def _by_name(prior: Any, names: Iterable[str]) -> dict[str, float]:
+    if isinstance(prior, Mapping):
+        return {n: float(prior[n]) for n in names}
+    return dict.fromkeys(names, float(prior))

@@ -1,0 +1,163 @@
+"""Carrying a plan out: pieces of tensors through threads, from the sources into a sink."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import ModelError
+from blr_analysis.merging.formula import Curvature, combine_into
+from blr_analysis.merging.plan import BASE, COPIED, OWN, Item, Plan
+from blr_analysis.weights import Scratch
+
+
+class Sink(Protocol):
+    """Where merged pieces go; called by several threads, never twice for one entry."""
+
+    def put(self, item: Item, start: int, values: Tensor) -> None:
+        """Take entries ``[start, start + len(values))`` of a tensor, in its dtype."""
+
+
+Piece = tuple[Item, int, int]
+
+
+def stream(plan: Plan, sink: Sink, tell: Callable[[int], object]) -> Counter[str]:
+    """Merge every tensor of the plan; the result does not depend on threads or piece lengths.
+
+    Args:
+        plan: what to do.
+        sink: where the result goes.
+        tell: called with the bytes read, after every piece.
+
+    Returns:
+        By tensor name, the entries where H̄ ≤ 0 and task arithmetic stands.
+
+    Raises:
+        ModelError: NaN or inf in a model or in the result.
+        PosteriorError: NaN, inf or negative numbers in a precision.
+        StorageError: a file that cannot be read or written.
+    """
+    pieces, lock = _pieces(plan), threading.Lock()
+    fallback: Counter[str] = Counter()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        scratch = Scratch()
+        try:
+            while not failed:
+                with lock:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                item, start, stop = piece
+                undefined = _merge(plan, item, start, stop, sink, scratch)
+                with lock:
+                    if undefined:
+                        fallback[item.name] += undefined
+                    tell(plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # pieces run side by side already
+    helpers = [threading.Thread(target=work, daemon=True) for _ in range(plan.workers - 1)]
+    try:
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+    except BaseException as error:  # such as Ctrl-C while the others finish
+        failed.append(error)
+    finally:
+        for helper in helpers:
+            if helper.ident is not None:
+                helper.join()
+        torch.set_num_threads(threads)
+    if failed:
+        raise failed[0]
+    return fallback
+
+
+def _pieces(plan: Plan) -> Iterator[Piece]:
+    for item in plan.items:
+        for start in range(0, item.spec.numel, plan.chunk):
+            yield item, start, min(start + plan.chunk, item.spec.numel)
+
+
+def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch) -> int:
+    if item.fate == COPIED:
+        sink.put(item, start, plan.reference.read(item.name, start, stop, scratch))
+        return 0
+    base = None if plan.base is None else plan.base.read(item.name, start, stop, scratch)
+    models = [
+        part.source.read(name, start, stop, scratch)
+        for part, name in zip(plan.parts, item.reads, strict=True)
+    ]
+    device = (models[0] if base is None else base).device
+    models = [m.to(device) for m in models]
+    first = _first(plan, item, start, stop, scratch, device)
+    curved: list[Curvature] = []
+    for part, kind in zip(plan.parts, item.curved, strict=True):
+        if kind == OWN:
+            assert part.precision is not None
+            found = part.precision.read(item.name, start, stop, scratch, plan.dtype)
+            curved.append(found.to(device))
+        else:
+            curved.append(first if kind == BASE else 0.0)
+    if device.type == "cpu":
+        result = scratch.array("result", stop - start, plan.dtype)
+    else:
+        result = torch.empty(stop - start, dtype=plan.dtype, device=device)
+    undefined = combine_into(result, base, models, item.weights, curved, first, scratch)
+    _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
+    sink.put(item, start, _rounded(result, item.spec.dtype, scratch))
+    return undefined if plan.method.uses_precisions else 0
+
+
+def _first(
+    plan: Plan, item: Item, start: int, stop: int, scratch: Scratch, device: torch.device
+) -> Curvature:
+    """H_0 + δ."""
+    own = plan.base_precision
+    if own is None or own.spec(item.name) is None:
+        return plan.delta
+    values = own.read(item.name, start, stop, scratch, plan.dtype).to(device)
+    if not plan.delta:
+        return values
+    if device.type != "cpu":
+        return values.to(plan.dtype) + plan.delta
+    return scratch.array("first", len(values), plan.dtype).copy_(values).add_(plan.delta)
+
+
+def _rounded(result: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    if result.dtype == dtype:
+        return result
+    if result.device.type != "cpu":
+        return result.to(dtype)
+    return scratch.array("rounded", len(result), dtype).copy_(result)
+
+
+def _check_finite(plan: Plan, item: Item, result: Tensor, inputs: list[Tensor]) -> None:
+    limit = torch.finfo(item.spec.dtype).max
+    low, high = torch.aminmax(result)
+    if bool(low >= -limit) and bool(high <= limit):
+        return
+    names = [] if plan.base is None else [plan.base.name]
+    names += [part.source.name for part in plan.parts]
+    for name, values in zip(names, inputs, strict=True):
+        if not bool(values.isfinite().all()):
+            raise ModelError(
+                f"{item.name!r} of {name!r} holds NaN or inf: did its training diverge, or was the "
+                "file damaged?"
+            )
+    raise ModelError(
+        f"the merge of {item.name!r} does not fit into {item.spec.dtype}: negative weights against "
+        "nearly equal precisions, or numbers too large for it. Give a delta, other weights, "
+        "dtype: float64, or a wider out_dtype"
+    )

@@ -1,0 +1,164 @@
+"""A folder of safetensors shards, or one file, as a source of tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+
+from torch import Tensor
+
+from blr_analysis.checks import some
+from blr_analysis.errors import StorageError
+from blr_analysis.weights.headers import AGAIN, Header, parse_json, read_header
+from blr_analysis.weights.source import Scratch, Source, Spec
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class Folder(Source):
+    """The tensors of a Hugging Face folder, or of one ``.safetensors`` file.
+
+    Opening reads headers and the index only, and checks them against each other: every tensor
+    stands once, in the shard that the index names, and every shard is as long as its header says.
+    Reading is by position into the caller's buffers; nothing is mapped, nothing stays open, and
+    a file that changes after it was opened is refused.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"w": torch.arange(6.0).view(2, 3)}, f"{folder}/model.safetensors")
+        ...     source = Folder.open(folder)
+        ...     source.specs["w"].shape, source.read("w", 2, 5, Scratch())
+        ((2, 3), tensor([2., 3., 4.]))
+    """
+
+    def __init__(self, name: str, headers: Mapping[Path, Header]) -> None:
+        self.name = name
+        self._headers = dict(headers)
+        self._places = {n: (p, t) for p, h in headers.items() for n, t in h.tensors.items()}
+        self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
+        self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, stem: str = "model") -> Folder:
+        """Open ``path``: a ``.safetensors`` file, or a folder with ``<stem>.safetensors`` or
+        ``<stem>.safetensors.index.json`` and its shards.
+
+        Raises:
+            StorageError: nothing there, only pickles, or files that do not agree.
+        """
+        place = Path(path).expanduser()
+        if place.is_file():
+            return cls(str(path), {place: read_header(place)})
+        if not place.is_dir():
+            raise StorageError(
+                f"there is no folder or .safetensors file {str(path)!r}: expected a model on this "
+                "machine, such as `huggingface-cli download` leaves."
+            )
+        single, index = place / f"{stem}.safetensors", place / f"{stem}.safetensors.index.json"
+        if single.is_file() and index.is_file():
+            raise StorageError(
+                f"{str(path)!r} holds both {single.name} and {index.name}: two generations of the "
+                "weights? Remove the one that does not count, or name the file itself."
+            )
+        if single.is_file():
+            return cls(str(path), {single: read_header(single)})
+        if index.is_file():
+            return cls(str(path), _sharded(place, index))
+        raise StorageError(_nothing(place, stem))
+
+    @property
+    def files(self) -> list[Path]:
+        """The files with tensors."""
+        return list(self._headers)
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        spec = self.piece(name, start, stop)
+        path, stored = self._places[name]
+        size = spec.dtype.itemsize
+        raw = scratch.take(self, (stop - start) * size)
+        self._fill(path, stored.offset + start * size, raw, name)
+        return raw.view(spec.dtype)
+
+    def _fill(self, path: Path, offset: int, raw: Tensor, name: str) -> None:
+        view = raw.numpy().data
+        try:
+            with open(path, "rb", buffering=0) as file:
+                state, header = os.fstat(file.fileno()), self._headers[path]
+                if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
+                    raise StorageError(f"{str(path)!r} was changed while it was being read.")
+                file.seek(offset)
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise StorageError(f"{str(path)!r} ends inside of {name!r}. {AGAIN}")
+                    view = view[count:]
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+
+
+def _sharded(folder: Path, index: Path) -> dict[Path, Header]:
+    try:
+        weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read {str(index)!r}: {error.strerror or error}.") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StorageError(
+            f"{str(index)!r} is no index of weights: it has no 'weight_map'. {AGAIN}"
+        )
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise StorageError(
+                f"{str(index)!r} places {name!r} in {file!r}: expected the name of a .safetensors "
+                "file in the same folder, and nothing else is ever opened."
+            )
+    files = dict.fromkeys(weight_map.values())
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise StorageError(
+            f"{str(index)!r} names {some(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not there: copy or download the whole folder."
+        )
+    headers = {folder / file: read_header(folder / file) for file in files}
+    for path, header in headers.items():
+        named = {n for n, file in weight_map.items() if file == path.name}
+        held = set(header.tensors)
+        if named != held:
+            raise StorageError(
+                f"{str(path)!r} and the index {index.name!r} disagree: only the index places "
+                f"{some(sorted(named - held))} there; only the file holds "
+                f"{some(sorted(held - named))}. {AGAIN}"
+            )
+    return headers
+
+
+def _is_plain(file: str) -> bool:
+    """A file name without a folder, under any system's rules, that is a safetensors file's."""
+    plain = PurePath(file).name == file and not set(file) & set("/\\\0:")
+    return plain and file.endswith(".safetensors") and not file.startswith(".")
+
+
+def _nothing(folder: Path, stem: str) -> str:
+    what = f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json"
+    if any(folder.glob(".metadata")) and any(folder.glob("*.distcp")):
+        return (
+            f"{what}, but a torch.distributed.checkpoint: its .metadata is a pickle, which can run "
+            "code, and is not read. Where you trust it, export it once with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, load the result with "
+            "weights_only=True, and save it with safetensors."
+        )
+    pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+    if pickled:
+        return (
+            f"{what}, but {some(pickled)}: a pickle can run code when it is read, and none is read "
+            "here. Load the model once where you trust it, and save it again: "
+            "model.save_pretrained(folder), which writes safetensors."
+        )
+    held = sorted(p.name for p in folder.iterdir())
+    return f"{what}: it holds {some(held)}."

@@ -1,0 +1,105 @@
+"""What a bag of named tensors answers: which there are, and the numbers of a piece of one."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The shape and dtype of a stored tensor.
+
+    >>> Spec((2, 3), torch.bfloat16).nbytes
+    12
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes on disk."""
+        return self.numel * self.dtype.itemsize
+
+
+class Scratch:
+    """Buffers that one worker uses again and again: one per key, grown to what was asked for.
+
+    >>> scratch = Scratch()
+    >>> first = scratch.take("a", 16)
+    >>> scratch.take("a", 8).data_ptr() == first.data_ptr()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, Tensor] = {}
+
+    def take(self, key: Hashable, nbytes: int) -> Tensor:
+        """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
+        held = self._held.get(key)
+        if held is None or held.numel() < nbytes:
+            self._held.pop(key, None)
+            held = self._held[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return held[:nbytes]
+
+    def array(self, key: Hashable, numel: int, dtype: torch.dtype) -> Tensor:
+        """The same as ``numel`` elements of a dtype."""
+        return self.take(key, numel * dtype.itemsize).view(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes held now."""
+        return sum(t.numel() for t in self._held.values())
+
+
+class Source(ABC):
+    """Named tensors that can be read piecewise, by several threads at once.
+
+    Attributes:
+        name: for messages: the folder or file.
+        specs: shape and dtype by tensor name, in the order in which reading is cheapest.
+    """
+
+    name: str
+    specs: Mapping[str, Spec]
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        """Elements ``[start, stop)`` of a tensor, flattened row by row, in its stored dtype.
+
+        The result lies in ``scratch`` and is valid until this source reads into it again.
+
+        Raises:
+            InputError: no such tensor, or a range outside it.
+            StorageError: the file cannot be read, or has changed.
+        """
+
+    def piece(self, name: str, start: int, stop: int) -> Spec:
+        """The spec of a tensor, the range checked."""
+        spec = self.specs.get(name)
+        if spec is None:
+            raise InputError(f"{self.name!r} holds no tensor {name!r}")
+        if not 0 <= start <= stop <= spec.numel:
+            raise InputError(
+                f"{name!r} of {self.name!r} has {spec.numel} elements, asked for {start} to {stop}"
+            )
+        return spec
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in memory of its own."""
+        spec = self.piece(name, 0, 0)
+        flat = self.read(name, 0, spec.numel, Scratch())
+        return flat.clone().view(spec.shape)
