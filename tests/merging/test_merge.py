@@ -1,0 +1,247 @@
+"""Merging state dicts and folders: the same numbers either way, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from merging.models_on_disk import (
+    SHAPES,
+    curved,
+    family_in_memory,
+    near,
+    state,
+    write_family,
+    write_model,
+)
+from safetensors.torch import load_file
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis.merging.formula import combine
+from blr_analysis.weights import Folder
+
+METHODS = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    source = Folder.open(folder)
+    return {n: source.tensor(n) for n in source.specs}
+
+
+def arguments(family: dict[str, Any], method: str) -> dict[str, Any]:
+    more = {"delta": 0.01} if method == "gradient_matching" else {}
+    return {**family, "method": method, **more}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders_give_what_state_dicts_give(
+    tmp_path: Path, method: str, dtype: torch.dtype
+) -> None:
+    memory = blr.merge(**arguments(family_in_memory(dtype), method), weights=[0.5, 1.5])
+    report = blr.merge(
+        **arguments(write_family(tmp_path, dtype), method), weights=[0.5, 1.5], out=tmp_path / "out"
+    )
+    on_disk = load(report.folder)
+    assert set(on_disk) == set(SHAPES)
+    assert all(torch.equal(memory[n], on_disk[n]) for n in SHAPES)
+    assert all(t.dtype == dtype for t in on_disk.values())
+
+
+def test_in_memory_it_is_the_formula() -> None:
+    family = family_in_memory()
+    merged = blr.merge(**family, weights=[0.5, 1.5], delta=0.25)
+    for name, tensor in merged.items():
+        expected = combine(
+            family["base"][name],
+            [m[name] for m in family["models"]],
+            [0.5, 1.5],
+            precisions=[h[name] for h in family["precisions"]],
+            base_precision=family["base_precision"][name],
+            delta=0.25,
+        )
+        assert torch.equal(tensor, expected)
+
+
+def test_linear_and_task_arithmetic() -> None:
+    family = family_in_memory()
+    base, (one, two) = family["base"], family["models"]
+    linear = blr.merge(None, [one, two], weights=[1.0, 3.0], method="linear")
+    plain = blr.merge(None, [one, two], weights=[1.0, 3.0], method="linear", normalize=False)
+    added = blr.merge(base, [one, two], weights=[0.5, -1.0], method="task_arithmetic")
+    for n in SHAPES:
+        torch.testing.assert_close(linear[n], (one[n] + 3 * two[n]) / 4)
+        torch.testing.assert_close(plain[n], one[n] + 3 * two[n])
+        expected = base[n] + 0.5 * (one[n] - base[n]) - (two[n] - base[n])
+        torch.testing.assert_close(added[n], expected)
+
+
+def test_one_weight_for_all_and_weights_by_name() -> None:
+    family = family_in_memory()
+    by_name: Callable[[str], float] = lambda n: 0.25 if "layers.0" in n else 1.0  # noqa: E731
+    merged = blr.merge(**family, weights=by_name)
+    low, high = blr.merge(**family, weights=0.25), blr.merge(**family, weights=[1, 1])
+    for n in SHAPES:
+        assert torch.equal(merged[n], (low if "layers.0" in n else high)[n])
+
+
+def test_models_and_posteriors_stand_for_state_dicts_and_precisions() -> None:
+    torch.manual_seed(0)
+    base, one = nn.Linear(3, 2), nn.Linear(3, 2)
+    h = {n: torch.rand_like(p) for n, p in one.named_parameters()}
+    posterior = blr.Posterior(
+        dict(one.state_dict()), {n: v + 0.5 for n, v in h.items()}, prior_precision=0.5, n_data=7
+    )
+    merged = blr.merge(base, [one], precisions=[posterior], delta=0.1)
+    expected = blr.merge(base.state_dict(), [one.state_dict()], precisions=[h], delta=0.1)
+    for n in h:
+        torch.testing.assert_close(merged[n], expected[n])
+    one.load_state_dict(merged)
+    one(torch.ones(1, 3)).sum().backward()
+    assert one.weight.grad is not None
+
+
+def test_the_prior_of_a_stored_precision_is_taken_off(tmp_path: Path) -> None:
+    plain = write_family(tmp_path / "plain")
+    family = write_family(tmp_path / "with")
+    for t, folder in enumerate(family["models"], 1):
+        with_prior = {n: h + 3.0 for n, h in curved(t).items()}
+        write_model(folder, load(folder), precision=with_prior, prior_precision=3.0, shards=1)
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    one = blr.merge(**plain, out=tmp_path / "a")
+    two = blr.merge(**family, out=tmp_path / "b")
+    for n, tensor in load(one.folder).items():
+        torch.testing.assert_close(load(two.folder)[n], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> None:
+    family = write_family(tmp_path)
+    for folder in family["precisions"]:
+        (folder / "precision_config.json").unlink()
+    with pytest.raises(blr.BLRError, match="n_data is missing"):
+        blr.merge(**family, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    report = blr.merge(**family, n_data=[10, 20], out=tmp_path / "out")
+    memory = family_in_memory()
+    memory["precisions"] = [
+        {n: k * h for n, h in p.items()}
+        for k, p in zip((10, 20), memory["precisions"], strict=True)
+    ]
+    expected = blr.merge(**memory)
+    found = load(report.folder)
+    assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-6) for n in SHAPES)
+    with pytest.raises(blr.BLRError, match="leave n_data out"):
+        blr.merge(**write_family(tmp_path / "x"), n_data=[10, None], out=tmp_path / "y")
+
+
+@pytest.mark.parametrize(("choice", "stands"), [("base", "base_precision"), ("zero", None)])
+def test_missing_precisions(choice: str, stands: str | None) -> None:
+    family = family_in_memory()
+    name = "layers.0.mlp.weight"
+    full = {**family, "precisions": [dict(p) for p in family["precisions"]]}
+    instead = family["base_precision"][name] + 0.5 if stands else torch.zeros(6, 6)
+    full["precisions"][1][name] = instead
+    del family["precisions"][1][name]
+    with pytest.raises(blr.BLRError, match=r"no precision for 'layers\.0\.mlp\.weight'"):
+        blr.merge(**family, delta=0.5)
+    merged = blr.merge(**family, delta=0.5, missing_precision=choice)
+    expected = blr.merge(**full, delta=0.5)
+    assert all(torch.equal(merged[n], expected[n]) for n in SHAPES)
+
+
+def test_a_frozen_tensor_needs_no_precision(tmp_path: Path) -> None:
+    base = state(0)
+    tuned = {**near(base, 1), "embed.weight": base["embed.weight"]}
+    known = {n: h for n, h in curved(1).items() if n != "embed.weight"}
+    folder = write_model(tmp_path / "ft", tuned, precision=known, frozen=["embed.weight"])
+    root = write_model(tmp_path / "base", base)
+    report = blr.merge(
+        root, [folder], precisions=[folder / "precision"], delta=1.0, out=tmp_path / "out"
+    )
+    assert torch.equal(load(report.folder)["embed.weight"], base["embed.weight"])
+
+
+def test_entries_without_any_precision_are_counted(tmp_path: Path) -> None:
+    base = state(0)
+    nobody = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    nobody["layers.1.norm.weight"][:4] = 1.0
+    folder = write_model(tmp_path / "ft", near(base, 1), precision=nobody)
+    root = write_model(tmp_path / "base", base)
+    report = blr.merge(root, [folder], precisions=[folder / "precision"], out=tmp_path / "out")
+    assert report.fallback["layers.1.norm.weight"] == 2
+    assert report.fallback_total == sum(t.numel() for t in base.values()) - 4
+    arithmetic = blr.merge(base, [near(base, 1)], method="task_arithmetic")
+    merged = load(report.folder)
+    assert torch.equal(merged["embed.weight"], arithmetic["embed.weight"])
+
+
+def test_integers_that_agree_are_copied_and_others_refused() -> None:
+    family = family_in_memory()
+    for sd in (family["base"], *family["models"]):
+        sd["position_ids"] = torch.arange(5)
+    merged = blr.merge(**family)
+    assert torch.equal(merged["position_ids"], torch.arange(5))
+    family["models"][1]["position_ids"] = torch.arange(5) + 1
+    with pytest.raises(blr.BLRError, match=r"position_ids.*models\[1\]"):
+        blr.merge(**family)
+
+
+def test_a_tied_copy_is_recognised_and_nothing_else_is_dropped(tmp_path: Path) -> None:
+    """One model saved its tied head, the other did not: the bytes say that it is the same."""
+    base = state(0)
+    tied = {**near(base, 1)}
+    tied["lm_head.weight"] = tied["embed.weight"].clone()
+    expected = blr.merge(base, [near(base, 1)], method="task_arithmetic")
+    merged = blr.merge(base, [tied], method="task_arithmetic")
+    assert set(merged) == set(base)
+    assert all(torch.equal(merged[n], expected[n]) for n in base)
+    with_head = {**base, "lm_head.weight": base["embed.weight"].clone()}
+    merged = blr.merge(with_head, [near(base, 1)], method="task_arithmetic")
+    assert torch.equal(merged["lm_head.weight"], expected["embed.weight"])
+    tied["lm_head.weight"] = tied["lm_head.weight"] + 1
+    with pytest.raises(blr.BLRError, match=r"only there: 'lm_head\.weight'"):
+        blr.merge(base, [tied], method="task_arithmetic")
+
+
+def test_shards_of_a_chosen_size_with_an_index_of_their_own(tmp_path: Path) -> None:
+    family = write_family(tmp_path)
+    whole = blr.merge(**family, out=tmp_path / "whole")
+    parts = blr.merge(**family, out=tmp_path / "parts", max_shard_bytes=200)
+    assert whole.shards == ("model.safetensors",)
+    assert len(parts.shards) > 2
+    index = json.loads((parts.folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(SHAPES)
+    assert index["metadata"]["total_size"] == parts.bytes_written
+    for file in parts.shards:
+        size = sum(t.nbytes for t in load_file(parts.folder / file).values())
+        assert size <= 200 or len(load_file(parts.folder / file)) == 1
+    assert all(torch.equal(load(whole.folder)[n], load(parts.folder)[n]) for n in SHAPES)
+
+
+def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    family = write_family(tmp_path)
+    base = family["base"]
+    (base / "optimizer.pt").write_bytes(b"")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    report = blr.merge(**family, out=tmp_path / "out", out_dtype=torch.bfloat16)
+    held = {p.name for p in report.folder.iterdir()}
+    assert held == {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
+    assert json.loads((report.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((base / "config.json").read_text())["dtype"] == "float32"
+    assert report.files["optimizer.pt"] == "left where it is"
+    assert "model-00001-of-00003.safetensors" in report.files
+    assert all(t.dtype == torch.bfloat16 for t in load(report.folder).values())
+
+
+def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
+    report = blr.merge(**write_family(tmp_path), out=tmp_path / "out")
+    table = report.table
+    assert list(table["tensor"]) == list(Folder.open(tmp_path / "base").specs)
+    assert set(table["fate"]) == {"merged"}
+    assert list(report.plan.table["bytes"]) == list(table["bytes"])
+    assert table["bytes"].sum() == report.bytes_written
