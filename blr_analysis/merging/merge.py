@@ -15,12 +15,13 @@ from tqdm import tqdm
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
+from blr_analysis.merging.fates import MERGED, Part
 from blr_analysis.merging.files import check_free, copy_files, draft_of
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.opening import plan as plan_job
 from blr_analysis.merging.opening import reference_folder
-from blr_analysis.merging.plan import MAX_MEMORY, MERGED, SHARD, Part, Plan, make_plan
+from blr_analysis.merging.plan import MAX_MEMORY, SHARD, Plan, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.stream import stream
 from blr_analysis.merging.writing import Memory, Shards, check_room, write_text

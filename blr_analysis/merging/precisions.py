@@ -188,3 +188,26 @@ def _by_name(prior: Any, names: Iterable[str]) -> dict[str, float]:
     if isinstance(prior, Mapping):
         return {n: float(prior[n]) for n in names}
     return dict.fromkeys(names, float(prior))
+
+
+def check_fits(precision: Precision, reference: Source) -> None:
+    """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
+    ours = {precision.stored[n] for n in precision.stored if n in reference.specs}
+    foreign = [n for n in precision.stored.values() if n not in ours]
+    if foreign:
+        raise PosteriorError(
+            f"the precision {precision.name!r} belongs to another model than {reference.name!r}, "
+            f"which has no {some(sorted(set(foreign)))}"
+        )
+    for name, spec in reference.specs.items():
+        own = precision.spec(name)
+        if own is not None and own.shape != spec.shape:
+            raise PosteriorError(
+                f"the precision of {name!r} in {precision.name!r} is {list(own.shape)}, the "
+                f"weight {list(spec.shape)}"
+            )
+        if own is not None and not own.dtype.is_floating_point:
+            raise PosteriorError(
+                f"the precision of {name!r} in {precision.name!r} is of {own.dtype}: expected "
+                "floating-point numbers"
+            )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import ModelError
+from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import Curvature, combine_into
-from blr_analysis.merging.plan import BASE, COPIED, OWN, Item, Plan
+from blr_analysis.merging.plan import Plan
 from blr_analysis.weights import Scratch
 
 

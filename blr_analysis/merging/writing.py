@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import StorageError
-from blr_analysis.merging.plan import Item
+from blr_analysis.merging.fates import Item
 from blr_analysis.weights.headers import CODES
 
 INDEX = "model.safetensors.index.json"

@@ -1,0 +1,167 @@
+"""What becomes of one tensor in a merge: merged, copied, or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.merging.job import Weight
+from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
+from blr_analysis.merging.methods import Method
+from blr_analysis.merging.precisions import Precision
+from blr_analysis.weights import Source, Spec
+
+MERGED, COPIED = "merged", "copied"
+# What stands for the precision of one task in one tensor.
+ZERO, OWN, BASE = "zero", "own", "base"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One fine-tuned model, opened.
+
+    Attributes:
+        source: θ_t.
+        precision: H_t, or None.
+        weight: α_t, a number or a function of the tensor's name.
+    """
+
+    source: Source
+    precision: Precision | None
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the result.
+
+    Attributes:
+        name, fate: "merged" or "copied".
+        spec: shape and the dtype that is written.
+        reads: its name in each model, in order.
+        weights: α_t, normalised where the method says so.
+        curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
+        note: what a reader of the report should know.
+    """
+
+    name: str
+    fate: str
+    spec: Spec
+    reads: tuple[str, ...]
+    weights: tuple[float, ...]
+    curved: tuple[str, ...]
+    note: str = ""
+
+
+def fates(
+    reference: Source,
+    parts: Sequence[Part],
+    reads: Sequence[Reads],
+    method: Method,
+    *,
+    divide: bool,
+    missing_precision: str,
+    out_dtype: torch.dtype | None,
+) -> tuple[Item, ...]:
+    """Every tensor of ``reference`` as an item of the plan.
+
+    Raises:
+        InputError: weights that are not finite, or sum to 0 where their sum divides.
+        ModelError: integers in which the models differ.
+        PosteriorError: precisions are missing and ``missing_precision`` is "error".
+    """
+    items = tuple(
+        _item(name, reference, parts, [r[name] for r in reads], method, divide, out_dtype)
+        for name in reference.specs
+    )
+    if method.uses_precisions and missing_precision == "error":
+        _refuse_missing(items, parts)
+    stand_in = BASE if missing_precision == "base" and method.uses_base_precision else ZERO
+    return tuple(_with_stand_in(item, stand_in) for item in items)
+
+
+def _item(
+    name: str,
+    reference: Source,
+    parts: Sequence[Part],
+    reads: Sequence[str],
+    method: Method,
+    divide: bool,
+    out_dtype: torch.dtype | None,
+) -> Item:
+    spec = reference.specs[name]
+    alphas = [_alpha(part, name) for part in parts]
+    notes = [
+        f"in {part.source.name}: {read}"
+        for part, read in zip(parts, reads, strict=True)
+        if read != name
+    ]
+    if spec.dtype not in MERGEABLE or spec.numel == 0:
+        for part, read in zip(parts, reads, strict=True):
+            if not same_bytes(reference, name, part.source, read):
+                raise ModelError(
+                    f"{name!r} is of {spec.dtype}, which is copied and not merged, but "
+                    f"{part.source.name!r} holds other values than {reference.name!r}: merge "
+                    "models that agree in it (quantised weights are merged before quantisation)"
+                )
+        notes.append("the same in all models")
+        return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
+    if divide or (method.uses_precisions and not method.uses_base_precision):
+        total = sum(alphas)
+        if not abs(total) > 1e-12:
+            raise InputError(
+                f"the weights of {name!r} sum to {total:g}, and {method.name!r} divides by their "
+                "sum: give weights that sum to something else, or normalize: false"
+            )
+        alphas = [a / total for a in alphas] if divide else alphas
+    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
+    out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
+    return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
+
+
+def _alpha(part: Part, name: str) -> float:
+    alpha = float(part.weight(name) if callable(part.weight) else part.weight)
+    if not math.isfinite(alpha):
+        raise InputError(
+            f"the weight of {part.source.name!r} for {name!r} is {alpha}: expected a finite number"
+        )
+    return alpha
+
+
+def _curved(part: Part, name: str) -> str:
+    if part.precision is None:
+        return ""
+    if part.precision.spec(name) is not None:
+        return OWN
+    return ZERO if name in part.precision.frozen else ""
+
+
+def _refuse_missing(items: Sequence[Item], parts: Sequence[Part]) -> None:
+    for k, part in enumerate(parts):
+        lacking = [i.name for i in items if i.fate == MERGED and i.curved[k] == ""]
+        if not lacking:
+            continue
+        if part.precision is None:
+            raise PosteriorError(
+                f"the precision of {part.source.name!r} is missing: name it, compute it with "
+                "`blr-analysis fisher`, or say what stands for it with missing_precision: base "
+                "(the base's) or zero (as uncertain as can be)"
+            )
+        raise PosteriorError(
+            f"{part.precision.name!r} has no precision for {some(lacking)} of "
+            f"{part.source.name!r}: compute it for the whole model, or say what stands for it with "
+            "missing_precision: base (the base's) or zero (as uncertain as can be)"
+        )
+
+
+def _with_stand_in(item: Item, stand_in: str) -> Item:
+    if "" not in item.curved:
+        return item
+    curved = tuple(c or stand_in for c in item.curved)
+    note = "; ".join(filter(None, (item.note, f"precision missing: {stand_in}")))
+    return replace(item, curved=curved, note=note)
