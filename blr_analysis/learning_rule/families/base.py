@@ -1,0 +1,130 @@
+"""What an exponential family answers, and what follows for all of them from that.
+
+    q(θ) = h(θ) exp( ⟨λ, T(θ)⟩ − A(λ) ),      μ = E_q[T(θ)] = ∇A(λ)
+
+λ are the natural parameters, μ the expectation parameters, T the sufficient statistics, h the
+base measure and A the log-partition (Khan & Rue, section 2). λ, μ and T(θ) are dictionaries of
+tensors with the same keys, one for each statistic, and ⟨·, ·⟩ sums over all of their entries.
+
+Leading dimensions of a distribution's parameters are *copies*: independent distributions side by
+side, such as the factors of a mean field. Everything that is one number for one distribution (A,
+entropy, KL, log q) comes with one number per copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+
+Natural = dict[str, Tensor]
+
+
+class ExponentialFamily(ABC):
+    """A distribution of an exponential family; immutable, and differentiable in its parameters.
+
+    A family derives from it with the methods that are abstract here. It also says, for each
+    statistic, how many trailing dimensions belong to one copy (:attr:`ranks`).
+    """
+
+    ranks: ClassVar[Mapping[str, int]]
+
+    @property
+    @abstractmethod
+    def natural(self) -> Natural:
+        """λ."""
+
+    @property
+    @abstractmethod
+    def expectation(self) -> Natural:
+        """μ = E_q[T(θ)] = ∇A(λ)."""
+
+    @abstractmethod
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        """The member of the same family with these λ (what is fixed in the family stays).
+
+        Raises:
+            InputError: λ outside of the family's domain Ω.
+        """
+
+    @abstractmethod
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        """The member with these μ: the inverse of :attr:`expectation`."""
+
+    @abstractmethod
+    def statistics(self, theta: Tensor) -> Natural:
+        """T(θ), with the leading dimensions of θ."""
+
+    @abstractmethod
+    def log_partition(self) -> Tensor:
+        """A(λ), one number per copy."""
+
+    @abstractmethod
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """A draw θ ~ q; with ``n``, n draws along a new leading dimension."""
+
+    def log_base(self, theta: Tensor) -> Tensor:
+        """log h(θ); 0 unless the family says otherwise."""
+        return torch.zeros_like(self._inner(self.natural, self.statistics(theta)))
+
+    def expected_log_base(self) -> Tensor:
+        """E_q[log h(θ)], one number per copy."""
+        return torch.zeros_like(self.log_partition())
+
+    def base_gradient(self) -> Natural:
+        """∇_μ E_q[log h(θ)]; 0 where log h is constant."""
+        return {k: torch.zeros_like(v) for k, v in self.natural.items()}
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(θ), in nats."""
+        inner = self._inner(self.natural, self.statistics(theta))
+        return inner + self.log_base(theta) - self.log_partition()
+
+    def entropy(self) -> Tensor:
+        """H(q) = A(λ) − ⟨λ, μ⟩ − E_q[log h], in nats, one number per copy."""
+        inner = self._inner(self.natural, self.expectation)
+        return self.log_partition() - inner - self.expected_log_base()
+
+    def kl(self, other: Self) -> Tensor:
+        """KL(q ‖ other) = A(λ') − A(λ) − ⟨λ' − λ, μ⟩, the Bregman divergence of A (K&R 21)."""
+        theirs, ours = other.natural, self.natural
+        gap = {k: theirs[k] - ours[k] for k in ours}
+        inner = self._inner(gap, self.expectation)
+        return other.log_partition() - self.log_partition() - inner
+
+    def _inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+        """⟨left, right⟩, one number per copy (and per leading dimension of either)."""
+        parts = []
+        for key, rank in self.ranks.items():
+            product = left[key] * right[key]
+            parts.append(product.flatten(product.ndim - rank).sum(-1) if rank else product)
+        return sum(parts[1:], start=parts[0])
+
+
+def add(*terms: Mapping[str, Tensor]) -> Natural:
+    """λ_1 + λ_2 + …, statistic by statistic.
+
+    >>> add({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
+    {'a': tensor([2., 3.])}
+    """
+    first, *rest = terms
+    if any(set(term) != set(first) for term in rest):
+        raise InputError(
+            f"natural parameters of different families: {[sorted(term) for term in terms]}"
+        )
+    return {k: sum((term[k] for term in rest), start=v) for k, v in first.items()}
+
+
+def scale(term: Mapping[str, Tensor], factor: float | Tensor) -> Natural:
+    """c · λ."""
+    return {k: factor * v for k, v in term.items()}
+
+
+def subtract(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Natural:
+    """λ − λ'."""
+    return add(left, scale(right, -1.0))
