@@ -96,11 +96,8 @@ def _item(
 ) -> Item:
     spec = reference.specs[name]
     alphas = [_alpha(part, name) for part in parts]
-    notes = [
-        f"in {part.source.name}: {read}"
-        for part, read in zip(parts, reads, strict=True)
-        if read != name
-    ]
+    notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
+    notes = [note for note in notes if note]
     if spec.dtype not in MERGEABLE or spec.numel == 0:
         for part, read in zip(parts, reads, strict=True):
             if not same_bytes(reference, name, part.source, read):
@@ -122,6 +119,14 @@ def _item(
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
+
+
+def _provenance(source: Source, name: str, read: str) -> str:
+    """Where one model's tensor comes from, if that needs saying."""
+    words = source.words(read)
+    if read != name:
+        words = f"tied to {read}" + (f", {words}" if words else "")
+    return f"{source.name}: {words}" if words else ""
 
 
 def _alpha(part: Part, name: str) -> float:

@@ -148,6 +148,10 @@ class _Block:
             return torch.empty_like(self.out)
         return self._scratch.array(("merge", key), len(self.out), self.out.dtype)
 
+    def _own(self, key: str, values: Tensor) -> Tensor:
+        """Values in the dtype of the arithmetic, copied only if they have another."""
+        return values if values.dtype == self.out.dtype else self._buffer(key).copy_(values)
+
     def add_up(
         self, base: Tensor | None, models: Sequence[Tensor], shares: Sequence[float]
     ) -> None:
@@ -159,7 +163,10 @@ class _Block:
             if start is not None:
                 gap.sub_(start)
             step.add_(gap, alpha=share)
-        self.out.copy_(step if start is None else step.add_(start))
+        if start is None:
+            self.out.copy_(step)
+        else:
+            torch.add(start, step, out=self.out)
 
     def match(
         self,
@@ -176,23 +183,23 @@ class _Block:
             start.copy_(self.out)
         else:
             start.copy_(base)
-        total, step = self._buffer("total"), self._buffer("step").zero_()
         if isinstance(base_precision, Tensor):
-            total.copy_(base_precision)
+            first = self._own("first", base_precision)
         else:
-            total.fill_(base_precision)
-        first = self._buffer("first").copy_(total)
-        gap, both = self._buffer("gap"), self._buffer("both")
+            first = self._buffer("first").fill_(base_precision)
+        step, gap, both = self._buffer("step").zero_(), self._buffer("gap"), self._buffer("both")
+        total, so_far = self._buffer("total"), first  # H_0, then the sum as far as it is formed
         for model, alpha, curved in zip(models, weights, precisions, strict=True):
             gap.copy_(model).sub_(start)
             if isinstance(curved, Tensor):
-                both.copy_(curved)
-                total.add_(both, alpha=alpha)
-                both.add_(first)
+                own = self._own("curved", curved)
+                torch.add(first, own, out=both)
+                torch.add(so_far, own, alpha=alpha, out=total)
             else:
-                total.add_(alpha * curved)
                 torch.add(first, curved, out=both)
+                torch.add(so_far, alpha * curved, out=total)
             step.addcmul_(both, gap, value=alpha)
+            so_far = total
         undefined = 0
         if not bool(total.amin() > 0):
             bad = total <= 0

@@ -61,6 +61,11 @@ class Plan(Tabular):
         return self.parts[0].source if self.base is None else self.base
 
     @property
+    def notes(self) -> list[str]:
+        """What a user should be told about the models."""
+        return [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
+
+    @property
     def bytes_written(self) -> int:
         """Bytes of tensors in the result."""
         return sum(item.spec.nbytes for item in self.items)
@@ -187,7 +192,7 @@ def _within(plan: Plan, max_memory: int, threads: int | None) -> Plan:
     stored = max((_stored_per_entry(plan, i) for i in plan.items), default=0)
     # What is read, H = S − δ and H_0 + δ computed from it, the result, and its rounded copy.
     each = stored + acc * (len(plan.parts) + 1) + 2 * acc
-    fixed = 6 * BLOCK * acc
+    fixed = 7 * BLOCK * acc
 
     def need(workers: int, chunk: int) -> int:
         return workers * (chunk * each + fixed)

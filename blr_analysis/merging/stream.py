@@ -133,7 +133,10 @@ def _first(
         return values
     if device.type != "cpu":
         return values.to(plan.dtype) + plan.delta
-    return scratch.array("first", len(values), plan.dtype).copy_(values).add_(plan.delta)
+    own = scratch.array("first", len(values), plan.dtype)
+    if values.dtype == plan.dtype:
+        return torch.add(values, plan.delta, out=own)
+    return own.copy_(values).add_(plan.delta)
 
 
 def _rounded(result: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:

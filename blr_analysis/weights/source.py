@@ -71,10 +71,21 @@ class Source(ABC):
     Attributes:
         name: for messages: the folder or file.
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
+        notes: what a user should be told about all of it.
     """
 
     name: str
     specs: Mapping[str, Spec]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def working_bytes(self) -> int:
+        """What one reader takes at most beside the piece that it asks for."""
+        return 0
+
+    def words(self, name: str) -> str:
+        """How a tensor comes about, where it is not simply stored."""
+        return ""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
