@@ -50,7 +50,11 @@ ADAPTERS = frozenset(f"{PACKAGE}.huggingface.{name}" for name in ("trainer", "li
 # from results to tables and plots, and the command line loads the user's own script.
 DYNAMIC = {"views", "audit", "cli"}
 # Where a distribution's name is not what one imports.
-DISTRIBUTION = {"sklearn": "scikit-learn", "pytorch_lightning": "lightning"}
+DISTRIBUTION = {
+    "sklearn": "scikit-learn",
+    "pytorch_lightning": "lightning",
+    "ruamel": "ruamel.yaml",
+}
 
 
 @dataclass(frozen=True)

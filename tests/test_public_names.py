@@ -40,6 +40,9 @@ NAMES = {
     "TokenCategorical",
     "token_sensitivity",
     "subset_posterior",
+    "gradient_mismatch",
+    "merge_curve",
+    "suggest_weights",
 }
 
 # name → (the first arguments, the keyword-only ones with their defaults)
@@ -60,7 +63,7 @@ SIGNATURES: dict[Callable, tuple[list[str], dict[str, Any]]] = {
         {"n_data": None, "prior_precision": None},
     ),
     blr.Posterior.from_checkpoint: (["path", "model"], {"n_data": None, "prior_precision": None}),
-    blr.Posterior.load: (["path"], {}),
+    blr.Posterior.load: (["path"], {"model": None, "prior_precision": None}),
     blr.fit_laplace: (["task"], {"structure": "kron", "prior_precision": REQUIRED}),
     blr.sensitivity: (
         ["task", "posterior"],

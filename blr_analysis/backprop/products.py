@@ -258,7 +258,7 @@ class _Bytes:
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         self._seen[storage.data_ptr()] = storage.nbytes()
-        return x
+        return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
 
     def __enter__(self) -> _Bytes:
         self._hooks.__enter__()

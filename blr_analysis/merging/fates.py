@@ -19,6 +19,8 @@ from blr_analysis.weights import Source, Spec
 MERGED, COPIED = "merged", "copied"
 # What stands for the precision of one task in one tensor.
 ZERO, OWN, BASE = "zero", "own", "base"
+# What BatchNorm counts; it matters only to a running average without momentum.
+COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,7 @@ def _item(
     notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
     notes = [note for note in notes if note]
     if spec.dtype not in MERGEABLE or spec.numel == 0:
-        for part, read in zip(parts, reads, strict=True):
-            if not same_bytes(reference, name, part.source, read):
-                raise ModelError(
-                    f"{name!r} is of {spec.dtype}, which is copied and not merged, but "
-                    f"{part.source.name!r} holds other values than {reference.name!r}: merge "
-                    "models that agree in it (quantised weights are merged before quantisation)"
-                )
-        notes.append("the same in all models")
+        notes.append(_copied(name, reference, parts, reads))
         return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
     if divide or (method.uses_precisions and not method.uses_base_precision):
         total = sum(alphas)
@@ -119,6 +114,24 @@ def _item(
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
+
+
+def _copied(name: str, reference: Source, parts: Sequence[Part], reads: Sequence[str]) -> str:
+    """Why a tensor that is not merged may be copied; an error where it may not."""
+    other = [
+        part.source.name
+        for part, read in zip(parts, reads, strict=True)
+        if not same_bytes(reference, name, part.source, read)
+    ]
+    if not other:
+        return "the same in all models"
+    if name.endswith(COUNTER):
+        return f"a count of batches, {reference.name}'s"
+    raise ModelError(
+        f"{name!r} is of {reference.specs[name].dtype}, which is copied and not merged, but "
+        f"{other[0]!r} holds other values than {reference.name!r}: merge models that agree in it "
+        "(quantised weights are merged before quantisation)"
+    )
 
 
 def _provenance(source: Source, name: str, read: str) -> str:

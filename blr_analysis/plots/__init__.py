@@ -11,11 +11,14 @@ Imported here, ``memory.plot()``, ``scores.plot()`` and ``result.plot()`` find t
 from __future__ import annotations
 
 from blr_analysis.memory_map import MemoryMap
+from blr_analysis.merging.curve import MergeCurve
+from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.plots.deviations import plot_deviations
 from blr_analysis.plots.generalisation import plot_leave_one_out
 from blr_analysis.plots.images import image_of, plot_examples
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
+from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch
 from blr_analysis.plots.monitor import plot_monitor, plot_prior_selection
 from blr_analysis.plots.suspicious import plot_suspicious
 from blr_analysis.plots.what_if import plot_what_if
@@ -35,6 +38,8 @@ __all__ = [
     "plot_influence",
     "plot_leave_one_out",
     "plot_memory_map",
+    "plot_merge_curve",
+    "plot_mismatch",
     "plot_monitor",
     "plot_prior_selection",
     "plot_suspicious",
@@ -49,3 +54,5 @@ make_plot.register(Suspicions, plot_suspicious)
 make_plot.register(Influence, plot_influence)
 make_plot.register(TopInfluence, plot_influence)
 make_plot.register(WhatIf, plot_what_if)
+make_plot.register(GradientMismatch, plot_mismatch)
+make_plot.register(MergeCurve, plot_merge_curve)

@@ -10,6 +10,10 @@ One function per kind of result, each over plain attributes; they are registered
 from __future__ import annotations
 
 from blr_analysis.memory_map import MemoryMap
+from blr_analysis.merging.curve import MergeCurve
+from blr_analysis.merging.merge import MergeReport
+from blr_analysis.merging.mismatch import GradientMismatch
+from blr_analysis.merging.plan import Plan
 from blr_analysis.sensitivity.influence_results import (
     GroupInfluence,
     Influence,
@@ -32,6 +36,8 @@ from blr_analysis.tables.influence import (
     influence_table,
     top_influence_table,
 )
+from blr_analysis.tables.merge_fates import plan_table, report_table
+from blr_analysis.tables.merging import merge_curve_table, mismatch_table
 from blr_analysis.tables.monitor import histories_table, monitor_table, prior_selection_table
 from blr_analysis.tables.sequences import (
     sequence_leave_one_out_table,
@@ -50,9 +56,13 @@ __all__ = [
     "influence_table",
     "leave_one_out_table",
     "memory_map_table",
+    "merge_curve_table",
+    "mismatch_table",
     "monitor_table",
+    "plan_table",
     "prior_selection_table",
     "read_table",
+    "report_table",
     "scores_table",
     "sequence_leave_one_out_table",
     "sequence_scores_table",
@@ -78,4 +88,8 @@ make_table.register(MemoryMap, memory_map_table)
 make_table.register(Monitor, monitor_table)
 make_table.register(Histories, histories_table)
 make_table.register(PriorSelection, prior_selection_table)
+make_table.register(GradientMismatch, mismatch_table)
+make_table.register(MergeCurve, merge_curve_table)
+make_table.register(Plan, plan_table)
+make_table.register(MergeReport, report_table)
 make_table.register(GroupRows, lambda groups: each_table(groups.rows))

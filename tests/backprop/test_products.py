@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from oracles import relative
@@ -199,3 +202,17 @@ def test_bad_input_is_named() -> None:
         Curvature(detached, detached.parameters()).product(
             {n: torch.ones_like(p) for n, p in detached.parameters().items()}
         )
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_weights_are_let_go_of(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    task = Task(model, (torch.randn(6, 3), torch.randint(2, (6,))))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    watched = weakref.ref(weights["0.weight"].untyped_storage())
+    curvature = Curvature(task, weights, kind=kind)
+    curvature.product({n: torch.ones_like(w) for n, w in weights.items()}, progress=False)
+    curvature.gradient(progress=False)
+    del curvature, weights
+    gc.collect()
+    assert watched() is None

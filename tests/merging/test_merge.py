@@ -245,3 +245,20 @@ def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
     assert set(table["fate"]) == {"merged"}
     assert list(report.plan.table["bytes"]) == list(table["bytes"])
     assert table["bytes"].sum() == report.bytes_written
+
+
+def test_models_with_batch_norm() -> None:
+    """Running statistics are merged like weights; the count of batches is the base's."""
+
+    def trained(seed: int, batches: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        for _ in range(batches):
+            model(torch.randn(8, 3))
+        return model
+
+    base, models = trained(0, 1), [trained(1, 2), trained(2, 3)]
+    merged = blr.merge(base, models, method="task_arithmetic", weights=0.5)
+    assert int(merged["1.num_batches_tracked"]) == 1
+    mean = sum(m.state_dict()["1.running_mean"] for m in models) / 2
+    torch.testing.assert_close(merged["1.running_mean"], mean)

@@ -1,0 +1,173 @@
+"""A task's model at weights that are not its own: by the model's names, checked, put in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.merging.merge import MergeReport
+from blr_analysis.task import Task
+from blr_analysis.weights import Folder
+
+State = Mapping[str, Tensor]
+
+
+def named_tasks(tasks: Any, name: str = "tasks") -> dict[str, Task]:
+    """Tasks by name: as given, or ``"1"``, ``"2"``, … for a list; one task stands for a list.
+
+    Raises:
+        InputError: none at all, or something that is no task.
+    """
+    given = [tasks] if isinstance(tasks, Task) else tasks
+    return {n: _task(n, t) for n, t in _named(given, name, "blr_analysis.Task").items()}
+
+
+def named_states(states: Any, name: str) -> dict[str, State]:
+    """State dicts by name; a module stands for its ``state_dict()``.
+
+    Raises:
+        InputError: none at all, or something that holds no tensors by name.
+    """
+    return {n: state_of(s, f"{name}[{n!r}]") for n, s in _named(states, name, "state dict").items()}
+
+
+def state_of(state: Any, name: str) -> State:
+    """Detached tensors by name: of a mapping, a module, a folder or file of weights, or of what a
+    merge of folders reported.
+
+    Raises:
+        InputError: something else, or nothing in it.
+        StorageError: a folder that cannot be read.
+    """
+    if isinstance(state, nn.Module):
+        state = state.state_dict()
+    if isinstance(state, MergeReport):
+        state = state.folder
+    if isinstance(state, str | os.PathLike):
+        folder = Folder.open(state)
+        state = {n: folder.tensor(n) for n in folder.specs}
+    if not isinstance(state, Mapping) or not state:
+        raise InputError(
+            f"{name} must be a state dict (tensors by parameter name), a torch.nn.Module, or a "
+            f"folder of safetensors, got {type(state).__name__}"
+            f"{' without entries' if isinstance(state, Mapping) else ''}"
+        )
+    strange = next((n for n, t in state.items() if not isinstance(t, Tensor)), None)
+    if strange is not None:
+        raise InputError(
+            f"{name} must hold tensors by parameter name, but {strange!r} is a "
+            f"{type(state[strange]).__name__}"
+        )
+    return {n: t.detach() for n, t in state.items()}
+
+
+@contextmanager
+def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor]]:
+    """The trainable parameters of a state dict, with all else that it names put into the model.
+
+    What comes out is what :meth:`Task.run` takes: by the model's own names (tied tensors once),
+    in its dtype, on its device. Frozen parameters and buffers (BatchNorm's statistics) cannot be
+    handed over like that: inside, they stand in the model itself, and afterwards it has its own
+    back, to the bit.
+
+    Raises:
+        InputError: names that the model does not have, trainable parameters that are missing,
+            other shapes, NaN or inf, tied tensors that differ, complex or whole numbers where
+            the model has real ones.
+        ModelError: nothing in the model is trainable, or it is in half precision.
+    """
+    model = task.model
+    own = model.state_dict(keep_vars=True)
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ModelError(
+            "no parameter of the task's model is trainable (requires_grad), so no loss has a "
+            "gradient; switch it on for what was fine-tuned"
+        )
+    task.check_parameters(trainable)
+    given = _by_tensor(own, state, name)
+    first = {id(t): n for n, t in reversed([*own.items(), *trainable.items()])}
+    absent = [n for n, p in trainable.items() if id(p) not in given]
+    if absent:
+        raise InputError(
+            f"{name} lacks {len(absent)} of the {len(trainable)} trainable parameters of the "
+            f"task's model: {some(absent)}; merge whole models, or freeze "
+            "(requires_grad_(False)) what was not fine-tuned"
+        )
+    moving = {id(p): n for n, p in trainable.items()}
+    params = {moving[key]: value for key, value in given.items() if key in moving}
+    ordered = {n: params[n] for n in trainable}
+    fixed = {first[key]: value for key, value in given.items() if key not in moving}
+    held = {n: own[n].detach() for n, v in fixed.items() if not torch.equal(own[n].detach(), v)}
+    before = {n: t.clone() for n, t in held.items()}
+    try:
+        for n, t in held.items():
+            t.copy_(fixed[n])
+        yield ordered
+    finally:
+        for n, t in held.items():
+            t.copy_(before[n])
+
+
+def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Tensor]:
+    """The given values by the identity of the model's tensor that they are for, checked."""
+    strange = [n for n in state if n not in own]
+    if strange:
+        raise InputError(
+            f"{name} belongs to another model: it names {some(strange)}, which the task's model "
+            "does not have"
+        )
+    given: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
+    for n, value in state.items():
+        like = own[n].detach()
+        if value.shape != like.shape:
+            raise InputError(
+                f"{name} belongs to another model: {n!r} has shape {tuple(value.shape)} there and "
+                f"{tuple(like.shape)} in the task's model"
+            )
+        if value.is_meta or value.is_floating_point() != like.is_floating_point():
+            raise InputError(
+                f"{name}: {n!r} is {value.dtype} on {value.device}, the task's model has "
+                f"{like.dtype} there"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise InputError(f"{name}: {n!r} holds NaN or inf; no loss can be taken there")
+        value, key = value.to(like), id(own[n])
+        if value.is_inference() and not torch.is_inference_mode_enabled():
+            value = value.clone()  # or autograd would not take it
+        if key in given and not torch.equal(given[key], value):
+            raise InputError(
+                f"{name}: {names[key]!r} and {n!r} differ, but the task's model ties them: one "
+                "tensor under two names"
+            )
+        given[key], names[key] = value, n
+    return given
+
+
+def _named(given: Any, name: str, wanted: str) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        found = {str(n): v for n, v in given.items()}
+    elif isinstance(given, (list, tuple)):
+        found = {str(i): v for i, v in enumerate(given, 1)}
+    else:
+        raise InputError(
+            f"{name} must be a list, or a dict by name, of one {wanted} each, got "
+            f"{type(given).__name__}"
+        )
+    if not found or len(found) != len(given):
+        raise InputError(f"{name} must hold at least one {wanted}, each under its own name")
+    return found
+
+
+def _task(name: str, task: Any) -> Task:
+    if not isinstance(task, Task):
+        raise InputError(f"task {name!r} must be a blr_analysis.Task, got {type(task).__name__}")
+    return task

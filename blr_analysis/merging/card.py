@@ -1,0 +1,292 @@
+"""What is saved beside a merged model: its card, the recipe as run, and the report.
+
+Everything that comes from users (paths, names of tensors, recipes) is escaped, and folders are
+called by their last name or by their name on the hub, so that no path of this machine is
+published with the model.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blr_analysis.merging.recipe.paths import hub_name
+
+if TYPE_CHECKING:
+    from blr_analysis.merging.job import Job
+    from blr_analysis.merging.merge import MergeReport
+    from blr_analysis.merging.recipe import Recipe
+
+CARD, RECIPE = "README.md", "merge_recipe.yml"
+REPORT_CSV, REPORT_JSON = "merge_report.csv", "merge_report.json"
+TEMPLATE = "chat_template.jinja"
+COLUMNS: tuple[str, ...] = (
+    "tensor",
+    "fate",
+    "shape",
+    "dtype",
+    "bytes",
+    "weights",
+    "precisions",
+    "fallback",
+    "note",
+)
+AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
+
+
+def documents(report: MergeReport, recipe: Recipe | None = None) -> dict[str, str]:
+    """The texts to be saved beside the weights, by file name."""
+    found = {
+        CARD: model_card(report, None if recipe is None else recipe.text),
+        REPORT_CSV: report_csv(report),
+        REPORT_JSON: report_json(report),
+    }
+    if recipe is not None:
+        found[RECIPE] = AS_RUN.format(version=package_version()) + recipe.text
+        if recipe.chat_template is not None:
+            found[TEMPLATE] = recipe.chat_template
+    return found
+
+
+def model_card(report: MergeReport, recipe: str | None = None) -> str:
+    """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
+    job, plan = report.plan.job, report.plan
+    assert job is not None
+    title = markdown(os.path.basename(os.path.abspath(report.folder)))
+    rows = [
+        [
+            markdown(shown(member.model)),
+            f"`{markdown_code(repr(member.weight))}`",
+            "" if member.precision is None else markdown(shown(member.precision)),
+        ]
+        for member in job.members
+    ]
+    uses = plan.method.uses_precisions
+    head = ["model", "weight", "precision"] if uses else ["model", "weight"]
+    lines = [
+        f"# {title}",
+        "",
+        f"A merge of {_count(len(job.members), 'fine-tuned model')} by "
+        f"`{plan.method.name}`: `{plan.method.formula}`, made with blr_analysis "
+        f"{package_version()}. The licences of the models that were merged hold for it.",
+        "",
+        *_table(head, [row[: len(head)] for row in rows]),
+        "",
+        *_settings(report),
+        "",
+        "## What came of it",
+        "",
+        *(f"* {text}" for text in outcome(report)),
+        "",
+        f"The fate of every tensor is in `{REPORT_CSV}`, the figures are in `{REPORT_JSON}`.",
+    ]
+    if recipe is not None:
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
+        lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
+    return "\n".join([*_front_matter(job, plan.method.name), "", *lines]) + "\n"
+
+
+def outcome(report: MergeReport) -> list[str]:
+    """What a merge did, a sentence each."""
+    plan = report.plan
+    entries = sum(item.spec.numel for item in plan.items)
+    moved = report.bytes_read + report.bytes_written
+    said = [
+        f"{_count(report.merged, 'tensor')} merged, {report.copied:,} copied (the same in all "
+        f"models); {entries:,} numbers",
+        f"{size(report.bytes_read)} read, {size(report.bytes_written)} written in "
+        f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",
+    ]
+    if plan.method.uses_precisions:
+        total = report.fallback_total
+        share = f" ({total / entries:.2g} of all)" if total and entries else ""
+        said.append(
+            f"{total:,} numbers{share} in {_count(len(report.fallback), 'tensor')} had no positive "
+            "precision to weigh by, and were merged by task arithmetic"
+        )
+    return said
+
+
+def report_rows(report: MergeReport) -> list[dict[str, Any]]:
+    """One row per tensor of the result, in the order of reading."""
+    return [
+        {
+            "tensor": item.name,
+            "fate": item.fate,
+            "shape": "x".join(map(str, item.spec.shape)),
+            "dtype": _dtype(item.spec.dtype),
+            "bytes": item.spec.nbytes,
+            "weights": " ".join(f"{weight:.9g}" for weight in item.weights),
+            "precisions": " ".join(item.curved if report.plan.method.uses_precisions else ()),
+            "fallback": report.fallback.get(item.name, 0),
+            "note": _public(item.note, report),
+        }
+        for item in report.plan.items
+    ]
+
+
+def report_csv(report: MergeReport) -> str:
+    """:func:`report_rows` as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(report_rows(report))
+    return text.getvalue()
+
+
+def report_json(report: MergeReport) -> str:
+    """The figures of a merge, its settings and the fate of its files."""
+    job, plan = report.plan.job, report.plan
+    assert job is not None
+    found = {
+        "blr_analysis": package_version(),
+        "method": plan.method.name,
+        "formula": plan.method.formula,
+        "base": None if job.base is None else shown(job.base),
+        "base_precision": None if job.base_precision is None else shown(job.base_precision),
+        "models": [
+            {
+                "model": shown(member.model),
+                "weight": repr(member.weight) if callable(member.weight) else member.weight,
+                "precision": None if member.precision is None else shown(member.precision),
+                "n_data": member.n_data,
+            }
+            for member in job.members
+        ],
+        "delta": plan.delta,
+        "missing_precision": job.missing_precision,
+        "normalize": plan.method.normalize if job.normalize is None else job.normalize,
+        "dtype": _dtype(plan.dtype),
+        "out_dtype": None if job.out_dtype is None else _dtype(job.out_dtype),
+        "tensors_merged": report.merged,
+        "tensors_copied": report.copied,
+        "entries": sum(item.spec.numel for item in plan.items),
+        "entries_by_task_arithmetic": report.fallback_total,
+        "bytes_read": report.bytes_read,
+        "bytes_written": report.bytes_written,
+        "seconds": report.seconds,
+        "shards": list(report.shards),
+        "files": {name: fate.partition(" from ")[0] for name, fate in report.files.items()},
+    }
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def shown(place: Path) -> str:
+    """A folder as others may know it: its name on the hub, else its own last name.
+
+    >>> shown(Path("/home/me/models/ft1")), shown(Path("/home/me/models/ft1/precision"))
+    ('ft1', 'ft1/precision')
+    """
+    named = hub_name(place)
+    if named is not None:
+        return named
+    full = Path(os.path.abspath(place))
+    return f"{shown(full.parent)}/{full.name}" if full.name == "precision" else full.name
+
+
+def size(count: float) -> str:
+    """Bytes as one reads them.
+
+    >>> size(512), size(1_234_567), size(5e9)
+    ('512 B', '1.23 MB', '5 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def markdown(text: str) -> str:
+    """Text that Markdown shows as it is, on one line.
+
+    >>> markdown("a|b <script>")
+    'a\\\\|b \\\\<script\\\\>'
+    """
+    return SPECIAL.sub(r"\\\1", _line(text))
+
+
+def markdown_code(text: str) -> str:
+    """Text for a table's cell between backticks."""
+    return _line(text).replace("`", "'").replace("|", "\\|")
+
+
+def package_version() -> str:
+    """The version of this package, "unknown" where it is not installed."""
+    try:
+        return version("blr-analysis")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _front_matter(job: Job, method: str) -> list[str]:
+    """Only names on the hub are listed as base models: it refuses a card with any other."""
+    models = ([] if job.base is None else [job.base], [member.model for member in job.members])
+    names = [hub_name(place) for group in models for place in group]
+    known = list(dict.fromkeys(name for name in names if name is not None))
+    listed = ["base_model:", *(f"- {_quoted(name)}" for name in known)]
+    relation = ["base_model_relation: merge"]
+    return [
+        "---",
+        *([*listed, *relation] if known else []),
+        "library_name: transformers",
+        "tags:",
+        *(f"- {_quoted(tag)}" for tag in ("merge", "blr_analysis", method)),
+        "---",
+    ]
+
+
+def _settings(report: MergeReport) -> Iterable[str]:
+    job, plan = report.plan.job, report.plan
+    assert job is not None
+    if job.base is not None:
+        yield f"* base: {markdown(shown(job.base))}"
+    if plan.method.uses_base_precision:
+        prior = "none" if job.base_precision is None else markdown(shown(job.base_precision))
+        yield f"* precision of the base: {prior}, plus δ = {plan.delta:g}"
+    if plan.method.uses_precisions:
+        yield f"* missing precisions: {job.missing_precision}"
+    divided = plan.method.normalize if job.normalize is None else job.normalize
+    yield f"* weights divided by their sum: {'yes' if divided else 'no'}"
+    written = "as in the base" if job.out_dtype is None else _dtype(job.out_dtype)
+    yield f"* computed in {_dtype(plan.dtype)}, written in {written}"
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    cells = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(_line(text), ensure_ascii=False)
+
+
+def _line(text: str) -> str:
+    """One line; what cannot be printed becomes a question mark."""
+    flat = " ".join(text.split())
+    return "".join(c if c.isprintable() else "?" for c in flat)
+
+
+def _public(text: str, report: MergeReport) -> str:
+    """The folders in a text by the names that others may know."""
+    job = report.plan.job
+    places = [] if job is None else [member.model for member in job.members]
+    for place in sorted(places, key=lambda p: -len(str(p))):
+        text = text.replace(str(place), shown(place))
+    return text
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

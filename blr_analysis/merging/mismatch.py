@@ -1,0 +1,222 @@
+"""Will a merge work? How far the merged weights are from where each task's gradient should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.merging.at_weights import State, named_states, named_tasks, state_of
+from blr_analysis.merging.disturbance import Forecast, Tree, at_home, disturbance, norm
+from blr_analysis.merging.weighting import in_order, matched_precisions
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+from blr_analysis.views import Plottable, Tabular
+
+
+@dataclass(frozen=True)
+class GradientMismatch(Tabular, Plottable):
+    """What :func:`gradient_mismatch` found.
+
+    Attributes:
+        rows: one mapping per merge and task; :func:`blr_analysis.tables.mismatch_table` says
+            with which keys, and ``table`` is made of them.
+        joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖: 0 where all tasks' data together have an optimum,
+            however hard the single tasks pull there.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    joint: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def totals(self, column: str = "mismatch") -> dict[str, float]:
+        """One number per merge: the sum of a column over the tasks.
+
+        Raises:
+            InputError: no such column, or one without numbers.
+        """
+        found: dict[str, float] = {}
+        for row in self.rows:
+            value = row.get(column)
+            if not isinstance(value, (int, float)):
+                raise InputError(
+                    f"column must be one of numbers, such as 'mismatch' or 'gap', got {column!r}"
+                )
+            found[row["merge"]] = found.get(row["merge"], 0.0) + value
+        return found
+
+    def __repr__(self) -> str:
+        gaps = self.totals("gap")
+        shown = "; ".join(
+            f"{merge}: mismatch {total:.4g}, loss gap {gaps[merge]:.4g} nats"
+            for merge, total in self.totals().items()
+        )
+        return f"GradientMismatch({len(self) // max(1, len(gaps))} tasks; {shown})"
+
+
+@torch.inference_mode(False)
+def gradient_mismatch(
+    tasks: Any,
+    merged: Any,
+    *,
+    models: Any = None,
+    precisions: Any = None,
+    tests: Any = None,
+    progress: bool | None = None,
+) -> GradientMismatch:
+    """How much a merge disturbs each task: its gradient there against its gradient at home.
+
+        mismatch_t = ‖∇ℓ̄_t(θ_merged) − ∇ℓ̄_t(θ_t)‖,      ℓ̄_t(θ) = Σ_{i in task t} ℓ_i(θ)
+
+    Averaging goes wrong by exactly these differences: if each θ_t is an optimum of ℓ̄_t plus
+    ½‖θ − θ_0‖² in the metric H_0, then the optimum θ* of all losses together and task arithmetic
+    θ_TA = θ_0 + Σ_t α_t(θ_t − θ_0) are apart by
+
+        θ* − θ_TA = −Σ_t α_t H_0⁻¹ [∇ℓ̄_t(θ*) − ∇ℓ̄_t(θ_t)]
+
+    Of two merges, that with the smaller mismatches disturbs its tasks less. Tasks that contradict
+    each other leave some mismatch in every merge: at the optimum of all data together it is their
+    gradients' sum that vanishes, which ``joint`` measures. ℓ̄_t is the loss of the task's data;
+    the prior belongs to all tasks together and has no share in it.
+
+    Beside the gradients stand the losses: the gap ℓ̄_t(θ_merged) − ℓ̄_t(θ_t), and what it would be
+    if the loss were quadratic between the two, (θ_merged − θ_t)ᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2.
+    Where those two disagree, the weights have left the region in which curvature at θ_t says
+    anything, and no precision can make the merge right.
+
+    Args:
+        tasks: the tasks with their training data, a list or a dict by name. θ_t are the model's
+            own weights, unless ``models`` names them. Tasks may share one model.
+        merged: the merge to look at, with the names of the tasks' model: a state dict, a module, a
+            folder of safetensors, or what :func:`blr_analysis.merge` returned; or several, as a
+            dict by name. A merge may also be a function of no arguments that returns one: it is
+            called (a folder is read) when its turn comes, and let go of before the next.
+        models: the fine-tuned θ_t, in the same forms, for tasks whose model stands elsewhere.
+        precisions: H_t, one per task as :func:`suggest_weights` takes them: adds the gap that they
+            foretell, ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ with Δ = θ_merged − θ_t, and the mismatch in their
+            metric, √(Σ v²/S_t) in units of √nats. S_t is H_t, infinite where that is 0 and the
+            gradients differ, or of a posterior its precision with the prior. Where S_t = H_t is
+            the curvature and θ_t an optimum, half the square of the second is the first.
+        tests: tasks with held-out data, by the same names: adds the losses there. They are run
+            at the same weights, in their own models.
+
+    Frozen parameters and buffers (BatchNorm statistics) that a state dict names are put into the
+    model while it is looked at; gradients are of the trainable parameters. Weights in another
+    dtype than the model's are converted to it. Memory: θ_t and one gradient for every task.
+
+    Returns:
+        One row per merge and task; ``table`` and ``plot()`` (mismatch against loss gap).
+
+    Raises:
+        InputError: weights of other names or shapes, NaN or inf in them, ``models``,
+            ``precisions`` or ``tests`` that do not belong to the tasks; several tasks with one
+            model and no ``models``.
+        StorageError: a folder that cannot be read.
+        ModelError: half precision, BatchNorm in training mode, outputs that are not finite.
+
+    Source: Daheim et al., "Model Merging by Uncertainty-Based Gradient Matching", ICLR 2024,
+    Sec. 3 and Fig. 1.
+
+    Example:
+        >>> import blr_analysis as blr
+        >>> X = torch.eye(2)
+        >>> a = blr.Task(torch.nn.Linear(2, 1, bias=False), (X, X[:, 0]), likelihood="gaussian")
+        >>> own = {"weight": torch.tensor([[1.0, 0.0]])}                # the optimum of the task
+        >>> found = gradient_mismatch(a, {"weight": torch.tensor([[1.0, 2.0]])}, models=[own])
+        >>> found.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
+        [[2.0, 2.0, 2.0]]
+    """
+    found = named_tasks(tasks)
+    names = list(found)
+    homes = _homes(found, models)
+    forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, found)
+    held_out = dict.fromkeys(names) if tests is None else _tests(tests, names)
+    merges = _merges(merged)
+    kept = {
+        name: at_home(name, found[name], held_out[name], homes[name], progress=progress)
+        for name in track(names, total=len(names), label="fine-tuned models", show=progress)
+    }
+    rows: list[Mapping[str, Any]] = []
+    joint: dict[str, float] = {}
+    for label in track(list(merges), total=len(merges), label="merges", show=progress):
+        state, who = _made(merges[label], label), f"merged ({label})"
+        total: Tree = {}
+        for name in names:
+            task, test, home, h = found[name], held_out[name], kept[name], forecasts[name]
+            values, gradient = disturbance(name, task, test, home, state, who, h, progress=progress)
+            rows.append({"merge": label, "task": name, **values})
+            for n, g in gradient.items():
+                total[n] = total[n] + g if n in total else g
+        joint[label] = norm(total)
+        del state
+    return GradientMismatch(tuple(rows), joint)
+
+
+def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
+    if models is None:
+        if len({id(t.model) for t in tasks.values()}) < len(tasks):
+            raise InputError(
+                "several tasks share one model, so that its weights cannot be the fine-tuned ones "
+                "of each; pass them as models=[state dicts], one per task"
+            )
+        return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
+    states = named_states(models, "models")
+    return _matched(states, list(tasks), "models", by_name=isinstance(models, Mapping))
+
+
+def _tests(tests: Any, names: Sequence[str]) -> dict[str, Task]:
+    return _matched(named_tasks(tests, "tests"), names, "tests", isinstance(tests, Mapping))
+
+
+def _matched(found: dict[str, Any], names: Sequence[str], what: str, by_name: bool) -> dict:
+    if by_name and set(found) != set(names):
+        raise InputError(f"{what} are of {sorted(found)}, the tasks are {sorted(names)}")
+    if len(found) != len(names):
+        raise InputError(
+            f"{what} must hold one for each of the {len(names)} tasks, got {len(found)}"
+        )
+    return (
+        {n: found[n] for n in names} if by_name else dict(zip(names, found.values(), strict=True))
+    )
+
+
+def _merges(merged: Any) -> dict[str, Any]:
+    several = isinstance(merged, Mapping) and not any(
+        isinstance(v, Tensor) for v in merged.values()
+    )
+    given = {str(n): v for n, v in merged.items()} if several else {"merged": merged}
+    if not given:
+        raise InputError("merged must hold at least one state dict, got an empty dict")
+    return given
+
+
+def _made(given: Any, label: str) -> State:
+    """The weights of a merge; one that is a function is made now."""
+    if callable(given) and not isinstance(given, torch.nn.Module):
+        given = given()
+    return state_of(given, f"merged ({label})")
+
+
+def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast]:
+    """H_t, and S_t with a posterior's prior, checked against the tasks' models."""
+    names = list(tasks)
+    curved = matched_precisions(precisions, names)
+    found = {}
+    for name, given in zip(names, in_order(precisions, names), strict=True):
+        h = curved[name]
+        for n, p in tasks[name].parameters().items():
+            if n not in h or h[n].shape != p.shape:
+                raise InputError(
+                    f"precisions[{name!r}] does not fit: {n!r} has shape {tuple(p.shape)} in the "
+                    f"task's model, {tuple(h[n].shape) if n in h else 'absent'} there"
+                )
+        own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
+        found[name] = Forecast(h, own)
+    return found

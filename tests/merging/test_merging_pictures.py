@@ -1,0 +1,257 @@
+"""Tables and pictures of mismatches and merge curves: what is drawn is what was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.offsetbox import AnnotationBbox, TextArea
+
+from blr_analysis.errors import InputError
+from blr_analysis.merging import GradientMismatch, MergeCurve, MergePoint
+from blr_analysis.plots import plot_merge_curve, plot_mismatch
+from blr_analysis.tables import merge_curve_table, mismatch_table
+
+
+def row(merge: str, task: str, mismatch: float, rise: float, **changes: float) -> dict[str, Any]:
+    return {
+        "merge": merge,
+        "task": task,
+        "mismatch": 10 * mismatch,
+        "mismatch_per_example": mismatch,
+        "mismatch_in_metric": math.nan,
+        "distance": 2 * mismatch,
+        "gap": 10 * rise,
+        "nll_own": 0.5,
+        "nll_merged": 0.5 + rise,
+        "accuracy_own": 0.9,
+        "accuracy_merged": 0.9 - rise / 4,
+        "test_nll_own": math.nan,
+        "test_nll_merged": math.nan,
+        "test_accuracy_own": math.nan,
+        "test_accuracy_merged": math.nan,
+        **changes,
+    }
+
+
+def mismatch(merges: int = 2, **changes: float) -> GradientMismatch:
+    rows = [
+        row(f"merge {m}", task, (m + 1) * (t + 1), 0.1 * (m + 1) * (t + 1), **changes)
+        for m in range(merges)
+        for t, task in enumerate(("news", "books", "films"))
+    ]
+    return GradientMismatch(rows, {f"merge {m}": 1.0 for m in range(merges)})
+
+
+def curve(
+    rows: list[tuple[str, tuple[float, ...]]],
+    shape: str = "shared",
+    tasks: tuple[str, ...] = ("news", "books"),
+    models: tuple[str, ...] = ("a", "b"),
+    criterion: str = "nll",
+    loss: Callable[[tuple[float, ...]], float] = lambda w: 0.3 + (w[0] - 0.6) ** 2,
+) -> MergeCurve:
+    points = [
+        MergePoint(
+            method,
+            weights,
+            tuple(loss(weights) + 0.1 * t for t in range(len(tasks))),
+            tuple(0.9 - loss(weights) / 10 - 0.01 * t for t in range(len(tasks))),
+        )
+        for method, weights in rows
+    ]
+    return MergeCurve(points, models, tasks, criterion, shape)
+
+
+GRID = [k / 10 for k in range(11)]
+SHARED = [("matching", (a, a)) for a in GRID]
+BOTH = SHARED + [("arithmetic", (a, a)) for a in GRID]
+PLANE = [("matching", (a, b)) for a in GRID for b in (0.0, 0.5, 2.0)]
+EVERY: dict[str, Callable[..., Axes]] = {
+    "mismatch": lambda ax=None: plot_mismatch(mismatch(), ax),
+    "mismatch of one merge": lambda ax=None: plot_mismatch(mismatch(1), ax, measure="accuracy"),
+    "one curve": lambda ax=None: plot_merge_curve(curve(SHARED), ax),
+    "several methods": lambda ax=None: plot_merge_curve(curve(BOTH), ax, measure="accuracy"),
+    "map": lambda ax=None: plot_merge_curve(curve(PLANE, "grid"), ax),
+    "search": lambda ax=None: plot_merge_curve(curve(PLANE, "search"), ax),
+    "rows": lambda ax=None: plot_merge_curve(curve(SHARED, "rows"), ax),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_drawn_where_asked_or_on_a_figure_of_its_own(name: str) -> None:
+    figure = Figure()
+    ax = figure.subplots()
+    assert EVERY[name](ax) is ax
+    own = EVERY[name]()
+    file = BytesIO()
+    own.figure.savefig(file)
+    assert own.figure is not figure and file.getvalue().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="ax must be"):
+        EVERY[name]("axes")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_labels_say_what_is_shown_and_which_way_is_worse(name: str) -> None:
+    ax = EVERY[name]()
+    words = [ax.get_xlabel(), ax.get_ylabel()]
+    words += [other.get_ylabel() for other in ax.figure.axes if other is not ax]
+    assert ax.get_title() and all(words)
+    assert any("worse" in w or "better" in w for w in words)
+
+
+def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
+    found = mismatch()
+    table = found.table
+    ax = plot_mismatch(found)
+    for k, group in enumerate(table.groupby("merge", sort=False)):
+        drawn = np.asarray(ax.collections[k].get_offsets())
+        rise = group[1].nll_merged - group[1].nll_own
+        np.testing.assert_allclose(drawn, np.column_stack([group[1].mismatch_per_example, rise]))
+    boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
+    assert all(isinstance(b.offsetbox, TextArea) for b in boxes)
+    assert [b.offsetbox.get_text() for b in boxes] == list(table.task)
+    legend = ax.get_legend()
+    assert legend is not None and [t.get_text() for t in legend.get_texts()] == [
+        "merge 0",
+        "merge 1",
+    ]
+    assert plot_mismatch(mismatch(1)).get_legend() is None
+    lines = [line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_zorder() == 1]
+    assert len(lines) == 3  # from each task in one merge to the same in the other
+    assert "training data" in ax.get_ylabel()
+
+
+def test_of_many_points_each_task_is_named_where_it_loses_most() -> None:
+    found = mismatch(5)
+    ax = plot_mismatch(found)
+    boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
+    worst = found.table[found.table["merge"] == "merge 4"]
+    assert [b.offsetbox.get_text() for b in boxes] == list(worst.task)
+    np.testing.assert_allclose([b.xy[0] for b in boxes], worst.mismatch_per_example)
+
+
+def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
+    changes = dict(test_nll_own=0.2, test_nll_merged=0.7)
+    changes |= dict(test_accuracy_own=0.8, test_accuracy_merged=0.5)
+    for measure, cost in (("nll", 0.5), ("accuracy", 0.3)):
+        ax = plot_mismatch(mismatch(**changes), measure=measure, across="distance")
+        drawn = np.asarray(ax.collections[0].get_offsets())
+        np.testing.assert_allclose(drawn[:, 1], cost)
+        np.testing.assert_allclose(drawn[:, 0], [2, 4, 6])
+        assert "test data" in ax.get_ylabel() and "distance" in ax.get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"measure": "f1"}, "measure"),
+        ({"across": "gap"}, "across"),
+        ({"across": "mismatch_in_metric"}, "no finite"),
+    ],
+)
+def test_mismatch_of_bad_input(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        plot_mismatch(mismatch(), **options)
+
+
+def line(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
+    (found,) = (each for each in ax.lines if each.get_label() == label)
+    return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+
+
+def test_one_method_shows_its_tasks_and_their_mean() -> None:
+    found = curve(SHARED[::-1])
+    ax = plot_merge_curve(found)
+    losses = np.array([0.3 + (a - 0.6) ** 2 for a in GRID])
+    for label, extra in (("news", 0.0), ("books", 0.1), ("mean", 0.05)):
+        x, y = line(ax, label)
+        np.testing.assert_allclose(x, GRID)
+        np.testing.assert_allclose(y, losses + extra)
+    x, y = line(ax, "best: α = 0.6")
+    assert (x[0], y[0]) == (0.6, pytest.approx(0.35))
+    alone = plot_merge_curve(curve(SHARED, tasks=("news",)))
+    assert [each.get_label() for each in alone.lines if each.get_label()[0] != "_"] == [
+        "news",
+        "best: α = 0.6",
+    ]
+
+
+def test_several_methods_show_their_means_or_one_of_them() -> None:
+    found = curve(BOTH)
+    ax = plot_merge_curve(found)
+    np.testing.assert_allclose(*(line(ax, m)[1] for m in ("matching", "arithmetic")))
+    assert line(ax, "best: matching, α = 0.6")[0][0] == 0.6
+    one = plot_merge_curve(found, method="arithmetic", measure="accuracy")
+    losses = np.array([0.3 + (a - 0.6) ** 2 for a in GRID])
+    np.testing.assert_allclose(line(one, "books")[1], 0.89 - losses / 10)
+
+
+def test_two_models_weights_make_a_map() -> None:
+    found = curve(PLANE, "grid", loss=lambda w: 0.3 + abs(w[0] - 0.6) + abs(w[1] - 0.5))
+    ax = plot_merge_curve(found)
+    (mesh,) = ax.collections
+    values = np.asarray(mesh.get_array()).reshape(3, 11)
+    expected = [[0.35 + abs(a - 0.6) + abs(b - 0.5) for a in GRID] for b in (0.0, 0.5, 2.0)]
+    np.testing.assert_allclose(values, expected)
+    x, y = line(ax, "best: 0.35")
+    assert (x[0], y[0]) == (0.6, 0.5)
+    assert ax.get_xlabel().endswith("of a") and ax.get_ylabel().endswith("of b")
+    assert ax.get_title() == "matching on 2 validation tasks"
+    low, high = mesh.get_coordinates()[0, 0], mesh.get_coordinates()[-1, -1]
+    np.testing.assert_allclose([*low, *high], [-0.05, -0.25, 1.05, 2.75])
+
+
+def test_a_search_shows_the_order_and_the_best_so_far() -> None:
+    found = curve(PLANE, "search", models=("a", "b"))
+    ax = plot_merge_curve(found)
+    values = np.array([p.nll for p in found.points])
+    np.testing.assert_allclose(np.asarray(ax.collections[0].get_offsets())[:, 1], values)
+    np.testing.assert_allclose(line(ax, "best so far")[1], np.minimum.accumulate(values))
+    assert line(ax, "best: α = (0.6, 0)")[0][0] == values.argmin() + 1
+
+
+def test_what_could_not_be_run_is_a_gap_and_counted() -> None:
+    found = curve(SHARED)
+    failed = MergePoint("matching", (1.5, 1.5), (math.inf,) * 2, (math.nan,) * 2, "outputs")
+    some = MergeCurve([*found.points, failed], *("ab", ("news", "books"), "nll", "shared"))
+    ax = plot_merge_curve(some)
+    assert "1 could not be run" in ax.get_title() and math.isnan(line(ax, "mean")[1][-1])
+    table = merge_curve_table(some)
+    assert table.failure.tolist() == [""] * 11 + ["outputs"] and math.isinf(table.nll[11])
+
+
+def test_losses_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
+    wild = curve(SHARED, loss=lambda w: 0.1 * 100 ** w[0])
+    assert plot_merge_curve(wild).get_yscale() == "log"
+    assert plot_merge_curve(wild, measure="accuracy").get_yscale() == "linear"
+    negative = curve(SHARED, loss=lambda w: 10 * 100 ** w[0] - 20)
+    assert plot_merge_curve(negative).get_yscale() == "linear"
+
+
+def test_curves_of_bad_input() -> None:
+    for options in ({"measure": "f1"}, {"method": "other"}):
+        with pytest.raises(InputError, match="must be one of"):
+            plot_merge_curve(curve(SHARED), **options)
+    regression = MergeCurve([MergePoint("m", (1.0,), (0.5,), (math.nan,))], ("a",), ("t",), "nll",
+                            "shared")  # fmt: skip
+    with pytest.raises(InputError, match="no finite accuracy"):
+        plot_merge_curve(regression, measure="accuracy")
+
+
+def test_results_find_their_tables_and_pictures() -> None:
+    found, tried = mismatch(), curve(BOTH)
+    pd.testing.assert_frame_equal(found.table, mismatch_table(found))
+    pd.testing.assert_frame_equal(tried.table, merge_curve_table(tried))
+    assert found.table is found.table and len(tried.table) == 22
+    assert tried.table.loc[tried.table.best, ["method", "weight"]].values.tolist() == [
+        ["matching", 0.6]
+    ]
+    assert isinstance(found.plot(), Axes) and isinstance(tried.plot(), Axes)

@@ -1,0 +1,439 @@
+"""Gradient mismatch against plain autograd, and against quadratics where it is known."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.merging import gradient_mismatch, merge
+from blr_analysis.posterior import Posterior
+from blr_analysis.task import Task
+
+State = dict[str, Tensor]
+
+
+def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def examples(seed: int, n: int = 17) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)
+
+
+def state(model: nn.Module) -> State:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def average(*states: State) -> State:
+    return {n: torch.stack([s[n] for s in states]).mean(0) for n in states[0]}
+
+
+def loaded(model: nn.Module, weights: State) -> nn.Module:
+    other = copy.deepcopy(model)
+    other.load_state_dict(weights)
+    return other
+
+
+def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, float, float]:
+    """Gradient of the summed loss as one vector, the loss, and the accuracy."""
+    f = model(x)
+    loss = F.cross_entropy(f, y, reduction="sum")
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    right = float((f.argmax(1) == y).double().mean())
+    return torch.cat([g.flatten() for g in grads]), float(loss.detach()), right
+
+
+def flat(weights: State) -> Tensor:
+    return torch.cat([t.flatten() for t in weights.values()])
+
+
+@pytest.mark.parametrize("batch_size", [256, 5, 1])
+def test_every_number_by_plain_autograd(batch_size: int) -> None:
+    models = {"a": network(1), "b": network(2)}
+    data = {"a": examples(3), "b": examples(4, 11)}
+    held = {"a": examples(5, 9), "b": examples(6, 8)}
+    tasks = {k: Task(models[k], data[k], batch_size=batch_size) for k in models}
+    tests = {k: Task(network(9), held[k], batch_size=batch_size) for k in reversed(list(models))}
+    merged = average(*map(state, models.values()))
+    curved = {k: {n: torch.rand_like(t) + 0.1 for n, t in merged.items()} for k in models}
+    before = {k: state(m) for k, m in models.items()}
+    found = gradient_mismatch(tasks, merged, precisions=curved, tests=tests, progress=False)
+    table = found.table.set_index("task")
+    assert list(table.index) == ["a", "b"] and set(table["merge"]) == {"merged"}
+    total: Any = 0
+    for k, model in models.items():
+        there = loaded(model, merged)
+        g, loss, right = by_autograd(model, *data[k])
+        g_merged, loss_merged, right_merged = by_autograd(there, *data[k])
+        total = total + g_merged
+        n, step, h = len(data[k][1]), flat(merged) - flat(before[k]), flat(curved[k])
+        _, test_loss, test_right = by_autograd(model, *held[k])
+        _, test_merged, test_right_merged = by_autograd(there, *held[k])
+        m = len(held[k][1])
+        expected = {
+            "n_data": n,
+            "mismatch": float((g_merged - g).norm()),
+            "mismatch_per_example": float((g_merged - g).norm()) / n,
+            "mismatch_in_metric": float(((g_merged - g) ** 2 / h).sum().sqrt()),
+            "gradient_own": float(g.norm()),
+            "gradient_merged": float(g_merged.norm()),
+            "distance": float(step.norm()),
+            "gap": loss_merged - loss,
+            "gap_per_example": (loss_merged - loss) / n,
+            "gap_by_gradient": float((g + g_merged) @ step) / 2,
+            "gap_by_precision": float(g @ step + (h * step**2).sum() / 2),
+            "nll_own": loss / n,
+            "nll_merged": loss_merged / n,
+            "accuracy_own": right,
+            "accuracy_merged": right_merged,
+            "test_nll_own": test_loss / m,
+            "test_nll_merged": test_merged / m,
+            "test_accuracy_own": test_right,
+            "test_accuracy_merged": test_right_merged,
+        }
+        assert set(expected) == set(table.columns) - {"merge"}
+        for column, value in expected.items():
+            assert table.loc[k, column] == pytest.approx(value, rel=1e-10, abs=1e-12), column
+        assert all(torch.equal(t, before[k][n]) for n, t in model.state_dict().items())
+        assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert found.joint["merged"] == pytest.approx(float(total.norm()), rel=1e-10)
+
+
+def regression(seed: int, prior: float = 0.0) -> tuple[Tensor, Tensor, State, State]:
+    """Features that are orthogonal, so that XᵀX is diagonal; targets; H_t; θ_t from base 0."""
+    g = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(12, 3, generator=g, dtype=torch.float64))
+    x = q * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    y = torch.randn(12, generator=g, dtype=torch.float64)
+    h = (x**2).sum(0)
+    return x, y, {"weight": h[None]}, {"weight": ((x.T @ y) / (h + prior))[None]}
+
+
+def linear_tasks(count: int, prior: float) -> tuple[list[Task], list[State], list[State]]:
+    tasks, curved, models = [], [], []
+    for t in range(count):
+        x, y, h, theta = regression(t, prior)
+        model = nn.Linear(3, 1, bias=False).double()
+        model.load_state_dict(theta)
+        tasks.append(Task(model, (x, y), likelihood="gaussian"))
+        curved.append(h)
+        models.append(theta)
+    return tasks, curved, models
+
+
+@pytest.mark.parametrize("prior", [0.0, 0.8])
+def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: float) -> None:
+    tasks, curved, models = linear_tasks(3, prior)
+    base = {"weight": torch.zeros(1, 3, dtype=torch.float64)}
+    given: dict[str, Any] = dict(dtype=torch.float64)
+    merges = {
+        "matching": merge(base, models, precisions=curved, delta=prior, **given),
+        "arithmetic": merge(base, models, method="task_arithmetic", **given),
+    }
+    xs, ys = (torch.cat([t.dataset.tensors[k] for t in tasks]) for k in (0, 1))
+    best = torch.linalg.solve(xs.T @ xs + prior * torch.eye(3).double(), xs.T @ ys)
+    torch.testing.assert_close(merges["matching"]["weight"][0], best, rtol=0, atol=1e-12)
+    found = gradient_mismatch(tasks, merges, precisions=curved)
+    # At the optimum the pulls of the tasks and of the prior cancel …
+    assert found.joint["matching"] == pytest.approx(prior * float(best.norm()), abs=1e-12)
+    assert found.joint["arithmetic"] > 1
+    # … and what is left of each is H_t (θ* − θ_t).
+    rows = found.table[found.table["merge"] == "matching"]
+    for mismatch, h, own in zip(rows.mismatch, curved, models, strict=True):
+        left = h["weight"][0] * (best - own["weight"][0])
+        assert mismatch == pytest.approx(float(left.norm()), rel=1e-10)
+    totals = found.totals()
+    assert totals["matching"] < totals["arithmetic"] and "arithmetic: mismatch" in repr(found)
+    assert found.totals("gap")["matching"] < found.totals("gap")["arithmetic"]
+
+
+def test_the_error_of_task_arithmetic_is_the_sum_of_the_mismatches() -> None:
+    prior = 0.5
+    tasks, _, models = linear_tasks(1, prior)
+    more, _, others = linear_tasks(2, prior)
+    tasks, models = [tasks[0], more[1]], [models[0], others[1]]
+    xs, ys = (torch.cat([t.dataset.tensors[k] for t in tasks]) for k in (0, 1))
+    best = torch.linalg.solve(xs.T @ xs + prior * torch.eye(3).double(), xs.T @ ys)
+    error = best - sum(m["weight"][0] for m in models)
+    # Two tasks: ‖H_0 (θ* − θ_TA)‖ lies between the difference and the sum of the two norms, and
+    # with one task taken as its own merge, there is neither mismatch nor error.
+    first, second = gradient_mismatch(tasks, {"weight": best[None]}).table.mismatch
+    assert abs(first - second) <= prior * float(error.norm()) <= first + second
+    alone = gradient_mismatch(tasks[0], models[0])
+    assert alone.table.mismatch.item() == 0.0 and alone.table.gap.item() == 0.0
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "gradient_matching"])
+def test_tasks_that_share_no_weight_have_no_mismatch(method: str) -> None:
+    tasks, models, curved = [], [], []
+    for t in range(3):
+        x = torch.zeros(6, 3, dtype=torch.float64)
+        x[:, t] = torch.arange(1, 7).double()
+        y = (t + 2) * x[:, t] + torch.tensor([0.1, -0.1] * 3).double()
+        theta = torch.zeros(1, 3, dtype=torch.float64)
+        theta[0, t] = (x[:, t] @ y) / (x[:, t] @ x[:, t])
+        model = nn.Linear(3, 1, bias=False).double()
+        model.load_state_dict({"weight": theta})
+        tasks.append(Task(model, (x, y), likelihood="gaussian"))
+        models.append({"weight": theta})
+        curved.append({"weight": (x**2).sum(0)[None]})
+    base = {"weight": torch.zeros(1, 3, dtype=torch.float64)}
+    given: dict[str, Any] = dict(method=method, dtype=torch.float64)
+    extra = {"precisions": curved} if method == "gradient_matching" else {}
+    found = gradient_mismatch(tasks, merge(base, models, **extra, **given))
+    assert max(found.table.mismatch) < 1e-12 and max(found.table.gap.abs()) < 1e-12
+    halved = gradient_mismatch(tasks, merge(base, models, weights=[0.5] * 3, **extra, **given))
+    assert (min(halved.table.mismatch) > 1) == (method == "task_arithmetic")
+
+
+def test_for_quadratics_all_forecasts_are_the_gap() -> None:
+    tasks, curved, models = linear_tasks(3, 0.0)
+    table = gradient_mismatch(tasks, average(*models), precisions=curved).table
+    assert min(table.gap) > 0.1
+    for forecast in (
+        table.gap_by_gradient,
+        table.gap_by_precision,
+        table.mismatch_in_metric**2 / 2,
+    ):
+        assert forecast.tolist() == pytest.approx(table.gap.tolist(), rel=1e-10)
+
+
+def test_a_posterior_foretells_by_its_data_part_and_measures_by_the_whole() -> None:
+    tasks, curved, models = linear_tasks(2, 0.0)
+    whole = [{n: t + 3.0 for n, t in h.items()} for h in curved]
+    posteriors = [
+        Posterior(m, s, prior_precision=3.0, n_data=12) for m, s in zip(models, whole, strict=True)
+    ]
+    merged = average(*models)
+    found = gradient_mismatch(tasks, merged, precisions=posteriors).table
+    data, both = (gradient_mismatch(tasks, merged, precisions=p).table for p in (curved, whole))
+    assert found.gap_by_precision.tolist() == pytest.approx(data.gap_by_precision.tolist())
+    assert found.mismatch_in_metric.tolist() == pytest.approx(both.mismatch_in_metric.tolist())
+    assert (data.gap_by_precision < both.gap_by_precision).all()
+    assert (data.mismatch_in_metric > both.mismatch_in_metric).all()
+
+
+def test_no_precision_where_gradients_differ_is_infinite() -> None:
+    tasks, curved, models = linear_tasks(2, 0.0)
+    curved[0] = {"weight": curved[0]["weight"] * torch.tensor([1.0, 0.0, 1.0])}
+    found = gradient_mismatch(tasks, average(*models), precisions=curved).table
+    assert math.isinf(found.mismatch_in_metric[0]) and math.isfinite(found.mismatch_in_metric[1])
+
+
+def test_one_model_for_all_tasks_with_the_weights_named() -> None:
+    models = [network(1), network(2)]
+    data = [examples(3), examples(4)]
+    apart = [Task(m, d) for m, d in zip(models, data, strict=True)]
+    shared = network(7)
+    together = [Task(shared, d) for d in data]
+    merged = average(*map(state, models))
+    expected = gradient_mismatch(apart, merged).table
+    for given in (list(map(state, models)), models):
+        found = gradient_mismatch(together, merged, models=given).table
+        assert found.drop(columns="merge").equals(expected.drop(columns="merge"))
+    with pytest.raises(InputError, match="share one model"):
+        gradient_mismatch(together, merged)
+
+
+def test_several_merges_are_made_when_their_turn_comes_and_let_go_of() -> None:
+    models = [network(1), network(2)]
+    tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
+    made: list[weakref.ref] = []
+
+    def maker(share: float) -> Any:
+        def make() -> State:
+            gc.collect()
+            assert all(ref() is None for ref in made)
+            one, two = map(state, models)
+            found = {n: share * one[n] + (1 - share) * two[n] for n in one}
+            made.append(weakref.ref(found["0.weight"].untyped_storage()))
+            return found
+
+        return make
+
+    found = gradient_mismatch(tasks, {"two": maker(0.0), "half": maker(0.5), "one": maker(1.0)})
+    assert len(made) == 3
+    table = found.table.set_index(["merge", "task"])
+    assert list(table.index) == [(m, t) for m in ("two", "half", "one") for t in "12"]
+    assert table.loc[("two", "2"), "mismatch"] == 0 and table.loc[("one", "1"), "mismatch"] == 0
+    half = average(*map(state, models))
+    same = gradient_mismatch(tasks, loaded(models[0], half)).table
+    assert same.mismatch.tolist() == pytest.approx(table.loc["half"].mismatch.tolist(), rel=1e-12)
+
+
+def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
+    def with_norm(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        layers = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)
+        model = nn.Sequential(*layers).double().train()
+        model(torch.randn(30, 4, dtype=torch.float64) * seed)
+        model[0].requires_grad_(False)
+        return model.eval()
+
+    models = [with_norm(1), with_norm(2)]
+    data = [examples(3), examples(4)]
+    tasks = [Task(m, d, batch_size=4) for m, d in zip(models, data, strict=True)]
+    floats = average(*({n: t.double() for n, t in state(m).items()} for m in models))
+    merged = {n: t.to(models[0].state_dict()[n].dtype) for n, t in floats.items()}
+    before = [state(m) for m in models]
+    table = gradient_mismatch(tasks, merged).table
+    for k, (model, (x, y)) in enumerate(zip(models, data, strict=True)):
+        g, loss, _ = by_autograd(model, x, y)
+        g_merged, loss_merged, _ = by_autograd(loaded(model, merged), x, y)
+        assert table.mismatch[k] == pytest.approx(float((g_merged - g).norm()), rel=1e-10)
+        assert table.gap[k] == pytest.approx(loss_merged - loss, rel=1e-10)
+        assert all(torch.equal(t, before[k][n]) for n, t in model.state_dict().items())
+        own = gradient_mismatch(tasks[k], {n: merged[n] for n, p in model.named_parameters()})
+        assert own.table.gap.item() != pytest.approx(table.gap[k])  # the model's own statistics
+    wrong = {**merged, "3.weight": merged["3.weight"] * math.nan}
+    with pytest.raises(InputError, match="NaN"):
+        gradient_mismatch(tasks, wrong)
+    assert all(torch.equal(t, before[0][n]) for n, t in models[0].state_dict().items())
+    models[0].train()
+    with pytest.raises(ModelError, match=r"task '1'.*training mode"):
+        gradient_mismatch(tasks, merged)
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are the output layer's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def test_sequences_with_tied_weights_under_either_name() -> None:
+    x = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]])
+    model, other = Tied(1).double(), Tied(2).double()
+    y = other(x).argmax(-1)  # three tokens right in one sequence, two wrong in the other
+    y[1] = (y[1] + 1) % 6
+    y[0, 3:], y[1, 2:] = -100, -100
+    task = Task(model, (x, y), likelihood="tokens", batch_size=1)
+    weight = other.embed.weight.detach()
+    f = other(x).detach()
+    loss = float(F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum"))
+    for merged in (
+        {"embed.weight": weight},
+        {"head.weight": weight},
+        {"embed.weight": weight, "head.weight": weight.clone()},
+    ):
+        (row,) = gradient_mismatch(task, merged).rows
+        assert row["nll_merged"] == pytest.approx(loss / 2, rel=1e-10)
+        assert row["accuracy_merged"] == pytest.approx(3 / 5)
+        assert row["distance"] == pytest.approx(
+            float((weight - model.embed.weight.detach()).norm())
+        )
+    with pytest.raises(InputError, match=r"'embed.weight' and 'head.weight' differ"):
+        gradient_mismatch(task, {"embed.weight": weight, "head.weight": weight + 1})
+
+
+def test_weights_are_converted_to_the_models_dtype() -> None:
+    double, single = network(1), network(1, torch.float32)
+    merged = state(network(2, torch.bfloat16))
+    x, y = examples(3)
+    for model, tolerance in ((double, 1e-10), (single, 1e-4)):
+        (row,) = gradient_mismatch(Task(model, (x, y)), merged).rows
+        there = loaded(double, {n: t.double() for n, t in merged.items()})
+        gap = by_autograd(there, x, y)[1] - by_autograd(double, x, y)[1]
+        assert row["gap"] == pytest.approx(gap, rel=tolerance, abs=tolerance)
+    half = network(1, torch.bfloat16)
+    with pytest.raises(ModelError, match="float32 or float64"):
+        gradient_mismatch(Task(half, (x.bfloat16(), y)), merged)
+
+
+def test_merges_in_folders(tmp_path: Path) -> None:
+    models = [network(1), network(2)]
+    tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
+    for k, model in enumerate(models):
+        (tmp_path / str(k)).mkdir()
+        save_file(state(model), tmp_path / str(k) / "model.safetensors")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    expected = gradient_mismatch(tasks, average(*map(state, models))).table
+    report = merge(None, folders, method="linear", dtype=torch.float64, out=tmp_path / "merged")
+    for given in (report, tmp_path / "merged", str(tmp_path / "merged" / "model.safetensors")):
+        found = gradient_mismatch(tasks, given, models=folders).table
+        assert found.mismatch.tolist() == pytest.approx(expected.mismatch.tolist(), rel=1e-9)
+    with pytest.raises(StorageError, match="nowhere"):
+        gradient_mismatch(tasks, tmp_path / "nowhere")
+
+
+def test_under_inference_mode() -> None:
+    model, task = network(1), Task(network(1), examples(3))
+    expected = gradient_mismatch(task, state(network(2))).table
+    with torch.inference_mode():
+        found = gradient_mismatch(task, {n: t + 0.0 for n, t in state(network(2)).items()}).table
+    assert found.equals(expected) and model is not task.model
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    task = Task(network(1), examples(3), forward=lambda m, b: (m(b[0]).detach(), b[1]))
+    with pytest.raises(ModelError, match="task '1': the outputs do not depend"):
+        gradient_mismatch(task, state(network(2)))
+
+
+MODELS = [network(1), network(2)]
+TASKS = [Task(m, examples(3 + k)) for k, m in enumerate(MODELS)]
+MERGED = average(*map(state, MODELS))
+CURVED = [{n: torch.ones_like(t) for n, t in MERGED.items()}] * 2
+FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "merged", "options", "word"),
+    [
+        ([], MERGED, {}, "at least one"),
+        (3, MERGED, {}, "tasks must be a list"),
+        ({"a": MODELS[0]}, MERGED, {}, "task 'a' must be a blr_analysis.Task"),
+        (TASKS, {}, {}, "at least one state dict"),
+        (TASKS, 3, {}, "must be a state dict"),
+        (TASKS, b"folder", {}, "must be a state dict"),
+        (TASKS, {"x": lambda: None}, {}, r"merged \(x\) must be a state dict"),
+        (TASKS, {**MERGED, "extra": torch.ones(2)}, {}, "'extra'"),
+        (TASKS, {"0.weight": MERGED["0.weight"]}, {}, "lacks 3 of the 4"),
+        (TASKS, {**MERGED, "0.bias": torch.ones(7)}, {}, r"shape \(7,\)"),
+        (TASKS, {**MERGED, "0.bias": torch.ones(5).long()}, {}, "int64"),
+        (TASKS, {**MERGED, "0.bias": MERGED["0.bias"] / 0}, {}, "NaN or inf"),
+        (TASKS, {**MERGED, "0.bias": 1.0}, {}, "'0.bias' is a float"),
+        (TASKS, MERGED, {"models": [state(MODELS[0])]}, "one for each of the 2 tasks"),
+        (TASKS, MERGED, {"models": {"a": MERGED, "b": MERGED}}, "models are of"),
+        (TASKS, MERGED, {"models": [MERGED, {"w": torch.ones(1)}]}, "fine-tuned model of task '2'"),
+        (TASKS, MERGED, {"tests": TASKS[:1]}, "tests must hold one"),
+        (TASKS, MERGED, {"tests": {"a": TASKS[0], "b": TASKS[1]}}, "tests are of"),
+        (TASKS, MERGED, {"precisions": CURVED[:1]}, "one for each of 2"),
+        (TASKS, MERGED, {"precisions": [CURVED[0], {"w": torch.ones(1)}]}, "does not fit"),
+        ([Task(FROZEN, examples(3))], MERGED, {}, "requires_grad"),
+        ([Task(nn.Linear(4, 3).double(), examples(3))], MERGED, {}, "task '1'.*another model"),
+    ],
+)
+def test_bad_input(tasks: Any, merged: Any, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        if "another model" in word:
+            options = {"models": [state(nn.Linear(4, 3).double())]}
+        gradient_mismatch(tasks, merged, **options)
+
+
+def test_totals_of_what_is_no_number() -> None:
+    found = gradient_mismatch(TASKS, MERGED)
+    assert len(found) == 2
+    for column in ("task", "nothing"):
+        with pytest.raises(InputError, match="column"):
+            found.totals(column)

@@ -1,0 +1,446 @@
+"""Merges over a range of weights: against merges and losses written out by hand."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.merging import MergeCurve, MergePoint, merge_curve, simplex_grid
+from blr_analysis.posterior import Posterior
+from blr_analysis.task import Task
+
+State = dict[str, Tensor]
+C, D = 3, 4
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C)).double()
+
+
+def state(model: nn.Module) -> State:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, D, generator=g, dtype=torch.float64), torch.randint(C, (n,), generator=g)
+
+
+class Setting:
+    """A base, three fine-tuned models near it, precisions, and two validation tasks."""
+
+    def __init__(self) -> None:
+        self.model = network(0)
+        self.base = state(self.model)
+        g = torch.Generator().manual_seed(1)
+
+        def near(t: Tensor) -> Tensor:
+            return t + torch.randn(t.shape, generator=g, dtype=t.dtype)
+
+        def positive(t: Tensor) -> Tensor:
+            return torch.rand(t.shape, generator=g, dtype=t.dtype) + 0.05
+
+        names = ("news", "books", "films")
+        self.models = {k: {n: near(t) for n, t in self.base.items()} for k in names}
+        self.precisions = {k: {n: positive(t) for n, t in self.base.items()} for k in names}
+        self.prior = {n: positive(t) for n, t in self.base.items()}
+        self.data = {"news": examples(2), "books": examples(3, 9)}
+        self.tasks = {k: Task(self.model, d, batch_size=7) for k, d in self.data.items()}
+
+    def merged(self, method: str, weights: list[float], delta: float = 0.0) -> State:
+        """MATH of the merge, tensor by tensor, in float64."""
+        found = {}
+        for n, b in self.base.items():
+            prior = self.prior[n] + delta if method == "gradient_matching" else 0 * b
+            curved = [
+                h[n] if method in ("gradient_matching", "fisher") else 0 * b
+                for h in self.precisions.values()
+            ]
+            steps = [m[n] - b for m in self.models.values()]
+            if method == "task_arithmetic":
+                found[n] = b + sum(a * s for a, s in zip(weights, steps, strict=True))
+            elif method == "linear":
+                found[n] = b + sum(a * s for a, s in zip(weights, steps, strict=True)) / sum(
+                    weights
+                )
+            else:
+                total = prior + sum(a * h for a, h in zip(weights, curved, strict=True))
+                shares = [
+                    a * (prior + h) * s for a, h, s in zip(weights, curved, steps, strict=True)
+                ]
+                found[n] = b + sum(shares) / total
+        return found
+
+    def scores(self, weights: State) -> dict[str, tuple[float, float]]:
+        other = network(0)
+        other.load_state_dict(weights)
+        found = {}
+        for k, (x, y) in self.data.items():
+            f = other(x).detach()
+            found[k] = (float(F.cross_entropy(f, y)), float((f.argmax(1) == y).double().mean()))
+        return found
+
+
+S = Setting()
+DOUBLE: dict[str, Any] = {"dtype": torch.float64, "progress": False}
+
+
+@pytest.mark.parametrize("method", ["gradient_matching", "fisher", "task_arithmetic", "linear"])
+def test_every_point_by_hand(method: str) -> None:
+    rows = [(0.2, 0.5, 1.0), (1.0, 1.0, 1.0), (0.3, 0.3, 0.4), (1.2, -0.1, 0.4)]
+    before = state(S.model)
+    curve = merge_curve(
+        S.base,
+        S.models,
+        S.tasks,
+        method=method,
+        weights=rows,
+        precisions=S.precisions,
+        base_precision=S.prior,
+        delta=0.1,
+        **DOUBLE,
+    )
+    assert curve.models == ("news", "books", "films") and curve.tasks == ("news", "books")
+    assert [p.weights for p in curve.points] == rows and curve.methods == (method,)
+    table = curve.table
+    for (_, row), weights in zip(table.iterrows(), rows, strict=True):
+        scores = S.scores(S.merged(method, list(weights), delta=0.1))
+        for k, (nll, accuracy) in scores.items():
+            assert row[f"nll_{k}"] == pytest.approx(nll, rel=1e-9)
+            assert row[f"accuracy_{k}"] == pytest.approx(accuracy)
+        assert row["nll"] == pytest.approx(sum(s[0] for s in scores.values()) / 2, rel=1e-9)
+        assert row["accuracy"] == pytest.approx(sum(s[1] for s in scores.values()) / 2)
+        assert [row[f"weight_{k}"] for k in curve.models] == list(weights)
+        assert row["method"] == method and row["failure"] == ""
+    assert table["weight"].tolist()[1] == 1.0 and math.isnan(table["weight"][0])
+    assert table["best"].sum() == 1 and table["nll"][table["best"]].item() == table["nll"].min()
+    assert all(torch.equal(t, before[n]) for n, t in S.model.state_dict().items())
+
+
+def test_one_weight_for_all_and_the_default_grid() -> None:
+    curve = merge_curve(S.base, S.models, S.tasks, method="task_arithmetic", **DOUBLE)
+    alphas = [p.weights[0] for p in curve.points]
+    assert alphas == sorted({k / 10 for k in range(16)} | {1 / 3}) and curve.shape == "shared"
+    assert all(len(set(p.weights)) == 1 for p in curve.points)
+    given = merge_curve(
+        S.base, S.models, S.tasks, method="task_arithmetic", weights=[0.5, 0.0, 0.5], **DOUBLE
+    )
+    assert [p.weights for p in given.points] == [(0.5,) * 3, (0.0,) * 3]
+    nll = S.scores(S.base)
+    assert given.points[1].nlls == pytest.approx([s[0] for s in nll.values()], rel=1e-12)
+
+
+def test_all_combinations_of_some_weights() -> None:
+    axes = {"books": [0.0, 1.0], "films": [0.5], "news": torch.tensor([-1.0, 0.0, 2.0])}
+    curve = merge_curve(
+        S.base, S.models, S.tasks["news"], method="task_arithmetic", weights=axes, **DOUBLE
+    )
+    expected = [(a, b, 0.5) for a in (-1.0, 0.0, 2.0) for b in (0.0, 1.0)]
+    assert [p.weights for p in curve.points] == expected and curve.shape == "grid"
+    assert curve.tasks == ("1",) and list(curve.weights) == ["news", "books", "films"]
+
+
+def quadratic(seed: int) -> tuple[tuple[Tensor, Tensor], State, State]:
+    """Linear regression with orthogonal features: its data, its Hessian, its optimum."""
+    g = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(12, D, generator=g, dtype=torch.float64))
+    x = q * torch.linspace(1, 3, D).double().roll(seed)
+    y = torch.randn(12, generator=g, dtype=torch.float64)
+    h = (x**2).sum(0)
+    return (x, y), {"weight": h[None]}, {"weight": (x.T @ y / h)[None]}
+
+
+def test_for_quadratics_the_best_of_a_grid_is_one() -> None:
+    data, curved, models = zip(*(quadratic(s) for s in range(3)), strict=True)
+    task_model = nn.Linear(D, 1, bias=False).double()
+    tasks = [Task(task_model, d, likelihood="gaussian") for d in data]
+    base = {"weight": torch.full((1, D), 0.3, dtype=torch.float64)}
+    # Fine-tuned with a prior so weak that the losses alone are the objective, and yet α counts:
+    # with δ = 0 the merge is an average, whatever the common factor of the weights.
+    tuned = [
+        {"weight": (1e-4 * base["weight"] + h["weight"] * m["weight"]) / (1e-4 + h["weight"])}
+        for h, m in zip(curved, models, strict=True)
+    ]
+    grid = [*simplex_grid(3, 4), (1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (1.0, 0.5, 1.0)]
+    given: dict[str, Any] = dict(weights=grid, **DOUBLE)
+    matched = merge_curve(base, tuned, tasks, precisions=list(curved), delta=1e-4, **given)
+    assert matched.best.weights == (1.0, 1.0, 1.0)
+    xs, ys = (torch.cat([d[k] for d in data]) for k in (0, 1))
+    best = torch.linalg.lstsq(xs, ys[:, None]).solution[:, 0]
+    lowest = -torch.distributions.Normal(xs @ best, 1.0).log_prob(ys).mean()
+    assert matched.best.nll == pytest.approx(float(lowest), rel=1e-6)
+    plain = merge_curve(base, tuned, tasks, method="task_arithmetic", **given)
+    assert plain.best.nll > matched.best.nll + 1e-3
+
+
+def test_a_search_along_coordinates_finds_the_best_where_they_are_apart() -> None:
+    """Each model moves a weight of its own, so that the best of each is the best of all."""
+    x = torch.eye(4, dtype=torch.float64)
+    task = Task(nn.Linear(4, 1, bias=False).double(), (x, torch.tensor([0.7, 0.2, 1.5, -0.4])),
+                likelihood="gaussian")  # fmt: skip
+    base = {"weight": torch.zeros(1, 4, dtype=torch.float64)}
+    models = [{"weight": x[t][None].clone()} for t in range(4)]
+    grid = [k / 10 for k in range(-5, 16)]
+    calls = []
+
+    def add(base: State, models: list[State], weights: list[float]) -> State:
+        calls.append(tuple(weights))
+        return {
+            n: b + sum(a * (m[n] - b) for a, m in zip(weights, models, strict=True))
+            for n, b in base.items()
+        }
+
+    curve = merge_curve(
+        base, models, task, method={"add": add}, weights=grid, search="coordinates", progress=False
+    )
+    assert curve.best.weights == pytest.approx((0.7, 0.2, 1.5, -0.4)) and curve.shape == "search"
+    assert curve.points[0].weights == (0.25,) * 4
+    assert len(calls) == len(set(calls)) == len(curve) <= 1 + 2 * 4 * len(grid)
+    assert curve.at_edge  # 1.5 is the largest of the grid
+    axes = {"1": grid, "2": grid, "3": [1.5, 1.6], "4": grid}
+    wider = merge_curve(
+        base, dict(zip("1234", models, strict=True)), task, method="task_arithmetic",
+        weights=axes, search="coordinates", max_sweeps=1, **DOUBLE,
+    )  # fmt: skip
+    assert wider.best.weights == pytest.approx((0.7, 0.2, 1.5, -0.4))
+
+
+def test_a_search_goes_on_until_no_coordinate_helps() -> None:
+    x = torch.tensor([[1.0, 0.9], [0.0, 0.4]], dtype=torch.float64)  # the two weights interact
+    y = x @ torch.tensor([1.5, -0.6], dtype=torch.float64)
+    task = Task(nn.Linear(2, 1, bias=False).double(), (x, y), likelihood="gaussian")
+    base = {"weight": torch.zeros(1, 2, dtype=torch.float64)}
+    models = [{"weight": row[None]} for row in torch.eye(2, dtype=torch.float64)]
+    grid = [k / 10 for k in range(-10, 21)]
+    given: dict[str, Any] = dict(
+        method="task_arithmetic", weights=grid, search="coordinates", **DOUBLE
+    )
+    once, often = (merge_curve(base, models, task, max_sweeps=k, **given) for k in (1, 50))
+    assert often.best.nll < once.best.nll - 1e-3 and len(often) > len(once)
+
+    def loss(a: float, b: float) -> float:
+        return float((x @ torch.tensor([a, b], dtype=torch.float64) - y).square().sum())
+
+    a, b = often.best.weights
+    assert loss(a, b) == pytest.approx(min(loss(k, b) for k in grid), abs=1e-12)
+    assert loss(a, b) == pytest.approx(min(loss(a, k) for k in grid), abs=1e-12)
+
+
+def test_several_methods_in_one_call() -> None:
+    def halved(base: State, models: list[State], weights: list[float]) -> State:
+        return {n: (b + sum(m[n] for m in models)) / 2 for n, b in base.items()}
+
+    given: dict[str, Any] = dict(weights=[0.0, 0.5, 1.0], precisions=list(S.precisions.values()))
+    methods = {"matching": "gradient_matching", "sum": "task_arithmetic", "mine": halved}
+    curve = merge_curve(S.base, S.models, S.tasks, method=methods, delta=0.2, **given, **DOUBLE)
+    assert curve.methods == ("matching", "sum", "mine") and len(curve) == 9
+    for name, method in (("matching", "gradient_matching"), ("sum", "task_arithmetic")):
+        alone = merge_curve(S.base, S.models, S.tasks, method=method, delta=0.2, **given, **DOUBLE)
+        own = [p for p in curve.points if p.method == name]
+        assert [p.nlls for p in own] == [p.nlls for p in alone.points]
+        assert curve.best_of(name).nll == alone.best.nll
+    assert len({p.nlls for p in curve.points if p.method == "mine"}) == 1
+    assert "best of 9 by nll" in repr(curve)
+    listed = merge_curve(
+        S.base, S.models, S.tasks, method=["task_arithmetic", "linear"], weights=[0, 1], **DOUBLE
+    )
+    assert listed.methods == ("task_arithmetic", "linear")
+    first = listed.points[2]
+    assert first.failure == "the weights sum to 0" and math.isinf(first.nll)
+    assert listed.points[3].nlls == pytest.approx(
+        [s[0] for s in S.scores(S.merged("linear", [1.0] * 3)).values()], rel=1e-9
+    )
+
+
+def test_methods_that_normalise_are_run_once_for_one_weight_for_all() -> None:
+    curve = merge_curve(
+        S.base, S.models, S.tasks, method="linear", weights=[0.1, 0.7, 2.0], **DOUBLE
+    )
+    assert len({p.nlls for p in curve.points}) == 1
+    assert [p.weights[0] for p in curve.points] == [0.1, 0.7, 2.0]
+    assert curve.best.weights == (0.1,) * 3  # among equals, the nearest to the base
+
+
+def test_one_merge_is_held_at_a_time() -> None:
+    alive: list[weakref.ref] = []
+
+    def watched(base: State, models: list[State], weights: list[float]) -> State:
+        gc.collect()
+        assert all(ref() is None for ref in alive)
+        made = {n: t + weights[0] for n, t in base.items()}
+        alive.extend(weakref.ref(t.untyped_storage()) for t in made.values())
+        return made
+
+    curve = merge_curve(S.base, S.models, S.tasks, method=watched, weights=[0, 1, 2], **DOUBLE)
+    assert curve.methods == ("watched",) and len(alive) == 3 * len(S.base)
+
+
+@pytest.mark.parametrize("method", ["linear", "fisher"])
+def test_weights_that_sum_to_nothing_have_no_average(method: str) -> None:
+    curve = merge_curve(
+        S.base, S.models, S.tasks, method=method, weights=[[0.5, -0.5, 0], [1, 1, 1]],
+        precisions=S.precisions, **DOUBLE,
+    )  # fmt: skip
+    assert [p.failure for p in curve.points] == ["the weights sum to 0", ""]
+    assert curve.best.weights == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wild", "reason"), [(math.inf, "NaN or inf"), (math.nan, "NaN or inf"), (1e308, "outputs")]
+)
+def test_a_merge_that_overflows_is_not_the_end(wild: float, reason: str) -> None:
+    def method(base: State, models: list[State], weights: list[float]) -> State:
+        factor = wild if weights[0] > 1 else 1.0
+        return {n: factor * (t + 1) for n, t in base.items()}
+
+    curve = merge_curve(S.base, S.models, S.tasks, method=method, weights=[0.5, 2], **DOUBLE)
+    good, bad = curve.points
+    assert good.failure == "" and math.isfinite(good.nll) and curve.best is good
+    assert reason in bad.failure and math.isinf(bad.nll) and math.isnan(bad.accuracy)
+    assert "1 could not be run" in repr(curve) and curve.table["failure"][1] == bad.failure
+    with pytest.raises(ModelError, match="none of the 1 merges"):
+        merge_curve(S.base, S.models, S.tasks, method=method, weights=[2], **DOUBLE)
+
+
+def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    merge_curve(S.base, S.models, S.tasks, method="task_arithmetic", weights=[1], **DOUBLE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_posteriors_modules_and_other_dtypes() -> None:
+    posteriors = {
+        k: Posterior(S.models[k], {n: h + 1.5 for n, h in c.items()}, prior_precision=1.5, n_data=5)
+        for k, c in S.precisions.items()
+    }
+    given: dict[str, Any] = dict(weights=[1.0], delta=0.1, **DOUBLE)
+    plain = merge_curve(S.base, S.models, S.tasks, precisions=S.precisions, **given)
+    found = merge_curve(S.model, S.models, S.tasks, precisions=posteriors, **given)
+    assert found.best.nlls == pytest.approx(plain.best.nlls, rel=1e-10)
+    single = {k: {n: t.float() for n, t in m.items()} for k, m in S.models.items()}
+    base = {n: t.float() for n, t in S.base.items()}
+    near = merge_curve(base, single, S.tasks, precisions=S.precisions, **given)
+    assert near.best.nlls == pytest.approx(plain.best.nlls, rel=1e-5)
+
+
+def test_batch_norm_runs_with_the_statistics_of_the_merge() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, C)).double().eval()
+    before = state(model)
+    models = [
+        {n: t + (k if t.is_floating_point() else 0) for n, t in before.items()} for k in (1, 3)
+    ]
+    x, y = examples(4)
+    curve = merge_curve(
+        before, models, Task(model, (x, y)), method="task_arithmetic", weights=[0.5], **DOUBLE
+    )
+    other = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, C)).double().eval()
+    other.load_state_dict({n: t + (2 if t.is_floating_point() else 0) for n, t in before.items()})
+    assert curve.best.nll == pytest.approx(float(F.cross_entropy(other(x), y).detach()), rel=1e-10)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def curve_of(*rows: tuple[tuple[float, ...], float, float], **changes: Any) -> MergeCurve:
+    points = [MergePoint("m", w, (nll,), (accuracy,)) for w, nll, accuracy in rows]
+    given = dict(models=("a", "b"), tasks=("t",), criterion="nll", shape="grid")
+    return MergeCurve(points, **{**given, **changes})
+
+
+def test_the_rule_of_the_best() -> None:
+    rows = [
+        ((1.0, 1.0), 0.5, 0.8),
+        ((0.0, 1.0), 0.4, 0.7),
+        ((-0.9, 0.9), 0.4, 0.75),
+        ((0.5, 0.5), 0.4, 0.75),
+        ((0.9, 0.0), math.nan, 0.9),
+    ]
+    assert curve_of(*rows).best.weights == (0.5, 0.5)
+    hair = [(rows[0][0], 0.5 - 1e-9, 0.8), ((0.1, 0.1), 0.5, 0.8)]
+    assert curve_of(*hair).best.weights == (0.1, 0.1)  # rounding errors choose nothing
+    assert curve_of(*rows[:3]).best.weights == (-0.9, 0.9)
+    assert curve_of(*rows[:2]).best.weights == (0.0, 1.0)
+    assert curve_of(*rows, criterion="accuracy").best.weights == (0.9, 0.0)
+    assert curve_of(*rows[:4], criterion="accuracy").best.weights == (1.0, 1.0)
+    with pytest.raises(InputError, match="method"):
+        curve_of(*rows).best_of("other")
+
+
+def test_the_edge_of_a_grid() -> None:
+    inner = [((a, 1.0), (a - 0.5) ** 2, math.nan) for a in (0.0, 0.5, 1.0)]
+    assert not curve_of(*inner).at_edge  # the second weight was not varied
+    outer = [((a, 1.0), -a, math.nan) for a in (0.0, 0.5, 1.0)]
+    assert curve_of(*outer).at_edge and "wider" in repr(curve_of(*outer))
+    assert not curve_of(*outer, shape="rows").at_edge
+
+
+@pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 5), (3, 10), (4, 4)])
+def test_the_simplex_is_complete(models: int, steps: int) -> None:
+    rows = simplex_grid(models, steps)
+    assert len(set(rows)) == len(rows) == math.comb(steps + models - 1, models - 1)
+    assert all(sum(r) == pytest.approx(1) and min(r) >= 0 for r in rows)
+    assert rows == sorted(rows)
+
+
+NAN_STATE = {n: t * math.nan for n, t in S.base.items()}
+OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": torch.ones(2)}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"weights": []}, "at least one number"),
+        ({"weights": [[]]}, "at least one number"),
+        ({"weights": [math.nan]}, "finite"),
+        ({"weights": ["a"]}, "weights must be numbers"),
+        ({"weights": 1.0}, "at least one number"),
+        ({"weights": [[1.0, 2.0]]}, "one number for each of the 3 models"),
+        ({"weights": {"news": [1]}}, "weights are for"),
+        ({"weights": {"news": [1], "books": [], "films": [1]}}, r"weights\['books'\]"),
+        ({"weights": {k: range(20) for k in S.models}}, "8,000 combinations"),
+        ({"weights": [[1.0, 2.0, 3.0]], "search": "coordinates"}, "not rows"),
+        ({"search": "random"}, "search"),
+        ({"criterion": "f1"}, "criterion"),
+        ({"max_sweeps": 0}, "max_sweeps"),
+        ({"method": "mean"}, "method must be one of"),
+        ({"method": []}, "at least one merge method"),
+        ({"method": ["linear", "linear"]}, "each once"),
+        ({"method": 3}, "method"),
+        ({"method": "gradient_matching"}, "pass precisions"),
+        ({"precisions": [{}]}, "one for each of 3"),
+        ({"out": "folder"}, "takes no 'out'"),
+        ({"alpha": 1.0}, "takes no 'alpha'"),
+        ({"tasks": []}, "tasks must hold at least one"),
+        ({"tasks": S.model}, "tasks must be a list"),
+        ({"models": []}, "models must hold at least one"),
+        ({"models": {"a": 3}}, r"models\['a'\] must be a state dict"),
+        ({"models": [NAN_STATE]}, "NaN or inf"),
+        ({"models": [{"w": torch.ones(1)}]}, "belongs to another model"),
+        ({"models": OTHER, "weights": [1.0]}, "w"),
+        ({"base": 0.5}, "base must be a state dict"),
+        ({"base": NAN_STATE}, "NaN or inf"),
+        ({"method": {"mine": lambda *a, **k: None}}, "'mine' returns"),
+        ({"method": {"mine": lambda *a, **k: {"x": torch.ones(1)}}}, "the merge by 'mine' belongs"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], word: str) -> None:
+    given = dict(base=S.base, models=S.models, tasks=S.tasks, method="task_arithmetic", **DOUBLE)
+    given.update(changes)
+    with pytest.raises(InputError, match=word):
+        merge_curve(given.pop("base"), given.pop("models"), given.pop("tasks"), **given)
+
+
+def test_data_that_fail_are_the_datas_fault() -> None:
+    x, y = examples(5)
+    broken = Task(S.model, (x, torch.where(torch.arange(20) == 15, 7, y)), batch_size=4)
+    with pytest.raises(DataError, match="0 … 2"):
+        merge_curve(S.base, S.models, broken, method="task_arithmetic", weights=[1.0], **DOUBLE)

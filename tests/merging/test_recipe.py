@@ -1,0 +1,629 @@
+"""Recipes: what mergekit's users write means here the same, and every fault has a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from merging.models_on_disk import curved, near, state, write_family, write_model
+
+from blr_analysis.errors import BLRError, InputError, StorageError
+from blr_analysis.merging.job import Job
+from blr_analysis.merging.recipe import Recipe, located, read_recipe
+from blr_analysis.merging.recipe.located import read_yaml, spelled
+
+Read = Callable[[str], Recipe]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with base, ft1, ft2 (with precisions), and plain (without)."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_family(folder)
+    write_model(folder / "plain", near(state(0), 3))
+    return folder
+
+
+@pytest.fixture
+def read(place: Path) -> Read:
+    def of(text: str) -> Recipe:
+        (place / "recipe.yml").write_text(text, encoding="utf-8")
+        return read_recipe(place / "recipe.yml")
+
+    return of
+
+
+def weights(recipe: Recipe) -> list[Any]:
+    return [member.weight for member in recipe.job.members]
+
+
+# The recipe of this package
+
+
+def test_every_key_arrives_in_the_job(read: Read, place: Path) -> None:
+    found = read(
+        """
+        merge_method: gradient_matching
+        base_model: ./base
+        base_precision: ./base/precision
+        models:
+          - model: ./ft1
+            precision: ./ft2/precision
+            n_data: 100
+            parameters: {weight: -0.5}
+          - model: ./ft2
+            parameters: {weight: 2}
+        parameters: {delta: 1e-3, missing_precision: zero, normalize: true}
+        dtype: float64
+        out_dtype: bfloat16
+        tokenizer_source: ./ft2
+        """
+    )
+    job = found.job
+    assert job == Job(
+        method="gradient_matching",
+        members=job.members,
+        base=place / "base",
+        base_precision=place / "base/precision",
+        delta=1e-3,
+        missing_precision="zero",
+        normalize=True,
+        dtype=torch.float64,
+        out_dtype=torch.bfloat16,
+        tokenizer_source=place / "ft2",
+    )
+    one, two = job.members
+    assert (one.model, one.precision) == (place / "ft1", place / "ft2/precision")
+    assert (one.n_data, one.weight) == (100, -0.5)
+    assert (two.model, two.precision) == (place / "ft2", place / "ft2/precision")  # beside it
+    assert (two.n_data, two.weight) == (None, 2.0)
+    assert found.notes == ()
+
+
+def test_the_precisions_beside_the_models_are_taken(read: Read, place: Path) -> None:
+    found = read("merge_method: gradient_matching\nbase_model: base\nmodels: [{model: ft1}]")
+    assert found.job.members[0].precision == place / "ft1/precision"
+    assert found.job.base_precision == place / "base/precision"
+    assert "line 2" in found.notes[0]
+    without = read(
+        "merge_method: gradient_matching\nbase_model: base\nbase_precision: null\n"
+        "models: [{model: ft1, precision: null}]\nparameters: {missing_precision: zero}"
+    )
+    assert without.job.members[0].precision is None
+    assert without.job.base_precision is None
+
+
+def test_defaults_are_the_methods_own(read: Read) -> None:
+    models = "models: [{model: ft1}, {model: ft2}]"
+    for method, weight in (("gradient_matching", 1.0), ("fisher", 1.0), ("linear", 1.0)):
+        found = read(f"merge_method: {method}\nbase_model: base\n{models}")
+        assert weights(found) == [weight] * 2
+        assert found.job.normalize is None
+        assert (found.job.dtype, found.job.out_dtype) == (torch.float32, None)
+    found = read(f"merge_method: task_arithmetic\nbase_model: base\n{models}")
+    assert weights(found) == [0.5, 0.5]
+    assert "0.5 for each model" in found.notes[0]
+
+
+def test_what_a_method_has_no_use_for_is_said(read: Read) -> None:
+    found = read(
+        "merge_method: task_arithmetic\nbase_model: base\nbase_precision: base/precision\n"
+        "models:\n- {model: ft1, precision: ft1/precision, parameters: {weight: 1}}\n"
+        "parameters: {delta: 1, missing_precision: zero}"
+    )
+    assert found.job.members[0].precision is None
+    assert (found.job.base_precision, found.job.delta) == (None, 0.0)
+    assert sorted(note.partition(":")[0] for note in found.notes) == [
+        "line 3",
+        "line 5",
+        "line 6",
+        "line 6",
+    ]
+
+
+# The recipes of mergekit
+
+LINEAR = """
+models:
+  - model: ft1
+    parameters:
+      weight: 1.0
+  - model: ft2
+    parameters:
+      weight: 0.3
+merge_method: linear
+dtype: float16
+"""
+ARITHMETIC = """
+models:
+  - model: base
+    # no parameters necessary for base model
+  - model: ft1
+    parameters:
+      density: 0.5
+      weight: 0.5
+  - model: ft2
+    parameters:
+      weight:
+        - filter: mlp
+          value: [0.0, 1.0]
+        - value: 0.25
+merge_method: task_arithmetic
+base_model: base
+parameters:
+  normalize: false
+  int8_mask: true
+  lambda: 0.5
+dtype: bfloat16
+out_dtype: float32
+tokenizer:
+  source: base
+chat_template: "auto"
+"""
+SLICES = """
+base_model: base
+dtype: bfloat16
+merge_method: task_arithmetic
+parameters:
+  normalize: false
+slices:
+- sources:
+  - layer_range: [0, 2]
+    model: base
+  - layer_range: [0, 2]
+    model: ft1
+    parameters:
+      weight: 0.50
+  - layer_range: [0, 2]
+    model: ft2
+    parameters:
+      weight: [0.2, 0.8]
+"""
+
+
+def test_linear_recipes_of_mergekit(read: Read, place: Path) -> None:
+    found = read(LINEAR)
+    assert found.job.method == "linear"
+    assert weights(found) == [1.0, 0.3]
+    assert found.job.base is None
+    assert found.job.normalize is None  # which divides
+    assert found.job.out_dtype == torch.float16  # dtype is what mergekit writes
+    assert found.job.dtype == torch.float32
+
+
+def test_task_arithmetic_recipes_of_mergekit(read: Read, place: Path) -> None:
+    found = read(ARITHMETIC)
+    assert [m.model.name for m in found.job.members] == ["ft1", "ft2"]
+    one, two = weights(found)
+    assert callable(one)
+    assert callable(two)
+    assert [one(n) for n in ("embed.weight", "layers.1.mlp.weight")] == [0.25, 0.25]  # 0.5 · 0.5
+    assert two("layers.0.mlp.weight") == 0.0
+    assert two("layers.1.mlp.weight") == 0.5  # 0.5 · 1
+    assert two("layers.1.norm.weight") == 0.125
+    assert found.job.normalize is False
+    assert found.job.out_dtype == torch.float32
+    assert found.job.tokenizer_source == "base"
+    assert any("density has no effect" in note for note in found.notes)
+    assert not any("int8_mask" in note for note in found.notes)
+
+
+def test_slices_of_whole_models(read: Read) -> None:
+    found = read(SLICES)
+    one, two = found.job.members
+    assert (one.weight, one.model.name) == (0.5, "ft1")
+    assert [two.weight_of(f"layers.{i}.norm.weight") for i in (0, 1)] == [0.2, 0.8]
+
+
+def test_lambda_follows_the_division_by_the_sum(read: Read) -> None:
+    found = read(
+        "merge_method: task_arithmetic\nbase_model: base\n"
+        "models: [{model: ft1, parameters: {weight: 1}}, {model: ft2, parameters: {weight: 3}}]\n"
+        "parameters: {normalize: true, lambda: 0.5}"
+    )
+    assert weights(found) == [0.125, 0.375]
+    assert found.job.normalize is False
+
+
+def test_a_weight_of_all_models_yields_to_a_models_own(read: Read) -> None:
+    found = read(
+        "merge_method: linear\nmodels:\n- model: ft1\n- model: ft2\n"
+        "  parameters: {weight: [{filter: mlp, value: 2}]}\nparameters: {weight: 0.5}"
+    )
+    assert found.job.members[0].weight == 0.5
+    assert found.job.members[1].weight_of("layers.0.mlp.weight") == 2.0
+    assert found.job.members[1].weight_of("layers.0.norm.weight") == 0.5
+
+
+def test_linear_averages_an_unlisted_base_only_with_a_weight_for_all(read: Read) -> None:
+    text = "merge_method: linear\nbase_model: base\nmodels: [{model: ft1}, {model: ft2}]\n"
+    found = read(text + "parameters: {weight: 2}")
+    assert [m.model.name for m in found.job.members] == ["ft1", "ft2", "base"]
+    assert weights(found) == [2.0, 2.0, 2.0]
+    assert [m.model.name for m in read(text).job.members] == ["ft1", "ft2"]
+
+
+def test_yaml_1_1_numbers_and_booleans(read: Read) -> None:
+    found = read(
+        'merge_method: linear\nmodels: [{model: ft1, parameters: {weight: "1e-1"}}, '
+        "{model: ft2, parameters: {weight: 1_0.5}}]\nparameters: {normalize: off}"
+    )
+    assert weights(found) == [0.1, 10.5]
+    assert found.job.normalize is False
+
+
+def test_anchors_are_written_out(read: Read) -> None:
+    found = read(
+        "merge_method: linear\nmodels:\n- model: ft1\n  parameters: &p {weight: 0.5}\n"
+        "- model: ft2\n  parameters: *p"
+    )
+    assert weights(found) == [0.5, 0.5]
+
+
+# Where models are
+
+
+def test_relative_paths_start_at_the_recipe(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (place / "deep").mkdir(exist_ok=True)
+    (place / "deep/r.yml").write_text("merge_method: linear\nmodels: [{model: ../ft1}]")
+    monkeypatch.chdir(tmp_path)
+    assert os.path.samefile(read_recipe(place / "deep/r.yml").job.members[0].model, place / "ft1")
+
+
+def test_home_and_absolute_paths(read: Read, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    found = read(f"merge_method: linear\nmodels: [{{model: ~/ft1}}, {{model: {place}/ft2}}]")
+    assert [m.model for m in found.job.members] == [place / "ft1", place / "ft2"]
+
+
+@pytest.mark.parametrize("written", ["org/model", "org/model@v1", "org/model@0a1b2c"])
+def test_names_on_the_hub_are_found_in_its_cache(
+    read: Read, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str
+) -> None:
+    kept = tmp_path / "models--org--model"
+    snapshot = kept / "snapshots/0a1b2c"
+    snapshot.mkdir(parents=True)
+    (kept / "blobs").mkdir()
+    for file in (place / "plain").iterdir():
+        (kept / "blobs" / file.name).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(kept / "blobs" / file.name)
+    for ref in ("main", "v1"):
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / ref).write_text("0a1b2c")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = read(f"merge_method: linear\nmodels: [{{model: {written}}}, {{model: ft1}}]")
+    assert found.job.members[0].model == snapshot
+
+
+def test_names_on_the_hub_that_are_not_here(
+    read: Read, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    text = "merge_method: linear\nmodels:\n- model: org/model@v2"
+    with pytest.raises(InputError, match=r"line 3.*huggingface-cli download org/model --rev.* v2"):
+        read(text)
+
+
+def test_adapters_are_named_as_in_mergekit(read: Read, place: Path) -> None:
+    (place / "lora").mkdir(exist_ok=True)
+    text = "merge_method: task_arithmetic\nbase_model: base\nmodels:\n"
+    found = read(f"{text}- {{model: ./base+./lora, parameters: {{weight: 1}}}}")
+    assert found.job.members[0].model == place / "lora"
+    with pytest.raises(InputError, match=r"line 4.*write base_model: \./ft1"):
+        read(f"{text}- {{model: ./ft1+./lora, parameters: {{weight: 1}}}}")
+
+
+# Chat templates
+
+
+def test_chat_templates(read: Read, place: Path) -> None:
+    models = "merge_method: linear\nmodels: [{model: ft1}, {model: ft2}, {model: plain}]\n"
+    written = {"ft1": "{{ one }}", "ft2": "{{ two }}", "plain": "{{ two }}"}
+    for name, template in written.items():
+        file = place / name / "tokenizer_config.json"
+        file.write_text(json.dumps({"chat_template": template}))
+    try:
+        assert read(models).chat_template is None
+        assert read(models + "chat_template: auto").chat_template == "{{ two }}"
+        assert read(models + "chat_template: '{{ own }}'").chat_template == "{{ own }}"
+        (place / "t.jinja").write_text("{{ file }}")
+        assert read(models + "chat_template: t.jinja").chat_template == "{{ file }}"
+        with pytest.raises(InputError, match=r"line 3.*mergekit's named templates are not here"):
+            read(models + "chat_template: chatml")
+        (place / "ft1/tokenizer_config.json").write_text("{")
+        with pytest.raises(InputError, match=r"line 3.*'.*ft1' cannot be read"):
+            read(models + "chat_template: auto")
+    finally:
+        for name in written:
+            (place / name / "tokenizer_config.json").unlink()
+
+
+# What is wrong, and where
+
+HEAD = "merge_method: linear\n"
+BOTH = "models: [{model: ft1}, {model: ft2}]\n"
+TASK = "merge_method: task_arithmetic\nbase_model: base\n"
+FAULTS = {
+    "empty": ("", "recipe.yml is empty"),
+    "only a remark": ("# merge\n", "recipe.yml is empty"),
+    "a list": ("- a\n- b", "line 1, column 1.*got a list"),
+    "a text": ("merge", "line 1.*expected keys"),
+    "a tab": ("merge_method: linear\n\tmodels: []", "line 2, column 1.*a tab"),
+    "unfinished": ("models: [{model: a}", "line 1.*no YAML"),
+    "two documents": (HEAD + BOTH + "---\na: 1", "line 3.*second document"),
+    "key twice": (HEAD + BOTH + "merge_method: linear", "line 3.*'merge_method' a second time.*1"),
+    "merge key": (HEAD + "models:\n- <<: {model: ft1}", "line 3.*merge key"),
+    "own alias": ("a: &a [*a]", "line 1.*inside of what it names"),
+    "a tag": (HEAD + "models: !!python/object:os.system [x]", "line 2.*tag"),
+    "odd key": ("? [a]\n: b", "line 1.*key that is not text"),
+    "no method": (BOTH, "line 1.*the key 'merge_method' is missing"),
+    "unknown key": (HEAD + BOTH + "modles: 3", "line 3, column 1: unknown key 'modles'.*'models'"),
+    "key nobody knows": (HEAD + BOTH + "zzz: 3", "line 3.*unknown key 'zzz'; known here: merge_me"),
+    "misplaced key": (HEAD + BOTH + "normalize: true", "line 3.*belongs to 'parameters.normalize'"),
+    "misspelt weight": (
+        HEAD + "models:\n- model: ft1\n  parameters:\n    weigth: 1",
+        r"line 5, column 5.*models\[0\].parameters.weigth'.*'weight'",
+    ),
+    "no model": (HEAD + "models:\n- parameters: {weight: 1}", "line 3.*the key 'model' is missing"),
+    "models no list": (HEAD + "models: ft1", "line 2.*models: expected a list"),
+    "model no mapping": (HEAD + "models:\n- ft1", r"line 3.*models\[0\]: expected keys"),
+    "model a number": (HEAD + "models: [{model: 3}]", r"line 2.*model: expected text, got 3"),
+    "no models": (HEAD + "models: []", "line 2.*the list is empty"),
+    "neither": (HEAD, "line 1.*models, or slices of whole models"),
+    "both": (HEAD + BOTH + "slices: []", "line 3.*exactly one"),
+    "modules": (HEAD + "modules: {a: {models: []}}", "line 2.*modules merge the parts"),
+    "NaN": (HEAD + "models: [{model: ft1, parameters: {weight: .nan}}]", "line 2.*finite.*nan"),
+    "inf": (HEAD + "models: [{model: ft1, parameters: {weight: -.inf}}]", "line 2.*finite.*inf"),
+    "NaN in a list": (
+        HEAD + "models:\n- model: ft1\n  parameters:\n    weight:\n    - 1\n    - .nan",
+        r"line 7, column 7.*weight\[1\]: expected a finite number, got nan",
+    ),
+    "weight of words": (HEAD + BOTH + "parameters: {weight: much}", "line 3.*got 'much'"),
+    "weight true": (HEAD + BOTH + "parameters: {weight: true}", "line 3.*got True"),
+    "empty gradient": (HEAD + BOTH + "parameters: {weight: []}", "line 3.*at least one number"),
+    "rule's key": (
+        HEAD + BOTH + "parameters:\n  weight:\n  - filer: mlp\n    value: 1",
+        "line 5.*'filter' and 'value', got 'filer'",
+    ),
+    "rule without value": (
+        HEAD + BOTH + "parameters: {weight: [{filter: mlp}]}",
+        "line 3.*'value'",
+    ),
+    "rule of odd filter": (
+        HEAD + BOTH + "parameters: {weight: [{filter: 3, value: 1}]}",
+        "line 3.*a part of the tensors' names, got 3",
+    ),
+    "negative delta": (HEAD + BOTH + "parameters: {delta: -1}", "line 3.*at least 0, got -1"),
+    "n_data": (HEAD + "models:\n- {model: ft1, n_data: 1.5}", "line 3.*whole number above 0"),
+    "normalize": (HEAD + BOTH + "parameters: {normalize: 2}", "line 3.*true or false, got 2"),
+    "missing_precision": (
+        HEAD + BOTH + "parameters: {missing_precision: none}",
+        "line 3.*one of error, base, zero, got 'none'",
+    ),
+    "dtype": (HEAD + BOTH + "dtype: int8", "line 3.*one of bfloat16, float16"),
+    "a method of mergekit": ("merge_method: ties\n" + BOTH, "line 1.*'ties' of mergekit is not he"),
+    "unknown method": (
+        "merge_method: fischer\n" + BOTH,
+        "line 1.*'fischer'; did you mean 'fisher'",
+    ),
+    "no base": ("merge_method: task_arithmetic\n" + BOTH, "line 1.*needs base_model"),
+    "only the base": (TASK + "models: [{model: base}]", "line 3.*no model beside the base"),
+    "no precision": (
+        "merge_method: fisher\nmodels:\n- model: ft1\n- model: plain",
+        "line 4.*'plain' has no precision.*blr-analysis fisher",
+    ),
+    "precision not there": (
+        "merge_method: fisher\nmodels:\n- model: ft1\n  precision: ft1/precison",
+        "line 4.*there is no precision",
+    ),
+    "base precision not there": (
+        f"merge_method: gradient_matching\nbase_model: base\nbase_precision: x\n{BOTH}",
+        "line 3.*there is no precision",
+    ),
+    "base with a weight": (
+        "merge_method: gradient_matching\nbase_model: base\nmodels:\n- model: ft1\n"
+        "- {model: ./base, parameters: {weight: 1}}",
+        "line 5.*this is base_model itself",
+    ),
+    "model twice": (HEAD + "models:\n- model: ft1\n- model: ./ft2/../ft1", "line 4.*as on line 3"),
+    "some without weight": (
+        TASK + "models:\n- model: ft1\n- model: ft2\n  parameters: {weight: 1}",
+        "line 4.*no weight",
+    ),
+    "no such folder": (HEAD + "models:\n- model: ./nowhere", "line 3.*from the folder of the reci"),
+    "no such user": (HEAD + "models:\n- model: ~nobody_here/x", "line 3.*no user of this name"),
+    "density of fisher": (
+        "merge_method: fisher\nmodels:\n- model: ft1\n  parameters: {density: 0.5}",
+        "line 4.*density has no effect on fisher",
+    ),
+    "lambda of fisher": (
+        f"merge_method: fisher\n{BOTH}parameters: {{lambda: 2}}",
+        "line 3.*lambda has no effect on fisher",
+    ),
+    "half a model": (
+        HEAD + "slices:\n- sources:\n  - model: ft1\n    layer_range: [0, 1]",
+        r"line 5.*layer_range \[0, 1\].*\[0, 2\]",
+    ),
+    "layers put together": (
+        HEAD + "slices:\n- sources: [{model: ft1, layer_range: [0, 1]}]\n"
+        "- sources: [{model: ft2, layer_range: [1, 2]}]",
+        "line 4.*put layers together",
+    ),
+    "odd range": (
+        HEAD + "slices:\n- sources:\n  - {model: ft1, layer_range: [0, 1, 2]}",
+        "line 4.*two whole numbers",
+    ),
+    "residual_weight": (
+        HEAD + "slices:\n- residual_weight: 1\n  sources: [{model: ft1, layer_range: [0, 2]}]",
+        "line 3.*residual_weight",
+    ),
+    "union": (HEAD + BOTH + "tokenizer_source: union", "line 3.*vocabulary of all models"),
+    "base without base": (HEAD + BOTH + "tokenizer_source: base", "line 3.*no base_model"),
+    "two tokenizers": (
+        HEAD + BOTH + "tokenizer_source: ft1\ntokenizer: {source: ft2}",
+        "line 4.*one of them",
+    ),
+    "tokens": (
+        HEAD + BOTH + "tokenizer: {source: ft1, tokens: {a: b}}",
+        "line 3.*tokenizer.tokens",
+    ),
+    "sum of nothing": (
+        TASK + "models:\n- {model: ft1, parameters: {weight: 1}}\n"
+        "- {model: ft2, parameters: {weight: -1}}\nparameters: {normalize: true, lambda: 2}",
+        "line 6.*sum to 0",
+    ),
+    "a number too long": (HEAD + BOTH + f"x: {'9' * 5000}", "line 3.*no number"),
+    "gradient without layers": (
+        HEAD + "models:\n- model: bare\n  parameters: {weight: [0, 1]}",
+        "line 2.*the layers of the model are needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_named_with_its_line(read: Read, place: Path, fault: str) -> None:
+    (place / "bare").mkdir(exist_ok=True)
+    text, expected = FAULTS[fault]
+    with pytest.raises(InputError, match=f"(?s)^recipe.yml.*{expected}|^{expected}"):
+        read(text)
+
+
+def test_all_wrong_keys_are_listed_in_the_order_of_their_lines(read: Read) -> None:
+    with pytest.raises(InputError) as caught:
+        read("merge_method: linear\nmodels: 3\nparameters: {wieght: 1}\ndtype: int8\n")
+    lines = str(caught.value).splitlines()
+    assert [line.split(",")[1] for line in lines] == [" line 2", " line 3", " line 4"]
+
+
+def test_a_bomb_of_aliases_is_defused(read: Read) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
+    with pytest.raises(InputError, match="more than 20,000 values"):
+        read("\n".join(lines))
+
+
+def test_depth_and_length_are_bounded(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="line 1, column 51: more than 50 levels"):
+        read("[" * 500 + "]" * 500)
+    assert read_yaml("[" * 50 + "]" * 50, "r.yml").data
+    with pytest.raises(InputError, match="more than 50 levels"):
+        read("\n".join(f"{' ' * k}a:" for k in range(60)))
+    monkeypatch.setattr(located, "MOST_VALUES", 100)
+    with pytest.raises(InputError, match="more than 100 values"):
+        read(f"[{'1,' * 300}]")
+
+
+def test_files_that_are_no_text(place: Path) -> None:
+    file = place / "odd.yml"
+    file.write_bytes(b"merge_method: linear\nmodels: \xff\xfe")
+    with pytest.raises(InputError, match="line 2: a byte that is no UTF-8"):
+        read_recipe(file)
+    file.write_bytes(b"a" * 900_000)
+    with pytest.raises(InputError, match="no recipe is that long"):
+        read_recipe(file)
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_recipe(place)
+    with pytest.raises(StorageError, match="No such file"):
+        read_recipe(place / "none.yml")
+
+
+def test_a_byte_order_mark_is_no_fault(place: Path) -> None:
+    (place / "bom.yml").write_bytes(b"\xef\xbb\xbf" + LINEAR.encode())
+    assert read_recipe(place / "bom.yml").job.method == "linear"
+
+
+def test_places_are_spelled_as_one_writes_them() -> None:
+    assert spelled(("models", 0, "parameters", "weight", 2)) == "models[0].parameters.weight[2]"
+    found = read_yaml("a:\n  - b: 1\n    c: 2\n", "r.yml")
+    assert found.where(("a", 0, "c")) == "r.yml, line 3, column 5"
+    assert found.where(("a", 0, "c", "gone", 3)) == "r.yml, line 3, column 5"
+    assert found.line(("nowhere",)) == 1
+
+
+# Whatever is in the file
+
+KEYS = [
+    "merge_method", "base_model", "base_precision", "models", "slices", "modules", "parameters",
+    "dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "model", "precision",
+    "n_data", "weight", "lambda", "normalize", "int8_mask", "density", "delta", "sources",
+    "missing_precision", "layer_range", "filter", "value", "source", "residual_weight",
+]  # fmt: skip
+WORDS = [
+    "linear", "fisher", "task_arithmetic", "gradient_matching", "ties", "base", "ft1", "ft2",
+    "plain", "./base+./ft1", "org/model", "~", "~x", "auto", "union", "float32", "zero", "mlp", "",
+    "\0", "\ud800", "a" * 300, "*",
+]  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.sampled_from(WORDS), st.text()
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=3)), inner, max_size=5),
+    ),
+    max_leaves=20,
+)
+ENTRY = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(
+    lambda more: {"model": "ft1", **more}
+)
+RECIPES = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5).flatmap(
+    lambda more: st.builds(
+        lambda method, models: {"merge_method": method, "models": models, **more},
+        st.sampled_from(WORDS[:4]),
+        st.one_of(VALUES, st.lists(ENTRY, max_size=2)),
+    )
+)
+MARKS = st.text(alphabet=" \n\t-:{}[]&*!|>'\"%@`#,?~<.0123eE_ab", max_size=60)
+FUZZ = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def either_a_job_or_an_error(place: Path, raw: bytes) -> None:
+    file = place / "fuzz.yml"
+    file.write_bytes(raw)
+    with contextlib.suppress(BLRError):
+        found = read_recipe(file)
+        assert isinstance(found.job, Job)
+        assert found.job.members
+
+
+@FUZZ
+@given(recipe=RECIPES)
+def test_any_mapping_gives_a_job_or_an_error(place: Path, recipe: dict[str, Any]) -> None:
+    raw = json.dumps(recipe).encode("utf-8")  # JSON is YAML
+    either_a_job_or_an_error(place, raw)
+
+
+@FUZZ
+@given(raw=st.one_of(st.binary(max_size=80), MARKS.map(str.encode)))
+def test_any_bytes_give_a_job_or_an_error(place: Path, raw: bytes) -> None:
+    either_a_job_or_an_error(place, raw)
+
+
+@FUZZ
+@given(at=st.integers(0, len(ARITHMETIC)), cut=st.integers(0, 30), new=MARKS)
+def test_any_edit_gives_a_job_or_an_error(place: Path, at: int, cut: int, new: str) -> None:
+    either_a_job_or_an_error(place, (ARITHMETIC[:at] + new + ARITHMETIC[at + cut :]).encode())
+
+
+def test_a_precision_of_another_model_is_found_by_the_plan(read: Read, place: Path) -> None:
+    """What a recipe cannot know is checked where folders are opened, before anything is written."""
+    from blr_analysis.merging.opening import plan
+
+    other = {name: tensor[:2] for name, tensor in curved(9).items() if tensor.ndim == 2}
+    write_model(place / "odd", near(state(0), 7), precision=other)
+    found = read("merge_method: fisher\nmodels: [{model: ft1}, {model: odd}]")
+    with pytest.raises(BLRError, match="precision of"):
+        plan(found.job)

@@ -1,0 +1,271 @@
+"""``blr-analysis merge``: what it writes is what the formula gives, and what it prints is so."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from merging.models_on_disk import family_in_memory, near, state, write_family, write_model
+from safetensors.torch import load_file
+
+import blr_analysis as blr
+from blr_analysis.cli import main
+from blr_analysis.cli.merging import merge
+from blr_analysis.cli.sizes import read_size
+from blr_analysis.errors import InputError
+from blr_analysis.merging.plan import MAX_MEMORY, SHARD
+from blr_analysis.weights import Folder, fingerprint
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+merge_method: gradient_matching
+base_model: base
+models:
+  - model: ft1
+    parameters: {weight: 0.5}
+  - model: ft2
+    parameters: {weight: 1.5}
+parameters: {delta: 0.25}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a recipe, a base and two fine-tunes."""
+    write_family(tmp_path)
+    (tmp_path / "recipe.yml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["merge", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    source = Folder.open(folder)
+    return {name: source.tensor(name) for name in source.specs}
+
+
+def test_it_writes_what_the_library_gives(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "recipe.yml", "merged")
+    assert code == 0, err
+    expected = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25)
+    found = load(here / "merged")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert "6 tensors merged, 0 copied" in out
+    assert "0 numbers in 0 tensors had no positive precision" in out
+    assert re.search(r"3\.62 kB read, 604 B written in \d+\.\d s, [\d.e-]+ GB/s", out)
+    assert "written to merged: model.safetensors" in out
+    assert "recipe.yml, line 3: base_precision: taken from" in err
+    assert "done" in err
+
+
+def test_a_linear_recipe_of_mergekit_by_hand(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "linear.yml").write_text(
+        "models:\n- model: ft1\n  parameters: {weight: 1.0}\n- model: ft2\n"
+        "  parameters: {weight: [0.0, 3.0]}\nmerge_method: linear\ndtype: float32\n"
+    )
+    assert run(capsys, "linear.yml", "out")[0] == 0
+    found, one, two = load(here / "out"), near(state(0), 1), near(state(0), 2)
+    shares = {"embed": 1.0, "layers.0": 1.0, "layers.1": 0.25, "scale": 0.25}  # of ft1
+    for name, tensor in found.items():
+        share = next(s for start, s in shares.items() if name.startswith(start))
+        expected = share * one[name].double() + (1 - share) * two[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_task_arithmetic_recipe_of_mergekit_by_hand(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "ta.yml").write_text(
+        "models:\n- model: base\n- model: ft1\n  parameters: {weight: 0.5, density: 0.3}\n"
+        "- model: ft2\n  parameters:\n    weight:\n    - {filter: mlp, value: 2}\n    - value: 1\n"
+        "merge_method: task_arithmetic\nbase_model: base\n"
+        "parameters: {normalize: true, lambda: 0.75, int8_mask: true}\ndtype: float32\n"
+    )
+    assert run(capsys, "ta.yml", "out")[0] == 0
+    found, base = load(here / "out"), state(0)
+    steps = [{n: near(base, t)[n].double() - base[n].double() for n in base} for t in (1, 2)]
+    for name, tensor in found.items():
+        a, b = 0.5, 2.0 if "mlp" in name else 1.0
+        mixed = 0.75 * (a * steps[0][name] + b * steps[1][name]) / (a + b)
+        expected = base[name].double() + mixed
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(here.rglob("*"))
+    code, out, err = run(capsys, "recipe.yml", "merged", "--dry-run")
+    assert code == 0, err
+    assert sorted(here.rglob("*")) == before
+    assert re.search(r"method +gradient_matching: θ_0 \+ Σ", out)
+    assert re.search(r"to read +3\.62 kB\n", out)  # three models, three precisions
+    assert re.search(r"to write +604 B\n", out)
+    assert re.search(r"memory +[\d.]+ MB of buffers at most", out)
+    assert re.search(r"ft2 +1\.5 +ft2/precision\n", out)
+    assert re.search(r"merged +6 +151 +float32 +604 B", out)
+    assert "embed.weight" not in out
+    assert "Nothing was written" in out
+    assert run(capsys, "recipe.yml", "--dry-run")[1] == out
+
+
+def test_every_tensor_is_listed_on_demand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--dry-run"], ["merged"]):
+        code, out, _ = run(capsys, "recipe.yml", "--tensors", *more)
+        assert code == 0
+        assert re.search(r"embed.weight +merged +11x6 +float32 +0.5 1.5\n", out)
+        assert len(re.findall(r"^layers\.", out, re.MULTILINE)) == 4
+
+
+def test_shards_have_the_size_that_was_asked_for(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "recipe.yml", "merged", "--shard-size", "300B", "--threads", "1")[0] == 0
+    files = sorted((here / "merged").glob("model-*.safetensors"))
+    assert len(files) > 1
+    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in files]
+    assert all(size <= 300 for size in sizes)
+    assert sum(sizes) == 604
+    assert json.loads((here / "merged/model.safetensors.index.json").read_text())["metadata"] == {
+        "total_size": 604
+    }
+
+
+def test_memory_is_bounded_by_the_option(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "recipe.yml", "merged", "--max-memory", "1kB")
+    assert code == 2
+    assert "max_memory=1000 bytes is too little" in err
+    assert not (here / "merged").exists()
+
+
+def test_verify_merges_again_and_gives_the_fingerprint(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "recipe.yml", "merged", "--verify")
+    assert code == 0, err
+    digest = fingerprint(Folder.open(here / "merged"))
+    assert f"verified: every number is as it was merged; sha256 {digest}" in out
+
+
+def test_verify_finds_a_flipped_bit(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blr_analysis.merging import verifying
+
+    def damaged(report: blr.MergeReport, **more: object) -> str:
+        file = report.folder / "model.safetensors"
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+        return honest(report)
+
+    honest = verifying.verify
+    monkeypatch.setattr(verifying, "verify", damaged)
+    code, _, err = run(capsys, "recipe.yml", "merged", "--verify")
+    assert code == 2
+    assert "is not what was merged" in err
+
+
+FAILURES = {
+    "no folder": (["recipe.yml"], "name the folder to write"),
+    "no recipe": (["none.yml", "out"], "the recipe 'none.yml' cannot be read"),
+    "bad recipe": (["bad.yml", "out"], "bad.yml, line 1, column 1"),
+    "full folder": (["recipe.yml", "base"], "is not empty"),
+    "a file": (["recipe.yml", "recipe.yml"], "is there already"),
+    "size": (["recipe.yml", "out", "--shard-size", "big"], "--shard-size must be a size"),
+    "memory": (["recipe.yml", "out", "--max-memory", "-1"], "--max-memory must be a size"),
+    "threads": (["recipe.yml", "out", "--threads", "0"], "--threads"),
+    "option": (["recipe.yml", "out", "--dryrun"], "--dryrun"),
+    "too many": (["recipe.yml", "out", "more"], "more"),
+    "wrong models": (["wrong.yml", "out"], "not the same model"),
+    "the base itself": (["same.yml", "out"], "equals its base"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_every_failure_is_one_line_and_leaves_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], failure: str
+) -> None:
+    (here / "bad.yml").write_text("merge_method: ties\nmodels: [{model: ft1}]")
+    write_model(here / "odd", {"other.weight": torch.ones(2)})
+    write_model(here / "twin", state(0))
+    head = "merge_method: task_arithmetic\nbase_model: base\nmodels: "
+    (here / "wrong.yml").write_text(f"{head}[{{model: ft1}}, {{model: odd}}]")
+    (here / "same.yml").write_text(f"{head}[{{model: twin}}]")
+    before = sorted(here.rglob("*"))
+    argv, expected = FAILURES[failure]
+    code, out, err = run(capsys, *argv)
+    assert code == 2
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("blr-analysis: ")
+    assert expected in last
+    assert sorted(here.rglob("*")) == before
+
+
+def test_help_shows_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    flat = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
+    assert "merge_method: gradient_matching" in flat
+    assert "blr-analysis merge recipe.yml --dry-run" in flat
+
+
+def test_the_defaults_are_those_of_the_library() -> None:
+    options = {p.name: p.default for p in inspect.signature(merge).parameters.values()}
+    assert read_size("--max-memory", options["max_memory"]) == MAX_MEMORY
+    assert read_size("--shard-size", options["shard_size"]) == SHARD
+
+
+def test_sizes() -> None:
+    sizes = {"1": 1, "5GB": 5 * 10**9, "256MiB": 256 * 2**20, "1.5 k": 1500, "2e9": 2 * 10**9}
+    assert {text: read_size("--x", text) for text in sizes} == sizes
+    for text in ("", "GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB"):
+        with pytest.raises(InputError, match="--x must be a size"):
+            read_size("--x", text)
+
+
+def test_start_up_and_merging_load_only_what_they_need(here: Path) -> None:
+    """Other commands do not pay for recipes, and a merge does not pay for tables and pictures."""
+    code = """if True:
+        import sys
+        from blr_analysis.cli import main
+        tables = {"pandas", "matplotlib", "sklearn", "transformers", "pyarrow"}
+        loaded = sorted({"pydantic", "ruamel.yaml", *tables} & set(sys.modules))
+        if loaded: sys.exit(f"at start-up: {loaded}")
+        code = main(["merge", "recipe.yml", "out", "--verify", "--tensors"])
+        loaded = sorted(tables & set(sys.modules))
+        sys.exit(code or (f"while merging: {loaded}" if loaded else 0))
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_same_weights_whatever_the_threads(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = set()
+    for threads in ("1", "3"):
+        code, _, err = run(capsys, "recipe.yml", f"out{threads}", "--threads", threads)
+        assert code == 0, err
+        raw = (here / f"out{threads}" / "model.safetensors").read_bytes()
+        digests.add(hashlib.sha256(raw).hexdigest())
+    assert len(digests) == 1
