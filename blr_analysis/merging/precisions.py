@@ -117,7 +117,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
     return Precision(
         source,
         _stored(source, names, record.get("tied") or {}),
-        _priors(path, record.get("prior_precision", 0.0), names, source),
+        _priors(path, _scaled_prior(record.get("prior_precision", 0.0), record), names, source),
         frozen=frozenset(record.get("frozen") or ()),
     )
 
@@ -134,7 +134,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
         source = Loaded(label, tensors)
         tied = given.record.get("tied") or {}
         frozen = frozenset(given.record.get("frozen") or ())
-        prior = given.prior_precision
+        prior = _scaled_prior(given.prior_precision, given.record)
         if isinstance(prior, Mapping) and any(
             isinstance(p, Tensor) and p.ndim > 0 for p in prior.values()
         ):
@@ -182,6 +182,16 @@ def _priors(path: Path, prior: Any, names: Iterable[str], source: Source) -> dic
             "here: save the data's part alone, with prior precision 0."
         )
     return _by_name(prior, names)
+
+
+def _scaled_prior(prior: Any, record: Mapping[str, Any]) -> Any:
+    """δ as it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
+    factor = (record.get("calibration") or {}).get("scale", 1.0)
+    if factor == 1:
+        return prior
+    if isinstance(prior, Mapping):
+        return {n: p / factor for n, p in prior.items()}
+    return prior / factor
 
 
 def _by_name(prior: Any, names: Iterable[str]) -> dict[str, float]:

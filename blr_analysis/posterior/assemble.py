@@ -60,8 +60,14 @@ def assemble(
     scaling: str,
     batch_size: int | None,
     record: dict[str, Any],
+    bare: bool = False,
 ) -> Captured:
-    """From one slot per trainable parameter to the captured posterior, in the model's order."""
+    """From one slot per trainable parameter to the captured posterior, in the model's order.
+
+    With ``bare`` the prior of an optimizer that does not know its own may be missing and is left
+    out of S, which may then be 0 where no gradient ever came; a given one is recorded as
+    ``prior_outside``.
+    """
     by_name = {slot.name: slot for slot in slots}
     slots = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
@@ -70,8 +76,14 @@ def assemble(
             "the optimizer has not stepped, or all its parameters are frozen: it holds no second "
             "moment of any trainable parameter. Capture the posterior after training."
         )
+    bare = bare and not reader.scaled
+    outside = prior_precision if bare else None
     scale = (own_scale if reader.scaled else given_scale)(
-        {s.name: s.group for s in slots}, n_data, prior_precision, scaling, batch_size
+        {s.name: s.group for s in slots},
+        n_data,
+        0.0 if bare and prior_precision is None else prior_precision,
+        scaling,
+        batch_size,
     )
     mean, precision = {}, {}
     for slot in slots:
@@ -81,8 +93,8 @@ def assemble(
             data = scale.data_part(_estimate(slot, reader), slot.group)
         else:
             data = torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
-        precision[slot.name] = _positive(slot.name, data + delta, delta)
-    deltas = set(scale.prior.values())
+        precision[slot.name] = data if bare else _positive(slot.name, data + delta, delta)
+    deltas = {0.0} if bare else set(scale.prior.values())
     counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
     return Captured(
         mean=mean,
@@ -91,11 +103,13 @@ def assemble(
         n_data=scale.n_data,
         record={
             "kind": reader.kind,
-            "definition": scale.definition,
+            "definition": _data_part(scale.definition) if bare else scale.definition,
             "n_data": scale.n_data,
             **scale.record,
             **record,
+            **({} if outside is None else {"prior_outside": _plain_prior(outside)}),
             "step": max(counts) if counts else None,
+            "beta2": _beta2(slots),
             "state_dtypes": sorted(
                 {str(s.state[reader.key].dtype) for s in slots if s.name in learned}
             ),
@@ -171,6 +185,28 @@ def _settings(slots: Sequence[Slot], reader: Reader) -> list[dict[str, Any]]:
         {key: _plain(group[key]) for key in reader.settings if key in group}
         for group in groups.values()
     ]
+
+
+def _data_part(definition: str) -> str:
+    """From "S = … + delta" to "H = …"."""
+    return definition.replace("S = ", "H = ", 1).removesuffix(" + delta")
+
+
+def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
+    """How slowly the second moment forgets: one number, or one per distinct setting."""
+    found = set()
+    for group in (slot.group for slot in slots):
+        if "betas" in group:
+            found.add(float(group["betas"][1]))
+        elif "beta2" in group or "alpha" in group:
+            found.add(float(group.get("beta2", group.get("alpha"))))
+    return min(found) if len(found) == 1 else sorted(found) or None
+
+
+def _plain_prior(prior: float | Mapping[str, float]) -> float | dict[str, float]:
+    if isinstance(prior, Mapping):
+        return {name: float(value) for name, value in prior.items()}
+    return float(prior)
 
 
 def _plain(value: Any) -> Any:

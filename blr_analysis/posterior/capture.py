@@ -2,7 +2,8 @@
 
 The precision S of q(θ) = N(m, S⁻¹), entry by entry:
 
-* IVON: S = ess·(h + weight_decay), the posterior it samples from while it trains;
+* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(h + weight_decay), the posterior that they sample
+  from while they train (OGN: that it could sample from);
 * second moments (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad): S = N·√v̂ + δ by default, or
   N·B·v̂ + δ with ``scaling="squared"``; v̂ is the bias-corrected mean of squared gradients of
   the minibatch-MEAN loss, N the number of training examples, B the batch size.
@@ -21,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.assemble import HALF, HALF_REASON, Captured, Slot, assemble
 from blr_analysis.posterior.readers import reader_of, split_flat
-from blr_analysis.posterior.records import some
 
 HALF_WARNING = (
     "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "
@@ -40,6 +41,7 @@ def from_optimizer(
     prior_precision: float | Mapping[str, float] | None = None,
     scaling: str = "sqrt",
     batch_size: int | None = None,
+    bare: bool = False,
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
 
@@ -64,6 +66,9 @@ def from_optimizer(
         scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
         batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
             included.
+        bare: leave the prior out of S where the optimizer does not know it, for files to merge
+            models with: S is the data's part and may be 0. A ``prior_precision`` is optional
+            then, and only recorded.
 
     Raises:
         OptimizerError: an optimizer without precision (SGD), one that has not stepped, one of
@@ -80,7 +85,7 @@ def from_optimizer(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError(
@@ -88,15 +93,9 @@ def from_optimizer(
             "context before the posterior is captured."
         )
     names = {id(p): name for name, p in model.named_parameters()}
+    parameter_order(optimizer, model)
     groups: list[dict[str, Any]] = optimizer.param_groups
-    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
-    foreign = [shape for key, shape in held.items() if key not in names]
-    if foreign:
-        raise OptimizerError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's; their "
-            f"shapes are {foreign[:8]}. Was it built for another model, or for a copy of this "
-            f"one? The model's own parameters are {some(list(names.values()))}."
-        )
+    held = {id(p) for group in groups for p in group["params"]}
     flat = split_flat(groups, [[p.shape for p in group["params"]] for group in groups])
     slots = [
         Slot(
@@ -119,6 +118,7 @@ def from_optimizer(
         prior_precision=prior_precision,
         scaling=scaling,
         batch_size=batch_size,
+        bare=bare,
         record={
             "source": "optimizer",
             "optimizer": f"{kind.__module__}.{kind.__qualname__}",
@@ -131,7 +131,26 @@ def from_optimizer(
     )
 
 
-def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The parameters' names, group by group, in the order in which the optimizer holds them.
+
+    Raises:
+        OptimizerError: it holds parameters that are not the model's.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = unwrap(optimizer).param_groups
+    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
+    foreign = [shape for key, shape in held.items() if key not in names]
+    if foreign:
+        raise OptimizerError(
+            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's; their "
+            f"shapes are {foreign[:8]}. Was it built for another model, or for a copy of this "
+            f"one? The model's own parameters are {some(list(names.values()))}."
+        )
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper such as accelerate's or Lightning's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer

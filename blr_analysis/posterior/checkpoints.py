@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError
 from blr_analysis.posterior.assemble import (
     HALF,
@@ -19,7 +20,6 @@ from blr_analysis.posterior.assemble import (
 )
 from blr_analysis.posterior.grouping import name_states
 from blr_analysis.posterior.readers import reader_of_saved, split_flat
-from blr_analysis.posterior.records import some
 from blr_analysis.posterior.saved import Saved, load_saved
 
 
@@ -32,6 +32,7 @@ def from_checkpoint(
     scaling: str = "sqrt",
     batch_size: int | None = None,
     names: Sequence[str] | None = None,
+    bare: bool = False,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
 
@@ -58,6 +59,7 @@ def from_checkpoint(
         scaling: see there.
         batch_size: see there.
         names: every parameter's name, in the order in which the optimizer got them.
+        bare: as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -110,6 +112,7 @@ def from_checkpoint(
         prior_precision=prior_precision,
         scaling=scaling,
         batch_size=batch_size,
+        bare=bare,
         record={
             "source": saved.source,
             "path": os.fspath(path),

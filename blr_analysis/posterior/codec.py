@@ -17,6 +17,8 @@ from blr_analysis.posterior.structures import Diagonal, Prior, Structure
 OWN_KEYS = (
     "structure",
     "prior_precision",
+    "prior_outside",
+    "rounded",
     "blocks",
     "shapes",
     "n_data",
@@ -59,15 +61,16 @@ def encode(form: Structure, prior: Prior) -> tuple[dict[str, Tensor], dict[str, 
 
 def decode(
     tensors: Mapping[str, Tensor], record: Mapping[str, Any], path: str
-) -> tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]:
-    """Mean, structure, prior precision, n_data and the rest of the record.
+) -> tuple[dict[str, Tensor] | None, Structure, Prior, int, dict[str, Any]]:
+    """Mean (None where none is stored), structure, prior precision, n_data, rest of the record.
 
     Raises:
         StorageError: a tensor or an entry of the record that a posterior needs is missing.
     """
     try:
         names: list[str] = list(record["parameters"])
-        mean = {n: tensors[f"{n}.mean"] for n in names}
+        bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
+        mean = None if bare else {n: tensors[f"{n}.mean"] for n in names}
         form = _form(tensors, record, names)
         prior: Any = record["prior_precision"]
         if isinstance(prior, dict):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior import capture, checkpoints, codec, storage
+from blr_analysis.posterior import capture, checkpoints, loading, means, rounding, storage
 from blr_analysis.posterior.checks import check_prior, count_of, differences, real_tensors
+from blr_analysis.posterior.records import FIELDS
 from blr_analysis.posterior.structures import Diagonal, Prior, Structure, Tree
 from blr_analysis.task import Task, find_device
 
@@ -294,27 +295,83 @@ class Posterior:
             )
         return self.to(task.device, task.check_parameters(mine))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        mean: bool = True,
+    ) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
+
+        Args:
+            dtype: for a diagonal precision: ``torch.bfloat16`` or ``torch.float32`` to store it
+                in; None as it is. What is rounded is the data's part, S − δ; δ is kept exactly
+                and added by :meth:`load`. Means are never rounded.
+            mean: False leaves the means out, for a precision folder beside the model's own
+                weights (diagonal only): the tensors have the model's names and shapes.
 
         Raises:
             StorageError: the place cannot be written; what was there before stays.
+            InputError: ``dtype`` or ``mean=False`` for another structure than "diag".
+
+        Example:
+            >>> import tempfile
+            >>> q = Posterior({"w": torch.zeros(2)}, {"w": torch.tensor([1.5, 3.0])},
+            ...               prior_precision=1.0, n_data=10)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     q.save(f"{folder}/precision", dtype=torch.bfloat16, mean=False)
+            ...     back = Posterior.load(f"{folder}/precision", model=q.mean)
+            >>> back.precision("w"), back.prior_precision
+            (tensor([1.5000, 3.0000]), 1.0)
         """
-        tensors, record = codec.encode(self.form, self.prior_precision)
-        means = {f"{n}.mean": m for n, m in self.mean.items()}
+        place = path_of(path)
+        tensors, record = rounding.encode_as(self.form, self.prior_precision, dtype)
+        stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
+        if not mean and set(tensors) != set(self.mean):
+            raise InputError(
+                "mean=False writes one precision per weight: this posterior is "
+                f"{self.structure!r}, or its prior precision has an entry per weight. Leave mean "
+                "out, or fit structure='diag' with one prior precision per parameter"
+            )
+        clash = sorted(set(stored_means) & set(tensors))
+        if clash:
+            raise InputError(
+                f"parameters are called {clash[:4]}, as the means of others would be in the file: "
+                "rename them, or save with mean=False"
+            )
         storage.write(
-            path_of(path),
-            {n: t.cpu() for n, t in {**tensors, **means}.items()},
-            {**self.record, **record, "n_data": self.n_data, "parameters": list(self.mean)},
+            place,
+            {n: t.cpu() for n, t in {**tensors, **stored_means}.items()},
+            {
+                **({} if mean else dict.fromkeys(FIELDS)),
+                **self.record,
+                **record,
+                "n_data": self.n_data,
+                "parameters": list(self.mean),
+            },
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Posterior:
-        """Read what :meth:`save` wrote.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: means.Model | None = None,
+        prior_precision: Prior | None = None,
+    ) -> Posterior:
+        """Read what :meth:`save` wrote, or a precision folder that lies beside a model.
+
+        Args:
+            model: the mean, where the file holds none: a module, a state dict, or a folder or
+                file of safetensors (refused if its sha256 is not the recorded one).
+            prior_precision: δ, added where the file holds the data's part alone.
 
         Raises:
             StorageError: nothing there, a truncated or foreign file, or a pickle.
+            PosteriorError: no mean and no ``model``, another model's names or shapes, a prior
+                for a precision that has one, or no prior where the data say nothing.
         """
-        tensors, record = storage.read(path_of(path))
-        mean, form, prior, n_data, rest = codec.decode(tensors, record, str(path))
+        place = os.fspath(path_of(path))
+        mean, form, prior, n_data, rest = loading.load_parts(place, model, prior_precision)
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)

@@ -1,7 +1,8 @@
 """Which parameter is number k of a saved optimizer?
 
 A saved state numbers its parameters by their place in the optimizer's groups and names none of
-them. ``torch.optim`` takes them as they were passed, usually ``model.parameters()``; Hugging
+them (``torch.distributed.checkpoint.state_dict`` exports states by name: those are believed).
+``torch.optim`` takes them as they were passed, usually ``model.parameters()``; Hugging
 Face's Trainer passes two groups, first what decays and then the rest (biases and the parameters
 of normalisation layers). Numbering them otherwise gives tensors the wrong names, often of the
 right shape, so every rule that could have made the file is tried, and one is believed only if
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.readers import State
-from blr_analysis.posterior.records import some
 
 TRAINER = "Trainer's groups"
 SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
@@ -107,6 +108,8 @@ def _candidates(
 ) -> list[Order]:
     if names is not None:
         return [Order("names as given", _cut(names, sizes))]
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        return [Order("names in the file", [list(group["params"]) for group in groups])]
     if all("param_names" in group for group in groups):
         return [Order("param_names in the file", [list(group["param_names"]) for group in groups])]
     every = [name for name, _ in model.named_parameters()]

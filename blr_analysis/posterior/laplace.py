@@ -25,6 +25,7 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.assemble import tied_names
 from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.gaussian import Posterior
@@ -36,6 +37,7 @@ from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
 CURVATURES = ("ggn", "empirical_fisher", "mc_fisher")
+KINDS = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}  # in records
 FULL_LIMIT = 20_000  # parameters: 3 GB of float64
 RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
 BASIS_LIMIT = 2**30  # numbers in the basis of a rank that is grown: 4 GB of float32
@@ -117,7 +119,7 @@ def fit_laplace(
         assert isinstance(form, LowRank)
         form = form.with_rest(found.diagonal)
     record = {
-        "kind": curvature,
+        "kind": KINDS[curvature],
         "source": "laplace",
         "definition": "S = diag(prior_precision) + "
         + {
@@ -129,6 +131,8 @@ def fit_laplace(
         if hasattr(task.likelihood, "variance")
         else task.likelihood.name,
         "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
+        "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
+        "tied": tied_names(task.model),
     }
     if isinstance(form, LowRank) and found is not None:
         record |= {"rank": form.rank, "tolerance": None if rank else tolerance or TOLERANCE}

@@ -1,15 +1,15 @@
 """What each optimizer's state says about curvature: one row per optimizer.
 
-Two families. Optimizers that learn a posterior (IVON) keep a Hessian estimate h and know their
-own scale: S = ess·(h + weight_decay). Optimizers that only keep a second moment v of the
-minibatch-mean gradients (Adam and its relatives) are read as v̂, corrected for the bias of its
-start at zero; the caller supplies the scale.
+Two families. Optimizers that learn a posterior (IVON, VOGN, OGN, Vadam, Vprop, bSAM) keep a
+Hessian estimate h and know their own scale: S = ess·(h + weight_decay). Optimizers that only
+keep a second moment v of the minibatch-mean gradients (Adam and its relatives) are read as v̂,
+corrected for the bias of its start at zero; the caller supplies the scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from blr_analysis.errors import OptimizerError
 State = Mapping[str, Any]
 
 ADVICE = (
-    "Supported: IVON (blr_analysis and ivon-opt), torch's Adam, AdamW, NAdam, RAdam, RMSprop and "
-    "Adagrad. For a model trained with anything else, blr_analysis.fit_laplace fits a posterior "
-    "after training."
+    "Supported: IVON (blr_analysis and ivon-opt), VOGN, OGN, Vadam, Vprop, BSAM, torch's Adam, "
+    "AdamW, NAdam, RAdam, RMSprop and Adagrad. For a model trained with anything else, "
+    "blr_analysis.fit_laplace fits a posterior after training."
 )
 
 
@@ -82,13 +82,12 @@ def _hessian(state: State, group: State) -> Tensor:
     return state["hess"]
 
 
-IVON = Reader(
-    "ivon",
-    "hess",
-    _hessian,
-    ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas"),
-    scaled=True,
-)
+def _second_moment(state: State, group: State) -> Tensor:
+    return state["hess"] / (1 - float(group["beta2"]) ** _counted(state, group))
+
+
+LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
+IVON = Reader("ivon", "hess", _hessian, LEARNED, scaled=True)
 ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
 RMSPROP = Reader("rmsprop_v", "square_avg", _rmsprop, ("alpha", "centered", "weight_decay"))
 ADAGRAD = Reader("adagrad_v", "sum", _adagrad, ("initial_accumulator_value", "weight_decay"))
@@ -104,6 +103,19 @@ READERS: dict[str, Reader] = {
 }
 """By the optimizer's class name, or that of one of its base classes."""
 
+ROWS: dict[str, Reader] = {
+    "IVON": IVON,
+    "VOGN": replace(IVON, kind="vogn"),
+    "OGN": replace(IVON, kind="ogn"),
+    "Vadam": replace(IVON, kind="vadam"),
+    "Vprop": replace(IVON, kind="vprop"),
+    "bSAM": replace(IVON, kind="bsam"),
+    "Adam": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
+    "AdamW": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
+    "RMSprop": Reader("rmsprop_v", "hess", _second_moment, ("beta2", "weight_decay")),
+}
+"""By the row of the Bayesian learning rule that an optimizer's groups say they run."""
+
 
 def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     """The row for a live optimizer.
@@ -113,6 +125,8 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     """
     if isinstance(optimizer, torch.optim.SGD):
         raise OptimizerError(f"SGD keeps no precision, at most a momentum. {ADVICE}")
+    if (reader := _reader_of_row(optimizer.param_groups)) is not None:
+        return reader
     for base in type(optimizer).__mro__:
         if base.__name__ in READERS:
             reader = READERS[base.__name__]
@@ -130,6 +144,16 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     return reader
 
 
+def _reader_of_row(groups: Sequence[State]) -> Reader | None:
+    """The row that the groups name; None where they name none."""
+    names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
+    if not names:
+        return None
+    if len(names) > 1 or not names <= set(ROWS):
+        raise OptimizerError(f"{', '.join(sorted(names))} keeps no diagonal precision. {ADVICE}")
+    return ROWS[names.pop()]
+
+
 def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
     """The row for a saved state, which does not name its optimizer: by the entries it holds.
 
@@ -138,6 +162,8 @@ def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
     """
     entries = {key for state in states if is_state(state) for key in state}
     options = {key for group in groups for key in group}
+    if entries and (reader := _reader_of_row(groups)) is not None:
+        return reader
     if "hess" in entries | options and {"ess", "weight_decay"} <= options:
         return IVON
     if "exp_avg_sq" in entries and "betas" in options:

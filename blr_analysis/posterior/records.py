@@ -11,6 +11,20 @@ from blr_analysis.errors import InputError, StorageError
 
 FORMAT = "blr_analysis.precision"
 VERSION = 1
+FIELDS = (
+    # What every precision beside a model says of itself; None where it does not apply.
+    "kind",
+    "definition",
+    "n_data",
+    "optimizer",
+    "batch_size",
+    "beta2",
+    "step",
+    "bias_corrected",
+    "tied",
+    "frozen",
+    "model_sha256",
+)
 AGAIN = "Copy it again from its source, or save the posterior again."
 
 
@@ -52,9 +66,3 @@ def decode_record(text: str, path: Path) -> dict[str, Any]:
             f"{VERSION}. Upgrade blr_analysis, or save the posterior again with this release."
         )
     return record
-
-
-def some(names: list[str], most: int = 5) -> str:
-    """The first few names, quoted, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:most]) or "none"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -13,10 +13,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError, StorageError
 from blr_analysis.posterior.readers import is_state
-from blr_analysis.posterior.records import AGAIN, some
+from blr_analysis.posterior.records import AGAIN
 
+EXPORT = (
+    "Its .metadata is a pickle, which can run code when it is read, so it is not read here. Export "
+    "the state safely where the training runs: on every process call "
+    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, options="
+    "StateDictOptions(full_state_dict=True, cpu_offload=True)), then on the first one "
+    "torch.save({'model': model_state, 'optimizer': optimizer_state}, 'state.pt'), and name that "
+    "file. (torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts this folder too, "
+    "but runs the pickle: only where you trust its source.)"
+)
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 LAYOUTS = {
@@ -47,6 +57,8 @@ def load_saved(path: Path) -> Saved:
         return _load_folder(path)
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
+    if path.name == ".metadata" or path.suffix == ".distcp":
+        raise StorageError(f"{str(path)!r} is part of a torch.distributed.checkpoint. {EXPORT}")
     content = _torch_load(path)
     for source, (weights, optimizer) in LAYOUTS.items():
         if isinstance(content, Mapping) and weights in content and optimizer in content:
@@ -64,14 +76,16 @@ def load_saved(path: Path) -> Saved:
 
 def _load_folder(folder: Path) -> Saved:
     file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
+    distributed = [p.parent for p in (*folder.glob(".metadata"), *folder.glob("*/.metadata"))]
+    if file is None and distributed:
+        raise StorageError(f"{str(distributed[0])!r} is a torch.distributed.checkpoint. {EXPORT}")
     if file is None:
         held = sorted(p.name for p in folder.iterdir())
         raise StorageError(
             f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}. "
             "Name one checkpoint folder of a Trainer that saved its optimizer "
-            "(save_only_model=False). Sharded optimizers (DeepSpeed, FSDP, .metadata files, "
-            "which are pickles that can run code) are not read: export the whole state with "
-            "torch.save(optimizer.state_dict(), ...) first."
+            "(save_only_model=False). Sharded optimizers (DeepSpeed, FSDP) are not read: export "
+            "the whole state with torch.save(optimizer.state_dict(), ...) first."
         )
     return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
 

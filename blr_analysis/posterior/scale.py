@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.posterior.readers import State
-from blr_analysis.posterior.records import some
 
 SCALINGS = ("sqrt", "squared", "ess")
 Prior = float | Mapping[str, float]
@@ -52,8 +52,8 @@ def own_scale(
     _check_scaling(scaling, batch_size)
     if scaling == "squared":
         raise InputError(
-            "scaling='squared' is for second moments; IVON's precision is ess*(h + weight_decay) "
-            "as it stands. Leave scaling out."
+            "scaling='squared' is for second moments; an optimizer that learns a posterior has the "
+            "precision ess*(h + weight_decay) as it stands. Leave scaling out."
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
     n = _check_ess(sizes, check_n_data(n_data), scaling)
@@ -90,8 +90,8 @@ def given_scale(
     _check_scaling(scaling, batch_size)
     if scaling == "ess":
         raise InputError(
-            "scaling='ess' is for IVON, which has an effective sample size; for a second moment "
-            "pass scaling='sqrt' or scaling='squared'."
+            "scaling='ess' is for IVON, VOGN and their like, which have an effective sample size; "
+            "for a second moment pass scaling='sqrt' or scaling='squared'."
         )
     n = check_n_data(n_data)
     if n is None:
@@ -153,7 +153,7 @@ def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
             "Pass n_data=len(dataset) and scaling='ess' to keep the precision as it was learned."
         )
     raise OptimizerError(
-        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}. IVON's ess is the "
+        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}, which is the "
         "number of training examples: leave n_data out or pass that number. If ess was set apart "
         "from it on purpose (a tempered posterior), pass scaling='ess' as well: the precision "
         "then stays as it was learned and n_data is recorded beside it."

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.posterior.records import AGAIN, decode, decode_record, encode, some
+from blr_analysis.posterior.records import AGAIN, decode, decode_record, encode
 
 SHARD_KEY = "blr_analysis.shard"
 INDEX_FILE = "precision.safetensors.index.json"
@@ -43,7 +44,7 @@ def write_folder(
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What :func:`write_folder` wrote; refused unless index, shards and shapes agree."""
-    record = decode_record(_text(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    record = read_config(folder)
     weight_map, shapes = _index(folder / INDEX_FILE)
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
@@ -58,6 +59,11 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for file, names in by_file.items():
         tensors |= _read_shard(folder / file, names, shapes)
     return {name: tensors[name] for name in weight_map}, record
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The record of a folder."""
+    return decode_record(_text(folder / CONFIG_FILE), folder / CONFIG_FILE)
 
 
 def split(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:

@@ -21,6 +21,7 @@ Both are written beside the target and renamed into place.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.posterior.placing import beside, place
-from blr_analysis.posterior.records import AGAIN, FORMAT, VERSION, decode_record, encode, some
+from blr_analysis.posterior.records import AGAIN, FORMAT, VERSION, decode_record, encode
 from blr_analysis.posterior.shards import (
     CONFIG_FILE,
     INDEX_FILE,
     SHARD_KEY,
+    read_config,
     read_folder,
     save_tensors,
     write_folder,
@@ -136,22 +139,67 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, record
 
 
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file or folder that :func:`write` wrote; nothing happens where there is none.
+
+    Raises:
+        StorageError: what is there was not written by :func:`write`, or cannot be removed.
+    """
+    target = _target(path)
+    if not target.exists():
+        return
+    read_record(target)
+    if target.is_dir():
+        _check_free(target, single=False)
+    try:
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    except OSError as error:
+        raise StorageError(f"cannot remove {str(target)!r}: {error}.") from error
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record alone; no tensor is read.
+
+    Raises:
+        StorageError: as :func:`read`.
+    """
+    target = _target(path)
+    if not target.exists():
+        raise StorageError(f"nothing is stored at {str(target)!r}.")
+    try:
+        if target.is_dir():
+            return read_config(target)
+        with safe_open(str(target), framework="pt", device="cpu") as file:
+            return _record_in(file.metadata() or {}, target)
+    except SafetensorError as error:
+        raise StorageError(
+            f"{str(target)!r} is truncated or is no safetensors file ({error}). {AGAIN}"
+        ) from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read {str(target)!r}: {error}.") from error
+
+
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(str(path), framework="pt", device="cpu") as file:
-        metadata = file.metadata() or {}
-        if SHARD_KEY in metadata:
-            raise StorageError(
-                f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "
-                f"{str(path.parent)!r}."
-            )
-        if RECORD_KEY not in metadata:
-            raise StorageError(
-                f"{str(path)!r} is a safetensors file without a {RECORD_KEY!r} record (the "
-                "weights of a model, perhaps): expected a file that Posterior.save wrote."
-            )
-        record = decode_record(metadata[RECORD_KEY], path)
+        record = _record_in(file.metadata() or {}, path)
         names = file.keys()
         return {name: file.get_tensor(name) for name in names}, record
+
+
+def _record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    if SHARD_KEY in metadata:
+        raise StorageError(
+            f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "
+            f"{str(path.parent)!r}."
+        )
+    if RECORD_KEY not in metadata:
+        raise StorageError(
+            f"{str(path)!r} is a safetensors file without a {RECORD_KEY!r} record (the "
+            "weights of a model, perhaps): expected a file that Posterior.save wrote."
+        )
+    return decode_record(metadata[RECORD_KEY], path)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

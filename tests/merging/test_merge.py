@@ -119,6 +119,23 @@ def test_the_prior_of_a_stored_precision_is_taken_off(tmp_path: Path) -> None:
         torch.testing.assert_close(load(two.folder)[n], tensor, rtol=1e-4, atol=1e-6)
 
 
+def test_a_calibrated_posterior_is_scaled_as_a_whole() -> None:
+    """S' = (H + δ) / τ: what is left of it without its prior is H / τ."""
+    base, one = state(0), near(state(0), 1)
+    h = curved(1)
+    calibrated = blr.Posterior(
+        one,
+        {n: (v + 2.0) / 4.0 for n, v in h.items()},
+        prior_precision=2.0,
+        n_data=5,
+        record={"calibration": {"scale": 4.0}},
+    )
+    merged = blr.merge(base, [one], precisions=[calibrated], delta=1.0)
+    expected = blr.merge(base, [one], precisions=[{n: v / 4 for n, v in h.items()}], delta=1.0)
+    for n in base:
+        torch.testing.assert_close(merged[n], expected[n])
+
+
 def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> None:
     family = write_family(tmp_path)
     for folder in family["precisions"]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError, StorageError
 from blr_analysis.learning_rule.optim import IVON
@@ -421,6 +422,72 @@ def test_saved_ivon_of_both_kinds(tmp_path: Path, kind: Any, two: bool) -> None:
     assert_like_live(from_checkpoint(tmp_path / "state.pt", model), optimizer, model)
     with pytest.raises(OptimizerError, match="not stepped"):
         from_checkpoint(tmp_path / "new.pt", model)
+
+
+# ------------------------------------------------------------- torch.distributed.checkpoint
+
+UNINITIALISED = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def exported(tmp_path: Path) -> tuple[Tiny, torch.optim.Optimizer, dict[str, Any]]:
+    """A model and its state by name, as the library exports it from any sharding."""
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(groups(model, ALL_NORMS))
+    step(optimizer, model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    return model, optimizer, {"model": weights, "optimizer": state}
+
+
+@UNINITIALISED
+@pytest.mark.parametrize("inside", ["", "checkpoint-3/optimizer_0"])
+def test_a_distributed_checkpoint_is_refused_with_the_way_out(tmp_path: Path, inside: str) -> None:
+    _, _, state = exported(tmp_path)
+    place = tmp_path / "dcp" / inside
+    torch.distributed.checkpoint.save(state, checkpoint_id=place)
+    assert (place / ".metadata").is_file()
+    folder = place.parent if inside else place
+    names = [folder, place / ".metadata", *place.glob("*.distcp")]
+    assert len(names) > 2
+    for name in names:
+        with pytest.raises(
+            StorageError, match=r"\.metadata is a pickle.*get_state_dict.*torch\.save"
+        ):
+            read(name, Tiny())
+
+
+@UNINITIALISED
+def test_the_way_out_is_read_by_the_names_in_it(tmp_path: Path) -> None:
+    model, optimizer, state = exported(tmp_path)
+    torch.save(state, tmp_path / "state.pt")
+    with torch.device("meta"):
+        empty = Tiny()
+    captured = read(tmp_path / "state.pt", empty)
+    assert_like_live(captured, optimizer, model)
+    assert captured.record["order"] == "names in the file"
+    torch.save(state["optimizer"], tmp_path / "alone.pt")
+    assert_like_live(read(tmp_path / "alone.pt", model), optimizer, model)
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(OptimizerError, match=r"names in the file.*no parameters 'embed\.weight'"):
+        read(tmp_path / "alone.pt", other)
+
+
+# ------------------------------------------------------------------- the data's part alone
+
+
+def test_the_data_part_of_a_saved_state(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.Adam)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    bare = from_checkpoint(tmp_path / "state.pt", model, n_data=N, bare=True)
+    whole = read(tmp_path / "state.pt", model)
+    for name, s in whole.precision.items():
+        assert torch.equal(bare.precision[name] + DELTA, s), name
+    assert bare.prior_precision == 0.0 and "prior_outside" not in bare.record
+    assert bare.record["definition"] == "H = N*sqrt(v_hat)"
+    assert bare.record["beta2"] == 0.999
+    both = from_checkpoint(tmp_path / "state.pt", model, n_data=N, bare=True, prior_precision=DELTA)
+    assert both.record["prior_outside"] == DELTA
 
 
 # ------------------------------------------------------------------------------- bad input

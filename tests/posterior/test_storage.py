@@ -168,6 +168,46 @@ def test_parents_are_made_and_gradients_are_left_behind(tmp_path: Path, name: st
     assert not storage.read(path)[0]["w"].requires_grad
 
 
+@BOTH
+def test_the_record_alone(tmp_path: Path, name: str) -> None:
+    storage.write(tmp_path / name, some_tensors(), RECORD)
+    assert storage.read_record(tmp_path / name) == storage.read(tmp_path / name)[1]
+    with pytest.raises(StorageError, match="nothing is stored"):
+        storage.read_record(tmp_path / "other")
+
+
+def test_a_folders_record_is_read_without_its_shards(tmp_path: Path) -> None:
+    storage.write(tmp_path / "p", some_tensors(), RECORD)
+    (tmp_path / "p" / "precision-00001-of-00001.safetensors").unlink()
+    assert storage.read_record(tmp_path / "p")["n_data"] == 7
+
+
+# ----------------------------------------------------------------------------------- removed
+
+
+@BOTH
+def test_what_was_written_can_be_removed(tmp_path: Path, name: str) -> None:
+    storage.write(tmp_path / name, some_tensors(), RECORD)
+    storage.remove(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    storage.remove(tmp_path / name)  # nothing there, nothing to do
+
+
+def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
+    storage.write(tmp_path / "p", some_tensors(), RECORD)
+    (tmp_path / "p" / "notes.txt").write_text("precious")
+    with pytest.raises(StorageError, match=r"other files.*notes\.txt"):
+        storage.remove(tmp_path / "p")
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "notes.txt").write_text("precious")
+    with pytest.raises(StorageError, match=r"no precision_config\.json"):
+        storage.remove(tmp_path / "q")
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(StorageError, match="record"):
+        storage.remove(tmp_path / "model.safetensors")
+    assert len(list(tmp_path.rglob("*.*"))) == 6  # all that was there
+
+
 # ------------------------------------------------------------------- replaced as a whole
 
 

@@ -1,0 +1,30 @@
+"""Where Hugging Face and Lightning models, their data and their training runs are read.
+
+The callbacks are loaded when they are asked for, and their trainers' libraries with them:
+
+    from blr_analysis.huggingface import TrainerPrecision      # imports transformers
+    from blr_analysis.huggingface import LightningPrecision    # imports lightning
+    from blr_analysis.huggingface import checkpoint_precision  # imports neither until called
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from blr_analysis.huggingface.checkpoints import checkpoint_precision
+
+if TYPE_CHECKING:
+    from blr_analysis.huggingface.lightning import LightningPrecision
+    from blr_analysis.huggingface.trainer import TrainerPrecision
+
+__all__ = ["LightningPrecision", "TrainerPrecision", "checkpoint_precision"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TrainerPrecision":
+        from blr_analysis.huggingface.trainer import TrainerPrecision
+
+        return TrainerPrecision
+    if name == "LightningPrecision":
+        from blr_analysis.huggingface.lightning import LightningPrecision
+
+        return LightningPrecision
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""What a training run knows and its optimizer's state does not, kept to write precision files.
+
+An optimizer's state has no names, no batch size and no number of examples. While a run goes on
+all of them are at hand; :class:`Recorder` takes them down at its start, refuses what could not
+be written at the end, and writes a precision folder at each save.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blr_analysis.checks import one_of, positive_int, some
+from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
+from blr_analysis.posterior.assemble import HALF, HALF_REASON, Captured
+from blr_analysis.posterior.capture import from_optimizer, parameter_order, unwrap
+from blr_analysis.posterior.precision_files import write_captured
+from blr_analysis.posterior.readers import reader_of
+from blr_analysis.posterior.rounding import check_dtype
+from blr_analysis.weights import Folder
+
+DECOUPLED = (
+    "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "
+    "times weight_decay, not divided by sqrt(v_hat), so it is no L2 penalty of the loss exactly"
+)
+COUPLED = "n_data * weight_decay, an L2 penalty on the mean loss; its gradient is in v_hat too"
+
+
+class Recorder:
+    """One run's optimizer and what is known about it.
+
+    Args:
+        n_data: N; None takes the length of the training data.
+        scaling: ``"sqrt"`` or ``"squared"``, as in
+            :func:`~blr_analysis.posterior.capture.from_optimizer`; IVON has its own scale.
+        dtype: float32 or bfloat16, in which precisions are stored.
+        sha256: record the sha256 of the model's safetensors beside a precision.
+    """
+
+    def __init__(
+        self, n_data: int | None, scaling: str, dtype: torch.dtype | None, sha256: bool
+    ) -> None:
+        self.n_data = None if n_data is None else positive_int("n_data", n_data)
+        self.scaling = one_of("scaling", scaling, ("sqrt", "squared"))
+        self.dtype = check_dtype(dtype)
+        self.sha256 = sha256
+        self._run: tuple[torch.optim.Optimizer, nn.Module, int, dict[str, Any]] | None = None
+
+    def begin(
+        self,
+        optimizer: Any,
+        model: nn.Module,
+        *,
+        data: Any,
+        per_device: int | None,
+        accumulation: int,
+        world_size: int,
+        **about: Any,
+    ) -> None:
+        """Take down a run; whatever could not be written later is refused now.
+
+        Raises:
+            OptimizerError: no precision in this optimizer, one of another model, sharded or
+                half-precision parameters.
+            InputError: the number of examples, or the batch size that ``scaling="squared"``
+                needs, is not known.
+        """
+        inner = unwrap(optimizer)
+        reader = reader_of(inner)
+        order = parameter_order(inner, model)
+        _check_parameters(model, {n for run in order for n in run}, reader.scaled)
+        batch = None if per_device is None else per_device * accumulation * world_size
+        if self.scaling == "squared" and batch is None and not reader.scaled:
+            raise InputError(
+                "scaling='squared' needs the number of examples of one step, and the training "
+                "data loader does not tell its batch size: use scaling='sqrt'"
+            )
+        record = {
+            "source": "training",
+            "parameter_order": order,
+            "batch_size": batch,
+            "per_device_batch_size": per_device,
+            "gradient_accumulation_steps": accumulation,
+            "world_size": world_size,
+            **about,
+        }
+        self._run = (inner, model, self.n_data or _length(data), record)
+
+    def write(self, path: Path, model_folder: Path | None) -> None:
+        """Write the precision as it is now to ``path``; ``model_folder`` holds the weights.
+
+        Raises:
+            OptimizerError: no run has begun, no step was taken, or weights are a sample now.
+            ModelError: the weights in ``model_folder`` have other names or shapes.
+            StorageError: the place cannot be written.
+        """
+        if self._run is None:
+            raise OptimizerError(
+                "no training has begun that this callback knows of: give it to the trainer, "
+                "train, and save then"
+            )
+        optimizer, model, n_data, record = self._run
+        scaled = reader_of(optimizer).scaled
+        squared = self.scaling == "squared" and not scaled
+        captured = from_optimizer(
+            optimizer,
+            model,
+            n_data=n_data,
+            scaling="ess" if scaled else self.scaling,
+            batch_size=record["batch_size"] if squared else None,
+            bare=True,
+        )
+        about = {**record, **({} if scaled else _weight_decay(optimizer, model, n_data))}
+        held = model_folder if _has_weights(model_folder) else None
+        if held is not None:
+            _check_names(captured, held)
+        model_path = held if self.sha256 else None
+        write_captured(path, captured, model=model_path, dtype=self.dtype, **about)
+
+    def try_to_write(self, path: Path, model_folder: Path | None) -> None:
+        """The same, for the middle of a run: what goes wrong is a warning and training goes on."""
+        try:
+            self.write(path, model_folder)
+        except BLRError as error:
+            warnings.warn(f"no precision was written to {os.fspath(path)!r}: {error}", stacklevel=2)
+
+
+def _check_parameters(model: nn.Module, held: set[str], scaled: bool) -> None:
+    for name, p in model.named_parameters():
+        if name not in held or not p.requires_grad:
+            continue
+        if hasattr(p, "full_tensor"):
+            raise OptimizerError(
+                f"parameter {name!r} is sharded over devices, and its precision with it: no "
+                "precision can be written while training. Export the whole optimizer state after "
+                "it and read that with Posterior.from_checkpoint."
+            )
+        if p.dtype in HALF and not scaled:
+            raise OptimizerError(
+                f"parameter {name!r} is in {p.dtype}, and the optimizer keeps its second moment "
+                f"so: {HALF_REASON}. Keep the parameters in float32 (with bf16=True or "
+                "precision='bf16-mixed' the arithmetic is still in bfloat16), train with IVON, or "
+                "fit the precision after training."
+            )
+
+
+def _length(data: Any) -> int:
+    try:
+        n = len(data)
+    except TypeError:
+        n = 0
+    if n < 1:
+        raise InputError(
+            "the number of training examples is not known (the data have no length): pass n_data="
+        )
+    return n
+
+
+def _weight_decay(
+    optimizer: torch.optim.Optimizer, model: nn.Module, n_data: int
+) -> dict[str, Any]:
+    """δ = N·weight_decay by name, outside the stored data part; nothing where there is none."""
+    decay: dict[str, float] = {}
+    order = parameter_order(optimizer, model)
+    for group, names in zip(optimizer.param_groups, order, strict=True):
+        decay |= dict.fromkeys(names, n_data * float(group.get("weight_decay", 0.0)))
+    trained = {n: decay[n] for n, p in model.named_parameters() if n in decay and p.requires_grad}
+    if not any(trained.values()):
+        return {}
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    )
+    return {"prior_outside": trained, "prior_from": DECOUPLED if decoupled else COUPLED}
+
+
+def _check_names(captured: Captured, folder: Path) -> None:
+    """Every precision stands beside a tensor of the same name, or a tied one, and shape."""
+    specs = Folder.open(folder).specs
+    tied: dict[str, list[str]] = captured.record["tied"]
+    odd = [
+        name
+        for name, s in captured.precision.items()
+        if not any(n in specs and specs[n].shape == s.shape for n in (name, *tied.get(name, [])))
+    ]
+    if odd:
+        raise ModelError(
+            f"the weights in {str(folder)!r} have other names or shapes than the parameters "
+            f"{some(odd)} (an adapter, or weights that are converted when they are saved), so that "
+            "a precision could not stand beside them"
+        )
+
+
+def _has_weights(folder: Path | None) -> bool:
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return folder is not None and any((folder / name).is_file() for name in names)

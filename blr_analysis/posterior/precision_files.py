@@ -1,0 +1,251 @@
+"""Precisions beside a model, for merging: diagonals by the model's own tensor names, no means.
+
+The format is the package's one (:mod:`~blr_analysis.posterior.storage`): a folder ``precision/``
+or one ``.safetensors`` file, the tensor ``<name>`` holding the diagonal of a precision that is a
+SUM over ``n_data`` examples, never a mean, and a record (``precision_config.json``) that says
+
+======================  ==========================================================================
+``kind``                one of :data:`KINDS`
+``definition``          the formula, in words
+``n_data``              N, the number of examples summed over
+``prior_precision``     δ that is inside the tensors, a number or one per name; 0: the data alone
+``prior_outside``       δ that is not in them, which :meth:`Posterior.load` adds
+``optimizer``           its class; with ``batch_size`` (examples per step), ``beta2``, ``step``
+                        and ``bias_corrected`` where there was one
+``tied``, ``frozen``    further names of tied tensors, by the first; names that had no gradient
+``model_sha256``        :func:`blr_analysis.weights.fingerprint` of the model's folder
+======================  ==========================================================================
+
+so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import one_of, path_of, positive_int
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.posterior import storage
+from blr_analysis.posterior.assemble import Captured
+from blr_analysis.posterior.checks import check_prior, real_tensors
+from blr_analysis.posterior.records import FIELDS
+from blr_analysis.posterior.rounding import encode_as
+from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.weights import Folder, fingerprint
+
+KINDS = (
+    "ivon",
+    "vogn",
+    "adam_v",
+    "rmsprop_v",
+    "adagrad_v",
+    "fisher_mc",
+    "fisher_emp",
+    "ggn",
+    "squared_minibatch",
+)
+EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
+SHARD_BYTES = 5_000_000_000
+ScalarPrior = float | Mapping[str, float]
+
+
+def write_precision(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    kind: str,
+    definition: str,
+    n_data: int,
+    prior_precision: ScalarPrior = 0.0,
+    prior_outside: ScalarPrior | None = None,
+    model: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    max_shard_bytes: int = SHARD_BYTES,
+    **record: Any,
+) -> None:
+    """Write diagonal precisions that lie beside a model, by the names of the model's tensors.
+
+    Args:
+        path: a folder, such as ``model/precision``, or a ``.safetensors`` file.
+        tensors: the precision of every weight, summed over ``n_data`` examples; 0 where the data
+            say nothing.
+        kind: where they come from, one of :data:`KINDS`.
+        definition: the formula, in words.
+        n_data: N, the number of examples summed over.
+        prior_precision: δ that is inside ``tensors``, one number or one per name.
+        prior_outside: δ that belongs to the posterior and is not in ``tensors``.
+        model: the model's folder, whose sha256 is recorded (``model_sha256``).
+        dtype: float32, bfloat16, or None: as the tensors are. Rounding to a narrower dtype first
+            takes δ out (it becomes ``prior_outside``), so that small numbers beside it survive.
+        record: what else is known, JSON-able: ``optimizer``, ``batch_size``, ``beta2``, ``step``,
+            ``bias_corrected``, ``tied``, ``frozen``, or words of your own.
+
+    Raises:
+        PosteriorError: a tensor that is negative, NaN or infinite (named, with how many entries).
+        InputError: ``n_data``, ``kind``, ``dtype``, δ or the record cannot be.
+        StorageError: the place cannot be written; what was there before stays.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_precision(f"{folder}/precision", {"w": torch.tensor([4.0, 0.0])},
+        ...                     kind="fisher_emp", definition="sum_i g_i^2", n_data=10)
+        ...     about = read_precision_record(f"{folder}/precision")
+        >>> about["kind"], about["n_data"], about["prior_precision"], about["parameters"]
+        ('fisher_emp', 10, 0.0, ['w'])
+    """
+    place = path_of(path)
+    one_of("kind", kind, KINDS)
+    n = positive_int("n_data", n_data)
+    if not isinstance(definition, str) or not definition:
+        raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
+    held = real_tensors("precision", tensors)
+    if not held:
+        raise InputError("there is no precision to write: tensors is empty")
+    _check_values(held)
+    shapes = {name: tuple(t.shape) for name, t in held.items()}
+    inside = _scalars("prior_precision", prior_precision, shapes)
+    outside = None if prior_outside is None else _scalars("prior_outside", prior_outside, shapes)
+    if outside is not None and _any(inside):
+        raise InputError(
+            f"prior_precision={inside} is said to be inside the tensors and prior_outside="
+            f"{outside} outside of them: give one of the two"
+        )
+    stored, about = encode_as(Diagonal(held), inside, dtype)
+    _check_values(stored)
+    if model is not None:
+        record["model_sha256"] = fingerprint(Folder.open(path_of(model)), progress=False)
+    storage.write(
+        place,
+        stored,
+        {
+            **dict.fromkeys(FIELDS),
+            **record,
+            **({} if outside is None else {"prior_outside": outside}),
+            **about,
+            "kind": kind,
+            "definition": definition,
+            "n_data": n,
+            "parameters": list(held),
+        },
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_captured(
+    path: str | os.PathLike[str],
+    captured: Captured,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    **record: Any,
+) -> None:
+    """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
+    about = {**captured.record, **record}
+    # The path is a place on this machine; the file is made to be published.
+    named = ("kind", "definition", "n_data", "prior_outside", "path")
+    write_precision(
+        path,
+        captured.precision,
+        kind=about["kind"],
+        definition=about["definition"],
+        n_data=captured.n_data,
+        prior_precision=captured.prior_precision,
+        prior_outside=about.get("prior_outside"),
+        model=model,
+        dtype=dtype,
+        **{k: v for k, v in about.items() if k not in named},
+    )
+
+
+def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record of a stored diagonal precision, checked; no tensor is read.
+
+    The kinds of earlier releases get today's names; ``prior_precision`` is a float, or one per
+    name.
+
+    Raises:
+        StorageError: nothing there, a foreign or damaged file, another structure than a
+            diagonal, a prior with an entry per weight, or no ``n_data``.
+    """
+    where = os.fspath(path_of(path))
+    record = storage.read_record(where)
+    again = "Save it again with this release, or write it with write_precision."
+    if record.get("structure") != "diag":
+        raise StorageError(
+            f"{where!r} holds a precision of structure {record.get('structure')!r}: models are "
+            "merged with diagonal ones. Fit one with fit_laplace(..., structure='diag')."
+        )
+    names = record.get("parameters")
+    if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+        raise StorageError(f"the record of {where!r} names no parameters. {again}")
+    n = record.get("n_data")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise StorageError(
+            f"the record of {where!r} has n_data={n!r}: expected the number of examples that the "
+            f"precision is a sum over. {again}"
+        )
+    record["prior_precision"] = _prior_in(record, names, where)
+    kind = record.get("kind")
+    record["kind"] = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
+    return record
+
+
+def _prior_in(record: Mapping[str, Any], names: list[str], where: str) -> float | dict[str, float]:
+    prior: Any = record.get("prior_precision")
+    values: Mapping[str, Any] = prior if isinstance(prior, Mapping) else {"": prior}
+    for name, value in values.items():
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (real and math.isfinite(value) and value >= 0):
+            raise StorageError(
+                f"the record of {where!r} has prior_precision={value!r}"
+                f"{f' for {name!r}' if name else ''}: expected a finite number, at least 0."
+            )
+    if not isinstance(prior, Mapping):
+        return float(values[""])
+    if set(prior) != set(names):
+        raise StorageError(
+            f"{where!r} has a prior precision with an entry per weight for "
+            f"{sorted(set(names) - set(prior))[:5]}: models are merged with one number per "
+            "tensor. Save the posterior with such a prior."
+        )
+    return {name: float(value) for name, value in prior.items()}
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise PosteriorError(f"the precision of {name!r} is on the meta device, without values")
+        for what, bad in (("NaN", tensor.isnan()), ("infinite", tensor.isinf())):
+            if bool(bad.any()):
+                raise PosteriorError(
+                    f"the precision of {name!r} is {what} in {int(bad.sum())} of {bad.numel()} "
+                    "entries: training diverged, or too large for the dtype. Nothing was written."
+                )
+        low = tensor < 0
+        if bool(low.any()):
+            raise PosteriorError(
+                f"the precision of {name!r} is negative in {int(low.sum())} of {low.numel()} "
+                f"entries (lowest {float(tensor.min()):.3g}): a precision is at least 0. Nothing "
+                "was written."
+            )
+
+
+def _scalars(what: str, prior: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """δ as a float, or as one float per name."""
+    check_prior(prior, shapes)
+    if not isinstance(prior, Mapping):
+        return float(prior)
+    if any(isinstance(v, Tensor) and v.ndim for v in prior.values()):
+        raise InputError(f"{what} must be one number, or one per name, not one per weight")
+    return {name: float(value) for name, value in prior.items()}
+
+
+def _any(prior: float | Mapping[str, float]) -> bool:
+    return any(prior.values()) if isinstance(prior, Mapping) else bool(prior)

@@ -1,0 +1,468 @@
+"""Precisions written by Hugging Face's own Trainer, and its checkpoints read afterwards."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_transformers import build
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+from blr_analysis import IVON, Posterior
+from blr_analysis.errors import (
+    InputError,
+    ModelError,
+    OptimizerError,
+    PosteriorError,
+    StorageError,
+)
+from blr_analysis.huggingface import TrainerPrecision, checkpoint_precision
+from blr_analysis.merging.merge import merge
+from blr_analysis.posterior import storage
+from blr_analysis.posterior.capture import from_optimizer
+from blr_analysis.posterior.checkpoints import from_checkpoint
+from blr_analysis.posterior.precision_files import read_precision_record
+from blr_analysis.weights import Folder, fingerprint
+
+N, DECAY = 24, 0.01
+
+
+class Sentences(Dataset):
+    """Token numbers and labels that leave most of the vocabulary unused."""
+
+    def __init__(self, n: int = N) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(5, 12, (n, 6), generator=generator)
+        self.labels = torch.randint(0, 2, (n,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([Sentences()[i] for i in range(N)] * 4)
+
+
+def bert(dtype: torch.dtype = torch.float32) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=12, max_position_embeddings=10, num_labels=2,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).to(dtype)
+
+
+def train(
+    folder: Path,
+    *,
+    model: nn.Module | None = None,
+    callback: TrainerPrecision | None = None,
+    data: Any = None,
+    trainer: type[Trainer] = Trainer,
+    optimizer: torch.optim.Optimizer | None = None,
+    **settings: Any,
+) -> Trainer:
+    arguments = {
+        "max_steps": 3, "save_steps": 3, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "weight_decay": DECAY, "report_to": [],
+        "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", **settings,
+    }  # fmt: skip
+    run = trainer(
+        model or bert(),
+        TrainingArguments(str(folder), **arguments),
+        train_dataset=data or Sentences(),
+        callbacks=[callback] if callback else None,
+        optimizers=(optimizer, None),
+    )
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer, TrainerPrecision]:
+    folder = tmp_path_factory.mktemp("run")
+    callback = TrainerPrecision()
+    trainer = train(folder, callback=callback)
+    return folder / "checkpoint-3", trainer, callback
+
+
+Run = tuple[Path, Trainer, TrainerPrecision]
+
+
+def live(trainer: Trainer, **options: Any) -> Any:
+    return from_optimizer(trainer.optimizer, trainer.model, n_data=N, bare=True, **options)
+
+
+# ----------------------------------------------------------------- what the callback writes
+
+
+def test_the_precision_lies_in_the_checkpoint(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    stored, _ = storage.read(checkpoint / "precision")
+    expected = live(trainer).precision
+    assert list(stored) == [n for n, _ in trainer.model.named_parameters()]
+    for name, p in trainer.model.named_parameters():
+        assert stored[name].shape == p.shape
+        assert torch.equal(stored[name], expected[name]), name
+    # v̂ is AdamW's own second moment: one tensor by the formula itself.
+    state = trainer.optimizer.optimizer.state
+    weight = trainer.model.classifier.weight
+    by_hand = N * (state[weight]["exp_avg_sq"] / (1 - 0.999**3)).sqrt()
+    assert torch.allclose(stored["classifier.weight"], by_hand, rtol=1e-6)
+    unused = stored["bert.embeddings.word_embeddings.weight"][20:]
+    assert unused.numel() and not unused.any()  # rows that no sentence has: the data say nothing
+
+
+def test_the_record_says_how_it_was_trained(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    record = read_precision_record(checkpoint / "precision")
+    assert record["kind"] == "adam_v" and record["n_data"] == N
+    assert record["prior_precision"] == 0.0
+    assert (record["batch_size"], record["per_device_batch_size"]) == (4, 2)
+    assert (record["gradient_accumulation_steps"], record["world_size"]) == (2, 1)
+    assert record["clipping"] == {"norm": 1.0}
+    assert (record["step"], record["beta2"], record["bias_corrected"]) == (3, 0.999, True)
+    assert record["optimizer"].endswith("AdamW")
+    assert record["definition"] == "H = N*sqrt(v_hat)"
+    assert "no L2 penalty" in record["prior_from"]
+    decay, spared = record["parameter_order"]
+    assert "classifier.weight" in decay and "classifier.bias" in spared
+    assert len(decay) + len(spared) == len(list(trainer.model.parameters()))
+    assert record["prior_outside"]["classifier.weight"] == pytest.approx(N * DECAY)
+    assert record["prior_outside"]["classifier.bias"] == 0.0
+    assert record["model_sha256"] == fingerprint(Folder.open(checkpoint), progress=False)
+
+
+def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    q = Posterior.load(checkpoint / "precision", model=checkpoint, prior_precision=2.0)
+    expected = from_optimizer(trainer.optimizer, trainer.model, n_data=N, prior_precision=2.0)
+    for name, m in expected.mean.items():
+        assert torch.equal(q.mean[name], m), name
+        assert torch.equal(q.precision(name), expected.precision[name]), name
+    assert (q.n_data, q.prior_precision) == (N, 2.0)
+
+
+def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
+    train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
+    checkpoint = tmp_path / "checkpoint-3"
+    assert "prior_outside" not in read_precision_record(checkpoint / "precision")
+    with pytest.raises(PosteriorError, match=r"word_embeddings.*Pass prior_precision="):
+        Posterior.load(checkpoint / "precision", model=checkpoint)
+
+
+def test_weights_changed_since_are_noticed(run: Run, tmp_path: Path) -> None:
+    checkpoint, _, _ = run
+    bert().save_pretrained(tmp_path / "other")
+    with pytest.raises(PosteriorError, match="sha256"):
+        Posterior.load(checkpoint / "precision", model=tmp_path / "other", prior_precision=1.0)
+
+
+def test_squared_scaling_takes_the_batch_size_and_bfloat16_is_small(tmp_path: Path) -> None:
+    callback = TrainerPrecision(scaling="squared", dtype=torch.bfloat16, sha256=False)
+    trainer = train(tmp_path, callback=callback)
+    stored, record = storage.read(tmp_path / "checkpoint-3" / "precision")
+    expected = live(trainer, scaling="squared", batch_size=4).precision
+    for name, s in stored.items():
+        assert s.dtype == torch.bfloat16
+        assert torch.equal(s, expected[name].bfloat16()), name
+    assert (record["model_sha256"], record["batch_size"]) == (None, 4)
+
+
+def test_every_checkpoint_has_one_and_old_ones_go(tmp_path: Path) -> None:
+    train(tmp_path, callback=TrainerPrecision(), save_steps=1, save_total_limit=2)
+    assert {p.parent.name for p in tmp_path.glob("*/precision")} == {
+        "checkpoint-2", "checkpoint-3",
+    }  # fmt: skip
+    assert not (tmp_path / "checkpoint-1").exists()
+    records = [read_precision_record(p) for p in sorted(tmp_path.glob("*/precision"))]
+    assert [r["step"] for r in records] == [2, 3]
+
+
+def test_training_goes_on_from_a_checkpoint_with_a_precision(tmp_path: Path) -> None:
+    train(tmp_path, callback=TrainerPrecision(), save_steps=1, max_steps=2)
+    model = bert()
+    run = Trainer(
+        model,
+        TrainingArguments(
+            str(tmp_path), max_steps=3, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+        ),
+        train_dataset=Sentences(),
+        callbacks=[TrainerPrecision()],
+    )
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert read_precision_record(tmp_path / "checkpoint-3" / "precision")["step"] == 3
+
+
+def test_a_model_saved_after_training(run: Run, tmp_path: Path) -> None:
+    checkpoint, trainer, callback = run
+    trainer.save_model(str(tmp_path / "fine-tuned"))
+    assert callback.save(tmp_path / "fine-tuned") == tmp_path / "fine-tuned" / "precision"
+    one, _ = storage.read(tmp_path / "fine-tuned" / "precision")
+    two, _ = storage.read(checkpoint / "precision")
+    assert all(torch.equal(one[n], two[n]) for n in two)
+    with pytest.raises(StorageError, match="save the model there first"):
+        callback.save(tmp_path / "nowhere")
+    with pytest.raises(OptimizerError, match="no training has begun"):
+        TrainerPrecision().save(tmp_path / "fine-tuned")
+
+
+def test_the_best_models_precision_is_not_the_last_ones(tmp_path: Path) -> None:
+    callback = TrainerPrecision()
+    trainer = train(
+        tmp_path, callback=callback, load_best_model_at_end=True, eval_strategy="steps",
+        eval_steps=1, save_steps=1, metric_for_best_model="loss", trainer=Evaluated,
+    )  # fmt: skip
+    trainer.save_model(str(tmp_path / "best"))
+    with pytest.raises(OptimizerError, match=r"load_best_model_at_end.*precision' instead"):
+        callback.save(tmp_path / "best")
+
+
+class Evaluated(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, eval_dataset=Sentences(6), **kwargs)
+
+
+class Variational(Trainer):
+    """IVON in a Trainer: the weights of a training step are a draw."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.optimizer.optimizer.sampled_params(train=True):  # type: ignore[union-attr]
+            return super().training_step(*args, **kwargs)
+
+
+def test_ivon_as_the_trainers_optimizer(tmp_path: Path) -> None:
+    model = bert()
+    optimizer = IVON(model.parameters(), lr=0.01, ess=N, weight_decay=0.1, beta2=0.9)
+    callback = TrainerPrecision()
+    train(
+        tmp_path, model=model, optimizer=optimizer, callback=callback, trainer=Variational,
+        max_grad_norm=0.0,
+    )  # fmt: skip
+    checkpoint = tmp_path / "checkpoint-3"
+    q = Posterior.load(checkpoint / "precision", model=checkpoint)
+    expected = Posterior.from_optimizer(optimizer, model)
+    for name, m in expected.mean.items():
+        assert torch.equal(q.mean[name], m)
+        assert torch.equal(q.precision(name), expected.precision(name))
+    record = read_precision_record(checkpoint / "precision")
+    assert record["kind"] == "ivon" and record["prior_precision"] == pytest.approx(N * 0.1)
+    assert record["clipping"] is None
+    with (
+        optimizer.sampled_params(),
+        pytest.raises(OptimizerError, match="inside sampled_params"),
+    ):
+        model.save_pretrained(tmp_path / "draw")
+        callback.save(tmp_path / "draw")
+    assert not (tmp_path / "draw" / "precision").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_checkpoints_are_merged_by_their_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = bert()
+    base.save_pretrained(tmp_path / "base")
+    folders, tensors = [], []
+    for name, rate in (("one", 0.01), ("two", 0.02)):
+        trainer = train(tmp_path / name, callback=TrainerPrecision(dtype=dtype), learning_rate=rate)
+        folders.append(tmp_path / name / "checkpoint-3")
+        tensors.append(live(trainer).precision)
+    places = [folder / "precision" for folder in folders]
+    merge(tmp_path / "base", folders, precisions=places, delta=1e-3, out=tmp_path / "merged")
+    found = Folder.open(tmp_path / "merged")
+    start = dict(base.named_parameters())
+    for name in ("classifier.weight", "bert.embeddings.word_embeddings.weight"):
+        theta = [Folder.open(folder).tensor(name) for folder in folders]
+        curved = [t[name].to(dtype).float() for t in tensors]
+        expected = start[name] + sum(
+            (1e-3 + h) * (m - start[name]) for h, m in zip(curved, theta, strict=True)
+        ) / (1e-3 + sum(curved))
+        assert torch.allclose(found.tensor(name), expected, rtol=1e-5, atol=1e-7), name
+        assert not torch.allclose(found.tensor(name), sum(theta) / 2, rtol=1e-3)
+
+
+# ------------------------------------------------------------ what is refused, and when
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optim": "sgd"}, "SGD keeps no precision"),
+        ({"optim": "adafactor"}, "no precision can be read from Adafactor"),
+        ({"model": "bfloat16"}, r"in torch\.bfloat16.*cannot fall"),
+        ({"data": Stream()}, "no length.*n_data="),
+    ],
+)
+def test_what_cannot_work_is_refused_when_training_begins(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    if settings.get("model"):
+        settings = {"model": bert(torch.bfloat16)}
+    with pytest.raises((OptimizerError, InputError), match=message):
+        train(tmp_path, callback=TrainerPrecision(), **settings)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_stream_with_a_given_length(tmp_path: Path) -> None:
+    train(tmp_path, callback=TrainerPrecision(n_data=1000), data=Stream())
+    assert read_precision_record(tmp_path / "checkpoint-3" / "precision")["n_data"] == 1000
+
+
+def test_a_save_that_fails_warns_and_training_goes_on(tmp_path: Path) -> None:
+    class Foreign(TrainerPrecision):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "precision"
+            folder.mkdir()
+            (folder / "notes.txt").write_text("precious")
+            super().on_save(args, state, control, **kwargs)
+
+    with pytest.warns(UserWarning, match=r"no precision was written.*notes\.txt"):
+        trainer = train(tmp_path, callback=Foreign())
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_data": 0}, {"scaling": "ess"}, {"dtype": torch.float16}, {"n_data": 2.5}]
+)
+def test_impossible_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        TrainerPrecision(**options)
+
+
+# -------------------------------------------------- checkpoints of the real Trainer, as saved
+
+
+def test_a_real_checkpoint_gets_the_right_names(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    with torch.device("meta"):
+        empty = BertForSequenceClassification(trainer.model.config)
+    captured = from_checkpoint(checkpoint, empty, n_data=N, prior_precision=1.0)
+    expected = from_optimizer(trainer.optimizer, trainer.model, n_data=N, prior_precision=1.0)
+    assert list(captured.precision) == list(expected.precision)
+    for name, s in expected.precision.items():
+        assert torch.equal(captured.precision[name], s), name
+        assert torch.equal(captured.mean[name], expected.mean[name]), name
+    assert captured.record["order"].startswith("Trainer's groups")
+    assert captured.record["mean_from"] == "checkpoint"
+
+
+def test_plain_order_would_mislabel_it_where_shapes_agree(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    numbers = [k for group in saved["param_groups"] for k in group["params"]]
+    plain = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters()]
+    order = [n for run in json_record(checkpoint)["parameter_order"] for n in run]
+    states = [tuple(saved["state"][k]["exp_avg_sq"].shape) for k in numbers]
+    wrong = [n != m for (n, _), m in zip(plain, order, strict=True)]
+    passing = [w and s == t for w, (_, s), t in zip(wrong, plain, states, strict=True)]
+    assert sum(wrong) > 0.7 * len(plain) and sum(passing) > 3
+    names = [n for n, _ in plain]
+    with pytest.raises(OptimizerError, match="shapes differ"):
+        from_checkpoint(checkpoint, bert(), n_data=N, prior_precision=1.0, names=names)
+
+
+def json_record(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "precision" / "precision_config.json").read_text())
+
+
+def test_a_model_with_another_head_is_refused(run: Run) -> None:
+    checkpoint, trainer, _ = run
+    config = BertConfig(**{**trainer.model.config.to_dict(), "num_labels": 3})
+    with pytest.raises(OptimizerError, match=r"classifier\.(weight|bias)"):
+        from_checkpoint(
+            checkpoint, BertForSequenceClassification(config), n_data=N, prior_precision=1.0
+        )
+
+
+def test_a_decay_in_the_second_group_is_refused(run: Run, tmp_path: Path) -> None:
+    checkpoint, _, _ = run
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    saved["param_groups"][1]["weight_decay"] = 0.5
+    torch.save(saved, tmp_path / "optimizer.pt")
+    with pytest.raises(OptimizerError, match=r"must not decay, but has 0\.5"):
+        from_checkpoint(tmp_path / "optimizer.pt", bert(), n_data=N, prior_precision=1.0)
+
+
+def test_bfloat16_states_of_a_real_run_are_refused(tmp_path: Path) -> None:
+    train(tmp_path, model=bert(torch.bfloat16))
+    with pytest.raises(OptimizerError, match=r"torch\.bfloat16: in bfloat16.*cannot fall"):
+        from_checkpoint(
+            tmp_path / "checkpoint-3", bert(torch.bfloat16), n_data=N, prior_precision=1.0
+        )
+
+
+def test_weights_saved_under_other_names_get_no_precision(run: Run, tmp_path: Path) -> None:
+    _, trainer, callback = run
+    weights = {f"other.{n}": p.detach().clone() for n, p in trainer.model.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"other names or shapes.*'bert\.embeddings"):
+        callback.save(tmp_path)
+    assert not (tmp_path / "precision").exists()
+
+
+def test_a_checkpoint_without_the_callback_gets_its_precision_afterwards(
+    run: Run, tmp_path: Path
+) -> None:
+    checkpoint, _, _ = run
+    target = checkpoint_precision(checkpoint, n_data=N, out=tmp_path / "later")
+    assert target == tmp_path / "later"
+    one, two = storage.read(target)[0], storage.read(checkpoint / "precision")[0]
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    later, then = read_precision_record(target), read_precision_record(checkpoint / "precision")
+    same = ("kind", "definition", "n_data", "step", "beta2", "model_sha256", "tied", "frozen")
+    assert [later[k] for k in same] == [then[k] for k in same]
+    with pytest.raises(StorageError, match="already there: pass force=True"):
+        checkpoint_precision(checkpoint, n_data=N)
+    checkpoint_precision(checkpoint, n_data=N, out=target, force=True, prior_precision=2.0)
+    assert Posterior.load(target, model=checkpoint).prior_precision == 2.0
+
+
+class Texts(Sentences):
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_language_models_with_tied_embeddings(tmp_path: Path, kind: str) -> None:
+    model = build(kind, "causal_lm", tie_word_embeddings=True)
+    trainer = train(tmp_path, model=model, data=Texts())
+    target = checkpoint_precision(tmp_path / "checkpoint-3", n_data=N)
+    stored, record = storage.read(target)
+    expected = live(trainer).precision
+    assert list(stored) == list(expected) and "lm_head.weight" not in stored
+    for name, s in expected.items():
+        assert torch.equal(stored[name], s), name
+    (tied,) = record["tied"].values()
+    assert tied == ["lm_head.weight"]
+
+
+def test_a_config_that_names_no_known_model(run: Run, tmp_path: Path) -> None:
+    checkpoint, trainer, _ = run
+    for file in ("optimizer.pt", "model.safetensors"):
+        (tmp_path / file).symlink_to(checkpoint / file)
+    with pytest.raises(ModelError, match=r"no config can be read.*pass model="):
+        checkpoint_precision(tmp_path, n_data=N)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Mine"]}))
+    with pytest.raises(ModelError, match="architecture 'Mine'"):
+        checkpoint_precision(tmp_path, n_data=N)
+    assert not (tmp_path / "precision").exists()
+    checkpoint_precision(tmp_path, n_data=N, model=trainer.model)
+    assert (tmp_path / "precision").is_dir()
+
+
+def test_no_warning_of_ours_in_an_ordinary_run(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(tmp_path, callback=TrainerPrecision())
+    assert not [str(w.message) for w in caught if "precision" in str(w.message)]

@@ -1,0 +1,566 @@
+"""Precisions beside a model: what is written is what is read, rounded only where it was asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blr_analysis import Posterior, Task, fit_laplace
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.posterior import storage
+from blr_analysis.posterior.capture import from_optimizer
+from blr_analysis.posterior.precision_files import (
+    KINDS,
+    read_precision_record,
+    write_captured,
+    write_precision,
+)
+from blr_analysis.posterior.records import FIELDS
+from blr_analysis.weights import Folder, fingerprint
+
+N = 50
+ABOUT: dict[str, Any] = {"kind": "fisher_emp", "definition": "sum_i g_i^2", "n_data": N}
+HALF_ULP = 2.0**-8  # the largest relative error of rounding to bfloat16's 8 bits
+
+
+def diagonal(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"net.weight": (3, 4), "net.bias": (3,), "scale": ()}
+    return {
+        n: scale * torch.rand(shape, generator=generator, dtype=dtype)
+        for n, shape in shapes.items()
+    }
+
+
+def posterior(prior: Any = 2.0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Any:
+    data = diagonal(scale, dtype)
+    by_name = prior if isinstance(prior, dict) else dict.fromkeys(data, prior)
+    return Posterior(
+        {n: torch.randn(t.shape, dtype=dtype) for n, t in data.items()},
+        {n: t + by_name[n] for n, t in data.items()},
+        prior_precision=prior,
+        n_data=N,
+        record={"kind": "ggn", "tied": {}},
+    )
+
+
+# ------------------------------------------------------------------- precisions without means
+
+
+@pytest.mark.parametrize("name", ["precision", "p.safetensors"])
+def test_without_means_the_tensors_are_the_models_names_and_no_others(
+    tmp_path: Path, name: str
+) -> None:
+    q = posterior()
+    q.save(tmp_path / name, mean=False)
+    tensors, record = storage.read(tmp_path / name)
+    assert set(tensors) == set(q.mean)
+    for n in q.mean:
+        assert torch.equal(tensors[n], q.precision(n))
+    assert record["prior_precision"] == 2.0 and record["n_data"] == N
+    assert set(FIELDS) <= set(record)
+    back = Posterior.load(tmp_path / name, model=q.mean)
+    for n, m in q.mean.items():
+        assert torch.equal(back.mean[n], m)
+        assert torch.equal(back.precision(n), q.precision(n))
+    assert (back.prior_precision, back.n_data) == (2.0, N)
+
+
+def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    held = {n: p.detach() for n, p in model.named_parameters()}
+    q = Posterior(
+        held, {n: torch.ones_like(p) for n, p in held.items()}, prior_precision=0.5, n_data=N
+    )
+    q.save(tmp_path / "precision", mean=False)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for source in (
+        model, model.state_dict(), tmp_path, str(tmp_path), tmp_path / "model.safetensors",
+    ):  # fmt: skip
+        back = Posterior.load(tmp_path / "precision", model=source)
+        assert list(back.mean) == list(held)
+        assert all(torch.equal(back.mean[n], p) for n, p in held.items())
+        back.mean["0.weight"].zero_()
+        assert model[0].weight.any()  # a copy
+
+
+def test_the_mean_of_tied_tensors_under_either_name(tmp_path: Path) -> None:
+    tied = {"embed.weight": ["head.weight"]}
+    write_precision(tmp_path / "p", {"embed.weight": torch.ones(4, 2)}, **ABOUT, tied=tied)
+    weights = torch.randn(4, 2)
+    for name in ("embed.weight", "head.weight"):
+        back = Posterior.load(tmp_path / "p", model={name: weights}, prior_precision=1.0)
+        assert torch.equal(back.mean["embed.weight"], weights)
+
+
+def test_a_parameter_called_mean(tmp_path: Path) -> None:
+    data = {"w": torch.ones(2), "w.mean": torch.full((3,), 2.0)}
+    write_precision(tmp_path / "p", data, **ABOUT)
+    weights = {"w": torch.zeros(2), "w.mean": torch.zeros(3)}
+    back = Posterior.load(tmp_path / "p", model=weights, prior_precision=1.0)
+    assert back.precision("w.mean").tolist() == [3, 3, 3]
+    with pytest.raises(InputError, match=r"\['w\.mean'\].*mean=False"):
+        back.save(tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+    back.save(tmp_path / "q", mean=False)
+
+
+def test_half_precision_models_get_a_posterior_in_single_precision(tmp_path: Path) -> None:
+    data = diagonal()
+    write_precision(tmp_path / "p", data, **ABOUT, dtype=torch.bfloat16)
+    weights = {n: torch.randn(t.shape).bfloat16() for n, t in data.items()}
+    back = Posterior.load(tmp_path / "p", model=weights, prior_precision=1e-3)
+    for n, t in data.items():
+        assert back.mean[n].dtype == torch.bfloat16
+        assert torch.equal(back.precision(n), t.bfloat16().float() + 1e-3)
+
+
+def test_a_mean_is_needed_and_only_where_there_is_none(tmp_path: Path) -> None:
+    q = posterior()
+    q.save(tmp_path / "bare", mean=False)
+    q.save(tmp_path / "whole")
+    with pytest.raises(PosteriorError, match=r"without a mean.*pass model="):
+        Posterior.load(tmp_path / "bare")
+    with pytest.raises(PosteriorError, match="its own mean: leave model out"):
+        Posterior.load(tmp_path / "whole", model=q.mean)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (3, InputError, "model must be a torch.nn.Module, a state dict, or the path"),
+        ({}, PosteriorError, r"net\.weight: not there"),
+        (nn.Linear(2, 2), PosteriorError, r"net\.weight: not there.*called 'weight', 'bias'"),
+        ("nowhere", StorageError, "no folder or .safetensors file"),
+        (
+            {n: torch.ones(5) for n in diagonal()},
+            PosteriorError,
+            r"net\.weight: \(5,\), not \(3, 4\)",
+        ),
+        (
+            {n: t.to("meta") for n, t in diagonal().items()},
+            PosteriorError,
+            "meta device, without values",
+        ),
+    ],
+)
+def test_models_that_do_not_belong_to_it(
+    tmp_path: Path, model: Any, error: type[Exception], message: str
+) -> None:
+    posterior().save(tmp_path / "p", mean=False)
+    with pytest.raises(error, match=message):
+        Posterior.load(tmp_path / "p", model=tmp_path / model if model == "nowhere" else model)
+
+
+def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 1)):
+        (tmp_path / name).mkdir()
+        generator = torch.Generator().manual_seed(seed)
+        weights = {n: torch.randn(t.shape, generator=generator) for n, t in diagonal().items()}
+        save_file(weights, tmp_path / name / "model.safetensors")
+    place = tmp_path / "one" / "precision"
+    write_precision(place, diagonal(), **ABOUT, model=tmp_path / "one")
+    recorded = read_precision_record(place)["model_sha256"]
+    assert recorded == fingerprint(Folder.open(tmp_path / "one"), progress=False)
+    Posterior.load(place, model=tmp_path / "one", prior_precision=1.0)
+    with pytest.raises(PosteriorError, match=r"sha256 differ.*pass the module"):
+        Posterior.load(place, model=tmp_path / "two", prior_precision=1.0)
+    other = load_file(tmp_path / "two" / "model.safetensors")
+    Posterior.load(place, model=other, prior_precision=1.0)  # knowingly
+
+
+def test_only_a_diagonal_with_one_prior_per_tensor_goes_without_means(tmp_path: Path) -> None:
+    X, y = torch.randn(20, 3), torch.randn(20)
+    task = Task(nn.Linear(3, 1), (X, y), likelihood="gaussian")
+    kron = fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    with pytest.raises(InputError, match=r"mean=False.*'kron'"):
+        kron.save(tmp_path / "p", mean=False)
+    with pytest.raises(InputError, match=r"dtype=torch\.bfloat16.*'kron'"):
+        kron.save(tmp_path / "p", dtype=torch.bfloat16)
+    per_weight = posterior({n: torch.ones_like(t) for n, t in diagonal().items()})
+    with pytest.raises(InputError, match="entry per weight"):
+        per_weight.save(tmp_path / "p", mean=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------- the prior
+
+
+@pytest.mark.parametrize("prior", [1.5, {"net.weight": 1.0, "net.bias": 0.25, "scale": 4.0}])
+def test_a_prior_is_added_to_the_bare_data_part(tmp_path: Path, prior: Any) -> None:
+    data = diagonal()
+    write_precision(tmp_path / "p", data, **ABOUT)
+    back = Posterior.load(tmp_path / "p", model=data, prior_precision=prior)
+    for n, t in data.items():
+        assert torch.equal(back.precision(n), t + (prior[n] if isinstance(prior, dict) else prior))
+    assert back.prior_precision == prior
+
+
+def test_a_prior_per_weight_is_added_too(tmp_path: Path) -> None:
+    data = diagonal()
+    write_precision(tmp_path / "p", data, **ABOUT)
+    prior = {n: torch.rand_like(t) + 1 for n, t in data.items()}
+    back = Posterior.load(tmp_path / "p", model=data, prior_precision=prior)
+    assert all(torch.equal(back.precision(n), data[n] + prior[n]) for n in data)
+
+
+def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path: Path) -> None:
+    data = diagonal()
+    write_precision(tmp_path / "p", data, **ABOUT, prior_outside=3.0)
+    assert Posterior.load(tmp_path / "p", model=data).prior_precision == 3.0
+    other = Posterior.load(tmp_path / "p", model=data, prior_precision=5.0)
+    assert torch.equal(other.precision("net.bias"), data["net.bias"] + 5.0)
+    other.save(tmp_path / "whole")  # what was outside is inside now
+    again = Posterior.load(tmp_path / "whole")
+    assert torch.equal(again.precision("net.bias"), data["net.bias"] + 5.0)
+
+
+def test_a_prior_is_never_added_twice(tmp_path: Path) -> None:
+    q = posterior(2.0)
+    q.save(tmp_path / "p")
+    same = Posterior.load(tmp_path / "p", prior_precision=2.0)
+    assert torch.equal(same.precision("scale"), q.precision("scale"))
+    with pytest.raises(PosteriorError, match=r"the prior precision 2 in it.*=5 cannot be added"):
+        Posterior.load(tmp_path / "p", prior_precision=5.0)
+    with pytest.raises(PosteriorError, match="prior_precision"):
+        Posterior.load(tmp_path / "p", prior_precision=-1.0)
+
+
+def test_entries_without_data_need_a_prior(tmp_path: Path) -> None:
+    data = {**diagonal(), "scale": torch.tensor(0.0)}
+    write_precision(tmp_path / "p", data, **ABOUT)
+    with pytest.raises(PosteriorError, match=r"0 in 1 of 1 entries of 'scale'.*prior_precision="):
+        Posterior.load(tmp_path / "p", model=data)
+    assert Posterior.load(tmp_path / "p", model=data, prior_precision=1.0).n_data == N
+
+
+# --------------------------------------------------------------------------------- rounding
+
+
+def test_small_data_parts_survive_beside_a_large_prior(tmp_path: Path) -> None:
+    q = posterior(100.0, torch.float64, scale=1e-3)
+    q.save(tmp_path / "p", dtype=torch.bfloat16)
+    back = Posterior.load(tmp_path / "p")
+    for n, exact in diagonal(1e-3, torch.float64).items():
+        left = back.precision(n) - 100.0
+        assert torch.allclose(left, exact, rtol=HALF_ULP, atol=1e-12)
+        assert not torch.allclose(q.precision(n).bfloat16().double() - 100, exact, rtol=0.5)
+        assert torch.equal(back.mean[n], q.mean[n])  # never rounded
+    assert back.prior_precision == 100.0
+
+
+def test_single_precision_storage_of_double_posteriors(tmp_path: Path) -> None:
+    q = posterior(2.0, torch.float64)
+    q.save(tmp_path / "p", dtype=torch.float32)
+    stored, record = storage.read(tmp_path / "p")
+    assert stored["scale"].dtype == torch.float32 and stored["scale.mean"].dtype == torch.float64
+    assert (record["prior_precision"], record["prior_outside"]) == (0.0, 2.0)
+    back = Posterior.load(tmp_path / "p")
+    for n in q.mean:
+        assert back.precision(n).dtype == torch.float64
+        assert torch.allclose(back.precision(n), q.precision(n), rtol=1e-7)
+
+
+def test_a_wider_dtype_changes_no_value(tmp_path: Path) -> None:
+    q = posterior(2.0)
+    q.save(tmp_path / "p", dtype=torch.float32)
+    back = Posterior.load(tmp_path / "p")
+    assert all(torch.equal(back.precision(n), q.precision(n)) for n in q.mean)
+
+
+@pytest.mark.parametrize("prior", [0.1, 0.7])  # rounded up and down in single precision
+def test_an_entry_that_is_prior_alone_is_exactly_zero(tmp_path: Path, prior: float) -> None:
+    q = Posterior(
+        {"w": torch.zeros(3)},
+        {"w": torch.tensor([prior, prior, prior + 5.0])},
+        prior_precision=prior,
+        n_data=N,
+    )
+    q.save(tmp_path / "p", dtype=torch.bfloat16, mean=False)
+    stored, _ = storage.read(tmp_path / "p")
+    assert stored["w"].tolist() == [0, 0, 5]
+
+
+def test_a_negative_data_part_keeps_its_prior_inside(tmp_path: Path) -> None:
+    q = Posterior(
+        {"w": torch.zeros(2)}, {"w": torch.tensor([0.5, 3.0])}, prior_precision=1.0, n_data=N
+    )  # IVON's hess may be below 0 as long as S is not
+    q.save(tmp_path / "p", dtype=torch.bfloat16)
+    stored, record = storage.read(tmp_path / "p")
+    assert record["prior_precision"] == 1.0 and stored["w"].tolist() == [0.5, 3.0]
+    back = Posterior.load(tmp_path / "p").precision("w")
+    assert back.dtype == torch.float32 and torch.equal(back, q.precision("w"))
+
+
+numbers = st.floats(1e-30, 1e30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.just(0.0) | numbers, min_size=1, max_size=8),
+    prior=st.just(0.0) | st.floats(1e-6, 1e6),
+    dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    mean=st.booleans(),
+    single=st.booleans(),
+)
+def test_any_posterior_comes_back_as_near_as_its_dtype(
+    tmp_path_factory: pytest.TempPathFactory,
+    values: list[float],
+    prior: float,
+    dtype: torch.dtype | None,
+    mean: bool,
+    single: bool,
+) -> None:
+    data = torch.tensor(values, dtype=torch.float64)
+    if prior == 0:
+        data = data.clamp(min=1e-30)
+    q = Posterior(
+        {"w": data.sin()}, {"w": data + prior}, prior_precision=prior, n_data=N,
+        record={"kind": "ivon", "step": 3},
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("any") / ("p.safetensors" if single else "p")
+    q.save(path, dtype=dtype, mean=mean)
+    back = Posterior.load(path, model=None if mean else q.mean)
+    error = (back.precision("w") - q.precision("w")).abs()
+    within = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}[dtype]
+    # Of the data's part; S itself was rounded to double precision when it was made.
+    allowed = within * (q.precision("w") - prior).abs() * (1 + 1e-9) + 4e-16 * q.precision("w")
+    assert bool((error <= (allowed if dtype else 0.0)).all())
+    assert torch.equal(back.mean["w"], q.mean["w"])
+    assert (back.prior_precision, back.n_data, back.record["step"]) == (prior, N, 3)
+    # The data's part is always what is stored, less the prior that the record says is inside.
+    stored, record = storage.read(path)
+    part = stored["w"].double() - record["prior_precision"]
+    assert torch.allclose(part, data, rtol=within * 1.01, atol=1e-9 + 1e-15 * float(data.max()))
+
+
+# ------------------------------------------------------------------------ write_precision
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS),
+    n_data=st.integers(1, 2**40),
+    prior=st.just(0.0) | st.floats(1e-6, 1e6),
+    more=st.dictionaries(
+        st.sampled_from(["optimizer", "step", "notes"]), st.integers() | st.text(), max_size=3
+    ),
+    limit=st.integers(1, 100),
+)
+def test_any_record_comes_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    n_data: int,
+    prior: float,
+    more: dict[str, Any],
+    limit: int,
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "precision"
+    data = diagonal()
+    inside = {n: t + prior for n, t in data.items()}
+    write_precision(
+        path, inside, kind=kind, definition="d", n_data=n_data, prior_precision=prior,
+        max_shard_bytes=limit, **more,
+    )  # fmt: skip
+    record = read_precision_record(path)
+    assert record == storage.read_record(path)
+    expected = {"kind": kind, "definition": "d", "n_data": n_data, "prior_precision": prior, **more}
+    assert expected.items() <= record.items()
+    assert record["parameters"] == list(data)
+    stored, _ = storage.read(path)
+    assert all(torch.equal(stored[n], inside[n]) for n in data)
+    assert Folder.open(path, stem="precision").specs.keys() == data.keys()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (
+            torch.tensor([1.0, -2.0, 0.0]),
+            r"'net\.bias' is negative in 1 of 3.*\(lowest -2\)",
+        ),
+        (torch.tensor([1.0, NAN, 0.0]), r"'net\.bias' is NaN in 1 of 3"),
+        (torch.tensor([INF, 1.0]), r"'net\.bias' is infinite in 1 of 2"),
+        (torch.tensor([1e300], dtype=torch.float64), r"'net\.bias' is infinite.*too large"),
+        (torch.tensor([1, 2]), r"'net\.bias' must hold real numbers"),
+        (torch.ones(2, device="meta"), "meta"),
+        (None, "dict of tensors"),
+    ],
+)
+def test_impossible_precisions_are_named_and_nothing_is_written(
+    tmp_path: Path, bias: Any, message: str
+) -> None:
+    with pytest.raises(PosteriorError, match=message):
+        write_precision(tmp_path / "p", {**diagonal(), "net.bias": bias}, **ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "hessian"}, "kind must be one of 'ivon'"),
+        ({"n_data": 0}, "n_data must be a positive integer"),
+        ({"n_data": None}, "n_data must be a positive integer"),
+        ({"n_data": 2.5}, "n_data must be a positive integer"),
+        ({"definition": ""}, "definition must say"),
+        ({"dtype": torch.float16}, "dtype must be"),
+        ({"prior_precision": -1.0}, "prior_precision"),
+        ({"prior_precision": {"net.bias": 1.0}}, "one entry per parameter"),
+        ({"prior_precision": 1.0, "prior_outside": 1.0}, "give one of the two"),
+        ({"step": float("nan")}, "written as JSON"),
+        ({"optimizer": object()}, "written as JSON"),
+    ],
+)
+def test_impossible_records_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        write_precision(tmp_path / "p", diagonal(), **{**ABOUT, **changes})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tensors_and_no_n_data(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tensors is empty"):
+        write_precision(tmp_path / "p", {}, **ABOUT)
+    with pytest.raises(TypeError, match="n_data"):
+        write_precision(tmp_path / "p", diagonal(), kind="ggn", definition="d")  # type: ignore[call-arg]
+
+
+# ------------------------------------------------------------------- read_precision_record
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_data": None}, "n_data=None: expected the number of examples"),
+        ({"n_data": True}, "n_data=True"),
+        ({"n_data": 0}, "n_data=0"),
+        ({"structure": "kron"}, "structure 'kron'.*structure='diag'"),
+        ({"parameters": []}, "names no parameters"),
+        ({"parameters": "w"}, "names no parameters"),
+        ({"prior_precision": None}, "prior_precision=None"),
+        ({"prior_precision": "1"}, "prior_precision='1'"),
+        ({"prior_precision": -1.0}, "prior_precision=-1.0"),
+        ({"prior_precision": {"net.bias": 1.0}}, r"per weight for \['net\.weight', 'scale'\]"),
+        ({"prior_precision": {"net.bias": -1.0}}, r"=-1\.0 for 'net\.bias'"),
+        ({"format": "other"}, "format 'other'"),
+        ({"version": 9}, "version 9"),
+    ],
+)  # fmt: skip
+def test_records_that_say_nothing_to_a_merge(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write_precision(tmp_path / "p", diagonal(), **ABOUT)
+    config = tmp_path / "p" / "precision_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(StorageError, match=message):
+        read_precision_record(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("mc_fisher", "fisher_mc"), ("empirical_fisher", "fisher_emp"), ("ggn", "ggn"), (None, None)],
+)
+def test_the_names_of_earlier_releases(tmp_path: Path, old: str | None, new: str | None) -> None:
+    """A file as the first release wrote it: means beside the precision, an older kind."""
+    tensors = {**diagonal(), **{f"{n}.mean": t for n, t in diagonal().items()}}
+    record = {
+        "kind": old, "structure": "diag", "prior_precision": 0.0, "n_data": N,
+        "parameters": list(diagonal()),
+    }  # fmt: skip
+    storage.write(tmp_path / "p", tensors, record)
+    assert read_precision_record(tmp_path / "p")["kind"] == new
+    back = Posterior.load(tmp_path / "p")
+    assert all(torch.equal(back.precision(n), t) for n, t in diagonal().items())
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])
+def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvature: str) -> None:
+    X, y = torch.randn(20, 3), torch.randn(20)
+    model = nn.Linear(3, 1)
+    model.bias.requires_grad_(False)
+    q = fit_laplace(
+        Task(model, (X, y), likelihood="gaussian"), structure="diag", prior_precision=1.0,
+        curvature=curvature, progress=False,
+    )  # fmt: skip
+    q.save(tmp_path / "precision", mean=False)
+    record = read_precision_record(tmp_path / "precision")
+    assert record["kind"] in KINDS and record["frozen"] == ["bias"]
+    kinds = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}
+    assert record["kind"] == kinds[curvature]
+
+
+def test_a_weights_file_is_no_precision(tmp_path: Path) -> None:
+    save_file(diagonal(), tmp_path / "model.safetensors")
+    with pytest.raises(StorageError, match="without a 'blr_analysis' record"):
+        read_precision_record(tmp_path / "model.safetensors")
+    with pytest.raises(StorageError, match="nothing is stored"):
+        read_precision_record(tmp_path / "nowhere")
+    (tmp_path / "half.safetensors").write_bytes(b"\x10")
+    with pytest.raises(StorageError, match="truncated"):
+        read_precision_record(tmp_path / "half.safetensors")
+
+
+# -------------------------------------------------------------- what optimizers leave behind
+
+
+def trained(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        if isinstance(optimizer, IVON):
+            with optimizer.sampled_params(train=True):
+                model(torch.tensor([0, 1])).square().mean().backward()
+        else:
+            model(torch.tensor([0, 1])).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_an_optimizers_data_part_with_rows_that_no_gradient_reached(tmp_path: Path) -> None:
+    model, optimizer = trained(lambda p: torch.optim.AdamW(p, weight_decay=0.0))
+    captured = from_optimizer(optimizer, model, n_data=N, bare=True)
+    assert captured.prior_precision == 0.0
+    assert not captured.precision["0.weight"][2:].any()
+    write_captured(tmp_path / "p", captured)
+    record = read_precision_record(tmp_path / "p")
+    assert (record["kind"], record["definition"]) == ("adam_v", "H = N*sqrt(v_hat)")
+    whole = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=7.0)
+    back = Posterior.load(tmp_path / "p", model=model, prior_precision=7.0)
+    for n in whole.mean:
+        assert torch.equal(back.precision(n), whole.precision(n))
+
+
+def test_a_prior_given_to_a_bare_capture_is_kept_beside(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.Adam)
+    captured = from_optimizer(optimizer, model, n_data=N, bare=True, prior_precision=7.0)
+    assert not captured.precision["0.weight"][2:].any()
+    write_captured(tmp_path / "p", captured)
+    assert Posterior.load(tmp_path / "p", model=model).prior_precision == 7.0
+
+
+def test_ivons_prior_stays_inside(tmp_path: Path) -> None:
+    model, optimizer = trained(lambda p: IVON(p, lr=0.1, ess=N, weight_decay=0.1, beta2=0.9))
+    captured = from_optimizer(optimizer, model, bare=True)
+    write_captured(tmp_path / "p", captured)
+    stored, record = storage.read(tmp_path / "p")
+    assert record["prior_precision"] == pytest.approx(N * 0.1) and record["beta2"] == 0.9
+    for n, p in model.named_parameters():
+        assert torch.allclose(stored[n], N * (optimizer.state[p]["hess"] + 0.1))
+    back = Posterior.load(tmp_path / "p", model=model)
+    assert torch.equal(back.precision("1.bias"), captured.precision["1.bias"])
