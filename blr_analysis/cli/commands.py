@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from blr_analysis.cli.fisher import fisher as _fisher
+from blr_analysis.cli.merging import merge as _merge
 from blr_analysis.cli.options import (
     Calibrate,
     Correction,
@@ -26,7 +28,7 @@ from blr_analysis.cli.options import (
     paper,
 )
 from blr_analysis.cli.script import load_tasks
-from blr_analysis.cli.words import AUDIT, DEMO, EXIT_CODES, LOO, MAP, ROOT, WHAT_IF
+from blr_analysis.cli.words import AUDIT, DEMO, EXIT_CODES, FISHER, LOO, MAP, MERGE, ROOT, WHAT_IF
 
 app = typer.Typer(
     add_completion=False,
@@ -273,3 +275,7 @@ def what_if_(
             result.posterior.save(folder / "perturbed.safetensors")
     where = "the training data" if theirs is None else "the test data"
     show(what_if_section(result, where, ours.n_data), paper())
+
+
+app.command("fisher", help=FISHER)(_fisher)
+app.command("merge", help=MERGE)(_merge)

@@ -136,3 +136,54 @@ WHAT_IF = flowed(
     and the posterior without the examples (perturbed.safetensors) are written.
     """
 )
+
+MERGE = flowed(
+    """
+    Merge fine-tuned models into one, each weight as far as each model is sure of it.
+
+    The recipe is YAML, as mergekit writes it:
+
+      merge_method: gradient_matching   # fisher | task_arithmetic | linear
+      base_model: ./base                # paths start at the recipe's folder
+      models:
+        - model: ./ft1                  # its precision: ./ft1/precision
+          parameters: {weight: 1.0}     # a number, [0.2, 0.8] over the layers,
+        - model: ./ft2                  # or [{filter: mlp, value: 0.5}, ...]
+      parameters: {delta: 1.0e-8, missing_precision: error}  # base | zero
+      out_dtype: bfloat16
+
+    Look first, then merge:
+
+      blr-analysis merge recipe.yml --dry-run
+      blr-analysis merge recipe.yml OUT --max-memory 1GB
+
+    Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
+    weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
+    and the fate of every tensor (merge_report.csv, merge_report.json). The recipes that mergekit
+    has for linear and task_arithmetic run unchanged.
+    """
+)
+
+FISHER = flowed(
+    """
+    The precision of a fine-tuned model, from its data: what a merge weighs it by.
+
+    MODEL is a folder as save_pretrained leaves it, with a sequence classifier or a causal language
+    model; DATA is what it was fine-tuned on:
+
+      blr-analysis fisher ./ft1 train.csv
+      blr-analysis fisher ./ft1 train.jsonl --text premise --text hypothesis
+      blr-analysis fisher ./ft1 train.parquet --examples 2000 --samples 4
+      blr-analysis fisher ./ft1 train.csv --kind emp --label sentiment
+      blr-analysis fisher ./llm corpus.txt --max-length 256 --out PRECISION
+
+    Writes MODEL/precision, which blr-analysis merge finds there: for every weight the sum over all
+    examples of its squared gradients, each example by itself. With --kind mc, the Fisher, labels
+    are drawn from the model's own predictions, so that DATA needs none; --kind ggn is the same
+    without the noise of drawing, for classifiers with few labels; --kind emp takes the labels of
+    DATA. --kind squared-minibatch squares the mean gradient of B examples (--batch-size), as
+    published scripts do: its expectation is not the Fisher, and its size depends on B.
+
+    Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
+    """
+)

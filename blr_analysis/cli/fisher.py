@@ -1,0 +1,189 @@
+"""``blr-analysis fisher``: the precision of a fine-tuned model from its data, for merging. What
+only this command needs is imported inside of it, so that no other pays for it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blr_analysis.cli.options import Teller, paper
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from blr_analysis.huggingface.fisher import FisherResult
+
+
+class Kind(StrEnum):
+    """What is summed."""
+
+    mc = "mc"
+    emp = "emp"
+    ggn = "ggn"
+    squared_minibatch = "squared-minibatch"
+
+
+class ModelTask(StrEnum):
+    """What the model was trained for."""
+
+    classification = "classification"
+    causal_lm = "causal-lm"
+
+
+class Stored(StrEnum):
+    """The dtype on disk."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def fisher(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder with a fine-tuned model and its tokenizer, in safetensors.",
+            show_default=False,
+        ),
+    ],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="What it was fine-tuned on: .jsonl, .csv, .tsv, .parquet, or .txt with a text "
+            "per line.",
+            show_default=False,
+        ),
+    ],
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="mc: the Fisher, with labels drawn from the model; emp: the empirical Fisher, "
+            "with the labels of the data; ggn: as mc, exact, for classifiers; squared-minibatch: "
+            "what published scripts compute, whose expectation is NOT the Fisher."
+        ),
+    ] = Kind.mc,
+    samples: Annotated[
+        int, typer.Option(metavar="K", min=1, help="Labels drawn per example, for --kind mc.")
+    ] = 1,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="The text's column; twice for pairs. Otherwise by its usual names (text, "
+            "sentence, sentence1 and sentence2, ...).",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="The label's column, for --kind emp and squared-minibatch; the others need none.",
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M", min=1, help="Use M random examples, and scale the sum to all of them."
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            help="Tokens read of a text; otherwise what the model reads, at most 512.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="B",
+            min=1,
+            help="For --kind squared-minibatch, and for it alone: the result depends on it.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of labels, examples and batches.")] = 0,
+    task: Annotated[
+        ModelTask | None,
+        typer.Option(help="Where the model's configuration does not say what it is."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="PATH", help="Where to write; otherwise MODEL/precision."
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a precision that is already there.")
+    ] = False,
+    dtype: Annotated[Stored, typer.Option(help="Of the numbers on disk.")] = Stored.float32,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, mps.")
+    ] = "cpu",
+    max_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Of the passes over the data. On top come the model, the sum, and the check of "
+            "the first gradients, some 70 bytes per parameter in all; one example is taken "
+            "whatever it needs.",
+        ),
+    ] = "256MiB",
+) -> None:
+    """Load, pass over the data once, write."""
+    import torch
+
+    from blr_analysis.cli.sizes import read_size
+    from blr_analysis.huggingface.fisher import fisher as compute
+
+    say = Teller()
+    say(f"loading {model}")
+    result = compute(
+        model,
+        data,
+        kind=kind.value.replace("-", "_"),
+        samples=samples,
+        text=text or None,
+        label=label,
+        task=None if task is None else task.value.replace("-", "_"),
+        examples=examples,
+        max_length=max_length,
+        batch_size=batch_size,
+        seed=seed,
+        out=out,
+        force=force,
+        device=device,
+        memory_budget=read_size("--max-memory", max_memory),
+        dtype=torch.bfloat16 if dtype is Stored.bfloat16 else None,
+    )
+    say("done")
+    show_result(result, paper())
+
+
+def show_result(result: FisherResult, console: Console) -> None:
+    """What was computed and where it lies, a line each."""
+    used = "" if result.examples == result.n_data else f" ({result.examples:,} used, scaled)"
+    rows = {
+        "kind": result.kind,
+        "tensors": f"{result.tensors:,}",
+        "parameters": f"{result.parameters:,}, {result.zeros:.1%} of them exactly 0",
+        "n_data": f"{result.n_data:,}{used}",
+        "seconds": f"{result.seconds:.1f}",
+        "written": str(result.folder),
+        "next": "blr-analysis merge recipe.yml OUT",
+    }
+    if result.truncated:
+        rows["n_data"] += f"; {result.truncated:,} texts were cut (--max-length)"
+    width = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(f"{name:<{width}}{value}", soft_wrap=True)
+    if result.kind == "squared_minibatch":
+        console.print(
+            "\nsquared_minibatch is not the Fisher: its size depends on the batch size. --kind mc "
+            "is one, by example.",
+            soft_wrap=True,
+        )

@@ -1,0 +1,277 @@
+"""Sums of squared gradients over the examples of a task: the diagonals that models are merged with.
+
+With g_i the gradient of example i's loss (of a sequence: summed over its tokens), J_i its
+Jacobian, Λ_i the Hessian of its loss in the outputs, and ŷ drawn from the model's own
+predictions:
+
+    fisher_mc            Σ_i (1/K) Σ_k g_i(ŷ_ik)²          the Fisher, by K samples per example
+    fisher_emp           Σ_i g_i(y_i)²                     the empirical Fisher: observed labels
+    ggn                  Σ_i diag(J_iᵀ Λ_i J_i)            what fisher_mc tends to as K grows
+    squared_minibatch    (N/M) Σ_b (mean of g_i in batch b)²,  M batches of B examples
+
+The last is what published merging scripts compute. It is NOT the Fisher: the gradients of a batch
+are added before they are squared, so that at a minimum, where they cancel, it is about B times
+smaller than the empirical Fisher, and it grows where they do not. With B = 1 they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.backprop.plan import plan_for
+from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.terms import Rows, Term
+from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.laplace import curvature_root
+from blr_analysis.task import Task
+
+KINDS = ("fisher_mc", "fisher_emp", "ggn", "squared_minibatch")
+MEMORY = 2**28  # bytes of working memory where the user names no bound
+AT_ONCE = 4  # examples per pass at most: with more, their gradients leave the cache
+COLUMNS = 4  # gradients of one example that are held at once
+ALIKE = 0.75  # lengths above this part of the longest one are padded to it
+
+
+@torch.inference_mode(False)
+def fisher_diagonal(
+    task: Task,
+    *,
+    kind: str = "fisher_mc",
+    samples: int = 1,
+    seed: int = 0,
+    batch_size: int | None = None,
+    memory_budget: int | None = None,
+    lengths: Sequence[int] | None = None,
+    progress: bool | None = None,
+) -> dict[str, Tensor]:
+    """The diagonal of the module's equation ``kind``, by parameter name, on the CPU.
+
+    A SUM over the task's examples: no prior, no mean. Parameters with ``requires_grad=False`` have
+    no entry; tied ones have one, under their first name.
+
+    Args:
+        task: model, data and likelihood; the model is left as it is.
+        kind: "fisher_mc", "fisher_emp", "ggn" (not for sequences) or "squared_minibatch".
+        samples: K, labels drawn per example for "fisher_mc".
+        seed: of those labels, by example, and of the batches of "squared_minibatch". The labels do
+            not depend on how the examples are divided into passes.
+        batch_size: B of "squared_minibatch", which needs it and no other kind takes it.
+        memory_budget: bytes of working memory (default 256 MiB); at least one example's need.
+        lengths: of sequences sorted by length, their lengths: neighbours then share a pass.
+
+    Returns:
+        Tensors in the shape and dtype of the parameters.
+
+    Raises:
+        InputError: an unknown kind; "ggn" for sequences; a batch size that is missing or unused.
+        ModelError: nothing to train, half precision, gradients that are not finite.
+
+    Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12,
+    and Kunstner et al. (2019), *Limitations of the Empirical Fisher Approximation*.
+
+    Example:
+        >>> import torch
+        >>> X, y = torch.tensor([[1.0], [2.0]]), torch.tensor([0.0, 0.0])
+        >>> task = Task(torch.nn.Linear(1, 1, bias=False), (X, y), likelihood="gaussian")
+        >>> fisher_diagonal(task, kind="ggn")  # Σ x²
+        {'weight': tensor([[5.]])}
+    """
+    instance("task", task, Task, "a blr_analysis.Task")
+    one_of("kind", kind, KINDS)
+    positive_int("samples", samples)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
+    check_kind(kind, task.likelihood.is_sequence, batch_size)
+    params = task.parameters()
+    if not params:
+        raise ModelError("the model has no trainable parameters; set requires_grad on some")
+    task.check_parameters(params)
+    total = {name: torch.zeros_like(p) for name, p in params.items()}
+    if kind == "squared_minibatch":
+        assert batch_size is not None
+        _add_batches(total, task, params, batch_size, seed, progress)
+    else:
+        budget = positive_int("memory_budget", memory_budget or MEMORY)
+        _add_examples(total, task, params, kind, samples, seed, budget, lengths, progress)
+    for name, sums in total.items():
+        if not bool(torch.isfinite(sums).all()):
+            raise ModelError(
+                f"the squared gradients of {name!r} are not finite: are the weights, and is every "
+                "example's loss?"
+            )
+    return {name: sums.cpu() for name, sums in total.items()}
+
+
+def check_kind(kind: str, sequences: bool, batch_size: int | None) -> None:
+    """Raise :class:`InputError` where a kind cannot be had, or ``batch_size`` does not belong."""
+    if kind == "ggn" and sequences:
+        raise InputError(
+            "kind='ggn' needs a backward pass for each of the tokens × vocabulary outputs of a "
+            "sequence; use kind='mc', whose expectation it is, with samples= for more precision"
+        )
+    if kind == "squared_minibatch":
+        if batch_size is None:
+            raise InputError(
+                "kind='squared_minibatch' needs batch_size: its numbers depend on it (it is not "
+                "the Fisher)"
+            )
+        positive_int("batch_size", batch_size)
+    elif batch_size is not None:
+        raise InputError(
+            f"batch_size belongs to kind='squared_minibatch'; {kind!r} squares every example's own "
+            "gradient, however the examples are divided"
+        )
+
+
+def _add_examples(
+    total: dict[str, Tensor],
+    task: Task,
+    params: Mapping[str, Tensor],
+    kind: str,
+    samples: int,
+    seed: int,
+    budget: int,
+    lengths: Sequence[int] | None,
+    progress: bool | None,
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(2**31, (task.n_data,), generator=source)  # one for every example
+    wanted = {"fisher_mc": samples, "fisher_emp": 1}.get(kind, n_outputs(task, params))
+    with _bar(task.n_data, kind, progress) as bar:
+        for chunk in _passes(task, params, min(wanted, COLUMNS), budget, lengths):
+            for columns in _columns(task, chunk, kind, samples, seeds):
+                for term in chunk.terms(columns):
+                    _add(total, term)
+            bar.update(len(chunk.indices))
+
+
+def _columns(task: Task, chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[Tensor]:
+    """Cotangents ``[B, K, C]``, a few at a time, whose squared gradients are the chunk's share."""
+    if kind == "ggn":
+        yield from curvature_root(task, chunk).split(COLUMNS, dim=1)
+        return
+    if kind == "fisher_emp":
+        yield task.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+        return
+    drawn = _sampled(task, chunk, samples, seeds[chunk.indices])
+    for start in range(0, samples, COLUMNS):
+        errors = [task.likelihood.error(chunk.outputs, y) for y in drawn[start : start + COLUMNS]]
+        yield torch.stack(errors, dim=1) / samples**0.5
+
+
+def _sampled(task: Task, chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
+    """K labels for every example from the model's own predictions: K tensors as the targets."""
+    counted = task.likelihood.counted(chunk.targets)
+    if counted is not None:
+        return _sampled_tokens(chunk, counted, samples, seeds)
+    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
+    source, drawn = torch.Generator(), []
+    for row, seed in enumerate(seeds.tolist()):
+        source.manual_seed(seed)
+        own = outputs[row : row + 1], targets[row : row + 1]
+        drawn.append([task.likelihood.resample(*own, source) for _ in range(samples)])
+    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
+
+
+def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
+    """The same for sequences, by one uniform number per token that counts: where it falls among
+    the cumulated probabilities."""
+    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
+    for row, seed in enumerate(seeds.tolist()):
+        own = counted[row].cpu()
+        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
+    reached = chunk.outputs.softmax(-1).cumsum(-1)
+    heights = uniform.to(reached) * reached[..., -1:]
+    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
+    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
+
+
+def _passes(
+    task: Task,
+    params: Mapping[str, Tensor],
+    columns: int,
+    budget: int,
+    lengths: Sequence[int] | None,
+) -> Iterator[Chunk]:
+    """The task in chunks; where lengths are known, as large as each length allows."""
+    if lengths is None:
+        yield from chunks(task, params, columns=columns, memory_budget=budget, progress=False)
+        return
+    plan = plan_for(task, params)
+    itemsize = next(iter(params.values())).element_size()
+    for bucket in buckets(lengths):
+        shorter = max(lengths) / lengths[int(bucket[-1])]
+        fits = plan.chunk_size(columns, int(budget * shorter), itemsize, len(bucket))
+        size = min(fits, AT_ONCE)
+        yield from chunks(
+            task, params, columns=columns, indices=bucket, chunk_size=size, progress=False
+        )
+
+
+def buckets(lengths: Sequence[int]) -> list[Tensor]:
+    """Runs of neighbours of much the same length, from lengths in ascending order.
+
+    >>> [b.tolist() for b in buckets([2, 7, 8, 9, 10])]
+    [[0], [1], [2, 3, 4]]
+    """
+    found, stop = [], len(lengths)
+    while stop:
+        start = stop
+        while start and lengths[start - 1] >= ALIKE * lengths[stop - 1]:
+            start -= 1
+        found.append(torch.arange(start, stop))
+        stop = start
+    return found[::-1]
+
+
+def _add(total: dict[str, Tensor], term: Term) -> None:
+    """Σ_i Σ_c G_ic² onto the sums, in place; of an embedding only the rows that were used."""
+    if isinstance(term, Rows):
+        squares = sum((g.square() for g in term.grads), start=term.grads[0].new_zeros(()))
+        total[term.name].index_add_(0, term.ids.flatten(), squares.flatten(0, 1))
+        return
+    for name, sums in term.square_sum().items():
+        total[name].add_(sums)
+
+
+def _add_batches(
+    total: dict[str, Tensor],
+    task: Task,
+    params: Mapping[str, Tensor],
+    batch_size: int,
+    seed: int,
+    progress: bool | None,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(task.n_data, generator=generator)
+    batches = order.split(batch_size)
+    scale = task.n_data / len(batches)
+    with _bar(task.n_data, "squared_minibatch", progress) as bar:
+        for indices in batches:
+            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+            with torch.enable_grad(), task.evaluation():
+                outputs, targets = task.run(fetched(task, indices), leaves, indices)
+                loss = task.likelihood.nll(outputs, targets).mean()
+            grads = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+            for sums, grad in zip(total.values(), grads, strict=True):
+                dense = grad.to_dense()
+                sums.addcmul_(dense, dense, value=scale)
+            bar.update(len(indices))
+
+
+def _bar(total: int, label: str, progress: bool | None) -> tqdm:  # type: ignore[type-arg]
+    return tqdm(
+        total=total,
+        desc=label,
+        unit=" examples",
+        disable=None if progress is None else not progress,
+        leave=False,
+    )

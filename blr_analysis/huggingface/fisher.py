@@ -1,0 +1,262 @@
+"""The Fisher of a model on disk, written beside it for merging: ``blr-analysis fisher``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from blr_analysis.checks import one_of, path_of, positive_int, some
+from blr_analysis.errors import InputError, StorageError
+from blr_analysis.huggingface.data import Texts, class_indices, read_texts
+from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
+from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model
+from blr_analysis.huggingface.tokens import Encoded, encode, task_of
+from blr_analysis.posterior.assemble import tied_names
+from blr_analysis.posterior.precision_files import write_precision
+from blr_analysis.posterior.rounding import check_dtype
+
+KINDS = {
+    "mc": "fisher_mc",
+    "emp": "fisher_emp",
+    "ggn": "ggn",
+    "squared_minibatch": "squared_minibatch",
+}
+LABELLED = ("fisher_emp", "squared_minibatch")  # the others draw or need no labels
+FOLDER = "precision"
+
+
+@dataclass(frozen=True)
+class FisherResult:
+    """What was computed, and where it lies.
+
+    Attributes:
+        folder: the precision folder (or file).
+        kind: as in the record: "fisher_mc", "fisher_emp", "ggn" or "squared_minibatch".
+        tensors: how many tensors have a precision.
+        parameters: how many numbers these are.
+        n_data: N, the examples that the sum stands for.
+        examples: how many of them were used.
+        truncated: how many of those were longer than was read.
+        zeros: the share of numbers that are exactly 0 (embeddings of words that do not occur).
+        seconds: of the whole run.
+    """
+
+    folder: Path
+    kind: str
+    tensors: int
+    parameters: int
+    n_data: int
+    examples: int
+    truncated: int
+    zeros: float
+    seconds: float
+
+
+def fisher(
+    model: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    *,
+    kind: str = "mc",
+    samples: int = 1,
+    text: str | Sequence[str] | None = None,
+    label: str | None = None,
+    task: str | None = None,
+    examples: int | None = None,
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    device: str | torch.device = "cpu",
+    memory_budget: int | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool | None = None,
+) -> FisherResult:
+    """The diagonal precision of a fine-tuned model from its data, as ``MODEL/precision``.
+
+        S = Σ_i (1/K) Σ_k g_i(ŷ_ik)²,  ŷ_ik ~ p(y | x_i)        (kind="mc", the Fisher)
+
+    A SUM over all N examples, the data's part alone (prior precision 0), with ``n_data`` = N in
+    its record. Published merging scripts AVERAGE over the examples; divide by N to compare. Of
+    language models the loss of an example is the sum over its tokens.
+
+    Args:
+        model: a folder with a sequence classifier or a causal language model, in safetensors.
+        data: .jsonl, .csv, .tsv, .parquet or .txt; see
+            :func:`~blr_analysis.huggingface.data.read_texts`.
+        kind: "mc", the Fisher with labels drawn from the model (the file needs none); "emp", the
+            empirical Fisher; "ggn", exact over the classes (not for language models);
+            "squared_minibatch", the squared gradient of the mean loss of ``batch_size`` examples,
+            as published scripts compute it, whose expectation is NOT the Fisher.
+        samples: K labels per example for "mc".
+        text, label: columns of the file; ``text`` two for pairs; None: by their usual names.
+        task: "classification" or "causal_lm"; None: what the model's config says.
+        examples: use M random examples of the N, and scale the sum by N/M.
+        max_length: tokens read of a text; default: what the model reads, at most 512.
+        batch_size: B of "squared_minibatch", and of it alone.
+        seed: of what is drawn: examples, labels, batches.
+        out: where to write; default ``model/precision``.
+        force: replace a precision that is already there.
+        device, memory_budget: where to work, and in how many bytes (default 256 MiB). On top come
+            the model, the sum, and once, when the gradients of three examples are checked against
+            autograd's, some 70 bytes per parameter.
+        dtype: torch.bfloat16 to store half the bytes; default float32.
+
+    Raises:
+        InputError: arguments that do not fit each other, or transformers is missing.
+        DataError: the file, its columns or its labels.
+        ModelError: no model that can be read; see
+            :func:`~blr_analysis.huggingface.models.load_model`.
+        StorageError: files that are missing or damaged; ``out`` is there and ``force`` was not
+            given. Nothing is written unless all of it is.
+
+    Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12.
+
+    Example:
+        >>> fisher("no-model", "no-data.csv")
+        Traceback (most recent call last):
+            ...
+        blr_analysis.errors.StorageError: there is no folder 'no-model': ...
+    """
+    started = time.monotonic()
+    kind = one_of("kind", kind, (*KINDS, *KINDS.values()))
+    kind = KINDS.get(kind, kind)
+    positive_int("samples", samples)
+    check_dtype(dtype)
+    if samples > 1 and kind != "fisher_mc":
+        raise InputError("samples belongs to kind='mc', whose labels are drawn")
+    place = Path(path_of(model)).expanduser()
+    target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
+    check_target(target, force)
+    loaded = load_model(place, task=task, device=device)
+    check_kind(kind, loaded.task == "causal_lm", batch_size)
+    names = checkpoint_names(loaded)
+    encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
+    diagonal = fisher_diagonal(
+        task_of(encoded, loaded),
+        kind=kind,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        memory_budget=memory_budget,
+        lengths=encoded.lengths,
+        progress=progress,
+    )
+    n = len(texts)
+    tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
+    write_precision(
+        target,
+        tensors,
+        kind=kind,
+        definition=definition(kind, samples, batch_size, loaded.task),
+        n_data=n,
+        model=place,
+        dtype=dtype,
+        batch_size=batch_size,
+        samples=samples if kind == "fisher_mc" else None,
+        examples=len(encoded),
+        seed=seed,
+        max_length=encoded.max_length,
+        truncated=encoded.truncated,
+        data=texts.path.name,
+        columns=list(texts.columns),
+        likelihood=loaded.likelihood,
+        source="fisher",
+        frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
+        tied=_tied(loaded, names),
+    )
+    size = sum(t.numel() for t in tensors.values())
+    zeros = sum(int((t == 0).sum()) for t in tensors.values())
+    return FisherResult(
+        folder=target,
+        kind=kind,
+        tensors=len(tensors),
+        parameters=size,
+        n_data=n,
+        examples=len(encoded),
+        truncated=encoded.truncated,
+        zeros=zeros / size,
+        seconds=time.monotonic() - started,
+    )
+
+
+def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:
+    """What the numbers are, for the record: a formula, and how published scripts differ."""
+    formula = {
+        "fisher_mc": f"sum_i mean over {samples} sampled label(s) y_hat ~ p(y|x_i) of g_i(y_hat)^2",
+        "fisher_emp": "sum_i g_i(y_i)^2",
+        "ggn": "sum_i diag(J_i^T Lambda_i J_i)",
+        "squared_minibatch": f"n_data / M * sum over M batches of {batch_size} examples of (mean "
+        "over the batch of g_i(y_i))^2, which is not the Fisher: its expectation depends on the "
+        "batch size",
+    }[kind]
+    loss = "sum over tokens of -log p" if task == "causal_lm" else "-log p(y_i|x_i)"
+    return (
+        f"{formula}; g_i the gradient of example i's loss, {loss}; summed over n_data examples "
+        "(published merging scripts average: divide by n_data to compare)"
+    )
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Raise :class:`StorageError` before any work where the result could not be put."""
+    if target.exists() and not force:
+        raise StorageError(
+            f"{str(target)!r} is already there: name another place with out= (--out), or replace "
+            "it with force=True (--force)."
+        )
+    if target.is_dir():
+        foreign = [p.name for p in sorted(target.iterdir()) if not p.name.startswith("precision")]
+        if foreign:
+            raise StorageError(
+                f"the folder {str(target)!r} holds other files ({some(foreign)}), which replacing "
+                "it would remove: name a new folder."
+            )
+    above = next((p for p in target.absolute().parents if p.exists()), Path("/"))
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise StorageError(
+            f"{str(target)!r} cannot be written: {str(above)!r} is read-only or no folder. Name "
+            "another place with out= (--out)."
+        )
+
+
+def _read(
+    loaded: Pretrained,
+    data: str | os.PathLike[str],
+    kind: str,
+    text: str | Sequence[str] | None,
+    label: str | None,
+    examples: int | None,
+    max_length: int | None,
+    seed: int,
+) -> tuple[Encoded, Texts]:
+    """The examples that are used, and all that the file holds."""
+    classifies = loaded.task == "classification"
+    if label is not None and not classifies:
+        raise InputError("a language model has no label column: its labels are the tokens")
+    labelled = classifies and (kind in LABELLED or label is not None)
+    texts = read_texts(data, text=text, label=label, labelled=labelled)
+    labels = None
+    if labelled:
+        known = {str(k): int(v) for k, v in (loaded.config.label2id or {}).items()}
+        labels = class_indices(texts, known, int(loaded.config.num_labels))
+    chosen = None
+    if examples is not None and positive_int("examples", examples) > len(texts):
+        raise InputError(f"examples={examples}, but {str(data)!r} holds {len(texts)}")
+    if examples is not None:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(len(texts), generator=generator)[:examples].sort()[0].tolist()
+    return encode(texts, loaded, labels, max_length=max_length, chosen=chosen), texts
+
+
+def _tied(loaded: Pretrained, names: dict[str, str]) -> dict[str, list[str]]:
+    """Every further name of a tied tensor, by its name in the files."""
+    found: dict[str, list[str]] = {}
+    for first, others in tied_names(loaded.model).items():
+        stored = names[first]
+        found[stored] = [n for n in (first, *others) if n != stored]
+    return found

@@ -1,0 +1,253 @@
+"""A local Hugging Face folder as a model to analyse: loaded offline, in float32, in eval mode.
+
+Two kinds are known, by the last words of the architecture in ``config.json`` or by ``task=``:
+
+* "classification": ``…ForSequenceClassification``, one of C labels for a text (or a pair);
+* "causal_lm": ``…ForCausalLM`` and ``…LMHeadModel``, the next token at every token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blr_analysis.checks import one_of, path_of, some
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.huggingface.folders import TASKS, read_config, task_in
+from blr_analysis.task import find_device
+from blr_analysis.weights import Folder, Spec
+
+LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
+UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model with its tokenizer.
+
+    Attributes:
+        folder: where it was loaded from.
+        task: "classification" or "causal_lm".
+        specs: shapes and dtypes of the tensors in the folder, by their names there.
+        pad_id: the token that fills up short rows of a batch.
+        inputs: the tokenizer's outputs that the model takes.
+        longest: tokens that the model can read of one text.
+    """
+
+    folder: Path
+    task: str
+    model: nn.Module
+    tokenizer: Any
+    specs: Mapping[str, Spec]
+    pad_id: int
+    inputs: tuple[str, ...]
+    longest: int
+
+    @property
+    def likelihood(self) -> str:
+        """What :class:`~blr_analysis.Task` calls the loss of this model."""
+        return "categorical" if self.task == "classification" else "causal_lm"
+
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        return self.model.config
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    *,
+    task: str | None = None,
+    device: str | torch.device = "cpu",
+) -> Pretrained:
+    """Load a sequence classifier or a causal language model with its tokenizer.
+
+    Only the folder is read: no network, no pickle, no code that comes with the model.
+
+    Args:
+        folder: ``config.json``, safetensors, and the tokenizer's files.
+        task: "classification" or "causal_lm"; None: what ``config.json`` says.
+        device: where the weights are put.
+
+    Raises:
+        InputError: transformers is not installed; an unknown task.
+        StorageError: no such folder, no model in it, only pickles, damaged files.
+        ModelError: an architecture that is neither, weights that are missing (a head that was
+            never trained), quantised weights, no tokenizer.
+    """
+    place = Path(path_of(folder)).expanduser()
+    if task is not None:
+        one_of("task", task, TASKS)
+    config = read_config(place)
+    kind = task or task_in(config, place)
+    where = find_device(device)
+    specs = Folder.open(place).specs
+    _check_installed()
+    with _quiet():
+        model = _load_weights(place, kind)
+        tokenizer = _load_tokenizer(place)
+    model = model.float().eval().to(where)
+    if kind == "classification":
+        _check_labels(model.config, place)
+    for part in model.modules():  # nothing is generated: keys and values need not be kept
+        if getattr(getattr(part, "config", None), "use_cache", None):
+            part.config.use_cache = False  # type: ignore[union-attr]
+    taken = inspect.signature(model.forward).parameters
+    inputs = tuple(n for n in _fields(tokenizer) if n in taken)
+    pad = _pad_id(model.config, tokenizer, place)
+    bound = min(int(tokenizer.model_max_length), _positions(model))
+    return Pretrained(place, kind, model, tokenizer, specs, pad, inputs, bound)
+
+
+def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
+    """The name that each parameter has in the folder's files, by its name in the model.
+
+    They differ where a file was saved without the prefix of the base model ("h.0.…" for
+    "transformer.h.0.…"), or holds a tied tensor under its other name.
+
+    Raises:
+        ModelError: a parameter that is in no file, or has another shape there (weights that
+            transformers converts while it loads them).
+    """
+    prefix = getattr(loaded.model, "base_model_prefix", "") + "."
+    places: dict[int, list[str]] = {}
+    for alias, p in loaded.model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(p), []).append(alias)
+    found: dict[str, str] = {}
+    for name, p in loaded.model.named_parameters():
+        aliases = [name, *places[id(p)]]
+        asked = [*aliases, *(a.removeprefix(prefix) for a in aliases)]
+        match = next((a for a in asked if a in loaded.specs), None)
+        if match is None or loaded.specs[match].shape != tuple(p.shape):
+            there = "is not there" if match is None else f"is {list(loaded.specs[match].shape)}"
+            raise ModelError(
+                f"parameter {name!r} {list(p.shape)} of the loaded model {there} in the files of "
+                f"{str(loaded.folder)!r}: transformers converts these weights while it loads "
+                "them, so that a precision could not stand beside them. Load the model, "
+                "model.save_pretrained(folder), and use that folder"
+            )
+        found[name] = match
+    return found
+
+
+def _check_installed() -> None:
+    if find_spec("transformers") is None:
+        raise InputError(
+            "reading a Hugging Face model needs transformers: pip install 'blr-analysis[hf]'"
+        )
+
+
+@contextmanager
+def _quiet() -> Any:
+    """Without transformers' own bars and reports: what matters in them is raised here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _load_weights(folder: Path, kind: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = {
+        "classification": AutoModelForSequenceClassification,
+        "causal_lm": AutoModelForCausalLM,
+    }[kind]
+    try:
+        model, about = auto.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises of every kind
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"transformers cannot load {str(folder)!r} for {kind}: {type(error).__name__}: {said}"
+        ) from error
+    missing = sorted(about["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{str(folder)!r} holds no weights for {some(missing)}, which "
+            "would be random: a fine-tuned model is needed, with its head, for the task it was "
+            "trained for"
+        )
+    return model
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    again = "save it there: tokenizer.save_pretrained(folder)"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # as above
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"no tokenizer can be loaded from {str(folder)!r} ({type(error).__name__}: {said}); "
+            f"{again}"
+        ) from error
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((folder / name).is_file() for name in files):  # transformers makes an empty one
+        raise ModelError(f"{str(folder)!r} holds no tokenizer ({some(sorted(files))}); {again}")
+    return tokenizer
+
+
+def _fields(tokenizer: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names)))
+
+
+def _check_labels(config: Any, folder: Path) -> None:
+    kind = config.problem_type
+    if config.num_labels < 2 or kind not in (None, "single_label_classification"):
+        raise ModelError(
+            f"{str(folder)!r} is a {kind or 'regression'} model with {config.num_labels} "
+            "output(s); only classifiers with one label of two or more per text are read from a "
+            "folder. For others make a blr_analysis.Task with its likelihood, and ask "
+            "blr_analysis.huggingface.fisher.fisher_diagonal(task)"
+        )
+
+
+def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
+    """The id that pads; a classifier of the decoder kind looks for it to find the last token."""
+    known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    found = next((int(i) for i in known if i is not None and int(i) >= 0), None)
+    if found is None:
+        raise ModelError(
+            f"neither the model nor the tokenizer of {str(folder)!r} names a padding token or an "
+            "end of text; set tokenizer.pad_token and config.pad_token_id, and save them"
+        )
+    if config.pad_token_id is None or config.pad_token_id < 0:
+        config.pad_token_id = found
+    return found
+
+
+def _positions(model: Any) -> int:
+    """Tokens that the model has positions for; RoBERTa's begin after its padding row."""
+    most = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            first = 0 if part.padding_idx is None else part.padding_idx + 1
+            most = min(most, part.num_embeddings - first)
+    return int(most)

@@ -1,0 +1,494 @@
+"""Precisions from data: every kind against gradients taken one example at a time by autograd."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_transformers as tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blr_analysis import Task
+from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
+from blr_analysis.huggingface.data import read_texts
+from blr_analysis.huggingface.diagonals import buckets, fisher_diagonal
+from blr_analysis.huggingface.fisher import FisherResult, fisher
+from blr_analysis.huggingface.models import load_model
+from blr_analysis.huggingface.tokens import encode, task_of
+from blr_analysis.merging.precisions import open_precision
+from blr_analysis.posterior import storage
+from blr_analysis.posterior.precision_files import read_precision_record
+from blr_analysis.weights import Folder, fingerprint
+
+transformers = pytest.importorskip("transformers")
+
+N = 9
+MODELS = {
+    "bert": ("bert", "classification", {}),
+    "gpt2 classifier": ("gpt2", "classification", {}),
+    "llama classifier": ("llama", "classification", {}),
+    "gpt2, tied": ("gpt2", "causal_lm", {}),
+    "llama": ("llama", "causal_lm", {}),
+    "llama, tied": ("llama", "causal_lm", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its data beside it."""
+    kind, task, more = MODELS[request.param]
+    place = tmp_path_factory.mktemp("model")
+    tiny.save(place, tiny.build(kind, task, **more))
+    write_data(place / "data.jsonl")
+    return place
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bert")
+    tiny.save(place, tiny.build("bert"))
+    write_data(place / "data.jsonl")
+    return place
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama")
+    tiny.save(place, tiny.build("llama", "causal_lm"))
+    write_data(place / "data.jsonl")
+    return place
+
+
+def write_data(path: Path, n: int = N) -> list[str]:
+    texts = tiny.sentences(n)
+    rows = [{"text": text, "label": i % 3} for i, text in enumerate(texts)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return texts
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+
+
+def reload(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """The model and tokenizer by transformers' own means, in the dtype of the oracle."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(folder).to(dtype).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def logits_of(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
+    """One text by itself, unpadded: logits, and its ids."""
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    return model(input_ids=ids).logits[0], ids[0]
+
+
+def gradient(model: Any, loss: Tensor, keep: bool = False) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(
+        loss, list(named.values()), retain_graph=keep, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(named, found, strict=True))
+
+
+def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {n: torch.stack([g[n] for g in gradients]).square().sum(0) for n in gradients[0]}
+
+
+def empirical(folder: Path, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Σ g², text by text, with the cross-entropy of torch."""
+    model, tokenizer = reload(folder, dtype)
+    found = []
+    for row in rows_of(folder):
+        logits, ids = logits_of(model, tokenizer, row["text"])
+        if logits.ndim == 1:
+            loss = F.cross_entropy(logits, torch.tensor(row["label"]))
+        else:
+            loss = F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+        found.append(gradient(model, loss))
+    return summed(found)
+
+
+def exact(folder: Path) -> dict[str, Tensor]:
+    """Σ_i Σ_c p_c g_ic²: the Fisher of a classifier, every label weighed by its probability."""
+    model, tokenizer = reload(folder)
+    found = []
+    for row in rows_of(folder):
+        logits, _ = logits_of(model, tokenizer, row["text"])
+        losses = -logits.log_softmax(-1)
+        for loss in losses:
+            g = gradient(model, loss, keep=True)
+            found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
+    return summed(found)
+
+
+def task_in_double(folder: Path) -> tuple[Task, list[int]]:
+    loaded = load_model(folder)
+    texts = read_texts(folder / "data.jsonl", labelled=True)
+    encoded = encode(texts, loaded, None if loaded.task == "causal_lm" else texts.labels)
+    loaded.model.double()
+    return task_of(encoded, loaded), encoded.lengths
+
+
+def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The largest difference, in units of the largest entry of its tensor."""
+    assert set(ours) == set(truth)
+    floor = max(float(t.abs().max()) for t in truth.values()) * 1e-6
+    return max(
+        float((ours[n].double() - t).abs().max()) / max(floor, float(t.abs().max()))
+        for n, t in truth.items()
+    )
+
+
+def apart(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The sum of all differences, as a part of the sum of all entries."""
+    total = sum(float(t.sum()) for t in truth.values())
+    return sum(float((ours[n] - t).abs().sum()) for n, t in truth.items()) / total
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return storage.read(folder)[0]
+
+
+# --- the numbers ------------------------------------------------------------------------------
+
+
+def test_the_empirical_fisher_is_the_sum_of_squared_gradients(folder: Path) -> None:
+    task, lengths = task_in_double(folder)
+    truth = empirical(folder)
+    assert gap(fisher_diagonal(task, kind="fisher_emp", lengths=lengths), truth) < 1e-10
+    assert gap(fisher_diagonal(task, kind="fisher_emp", memory_budget=1), truth) < 1e-10
+
+
+def test_a_folder_gets_it_in_single_precision(folder: Path, tmp_path: Path) -> None:
+    result = fisher(folder, folder / "data.jsonl", kind="emp", out=tmp_path / "p")
+    truth = empirical(folder, torch.float32)
+
+    found = stored(tmp_path / "p")
+    assert gap(found, {n: t.double() for n, t in truth.items()}) < 1e-5
+    assert set(found) <= set(Folder.open(folder).specs)  # the names of the files
+    assert result.parameters == sum(t.numel() for t in truth.values())
+
+
+def test_ggn_is_the_exact_fisher_of_a_classifier(bert: Path) -> None:
+    task, lengths = task_in_double(bert)
+    assert gap(fisher_diagonal(task, kind="ggn", lengths=lengths), exact(bert)) < 1e-10
+
+
+def test_sampled_labels_tend_to_the_exact_fisher(bert: Path) -> None:
+    task, _ = task_in_double(bert)
+    truth = exact(bert)
+    few, many = (fisher_diagonal(task, samples=k, seed=3) for k in (3, 300))
+    assert apart(many, truth) < apart(few, truth) / 3  # 1/√100 of it, but for chance
+    assert apart(many, truth) < 0.1
+    assert apart(empirical(bert), truth) > 2 * apart(many, truth)  # another quantity
+
+
+def test_sampled_tokens_are_the_models_own(llama: Path, tmp_path: Path) -> None:
+    """E (Σ_t g_t(ŷ_t))² = Σ_t Σ_v p_tv g_tv², because g_t(ŷ_t) have mean 0 and no correlation."""
+    task, _ = task_in_double(llama)
+    model, tokenizer = reload(llama)
+    shortest = min(rows_of(llama), key=lambda row: len(row["text"].split()))
+    logits, ids = logits_of(model, tokenizer, shortest["text"])
+    assert task.dataset[0][0]["input_ids"] == ids.tolist()
+    found = []
+    for losses in -logits[:-1].log_softmax(-1):
+        for loss in losses:
+            g = gradient(model, loss, keep=True)
+            found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
+    assert apart(fisher_diagonal(task.subset([0]), samples=600), summed(found)) < 0.1
+
+
+def test_labels_are_drawn_by_example_and_seed(folder: Path) -> None:
+    task, lengths = task_in_double(folder)
+    one = fisher_diagonal(task, seed=5, lengths=lengths)
+    other = fisher_diagonal(task, seed=5, memory_budget=1)  # one example per pass
+    assert gap(one, other) < 1e-10
+    assert gap(one, fisher_diagonal(task, seed=6, lengths=lengths)) > 1e-3
+
+
+def test_sampled_tokens_follow_the_probabilities_and_skip_what_does_not_count() -> None:
+    logits = torch.tensor([-1e9, 2.0, 0.5, 1.0, -1e9]).expand(1, 3, 5)
+    read = torch.nn.Linear(5, 5, bias=False)
+    read.weight.data = torch.eye(5)
+    labels = torch.tensor([[0, 0, -100]])
+    task = Task(read, (logits, labels), likelihood="tokens")
+    errors = logits.softmax(-1)[0, 0] - torch.eye(5)  # of every label that could be drawn
+    p = logits.softmax(-1)[0, 0]
+    # E (Σ_t e_t xᵀ)² over two tokens with the same x: 2 Var(e) x²
+    truth = 2 * (p.unsqueeze(1) * errors**2).sum(0).unsqueeze(1) * logits[0, 0] ** 2
+    ours = fisher_diagonal(task, samples=4_000)["weight"]
+    kept = slice(1, 4)  # in the others x is −1e9
+    assert torch.allclose(ours[kept, kept], truth[kept, kept], rtol=0.1)
+    assert bool((ours[[0, 4]] == 0).all())  # which are never drawn
+
+
+def test_the_squared_minibatch_gradient_is_what_its_name_says(bert: Path) -> None:
+    task, _ = task_in_double(bert)
+    model, _ = reload(bert)
+    ours = fisher_diagonal(task, kind="squared_minibatch", batch_size=4, seed=2)
+    texts = read_texts(bert / "data.jsonl", labelled=True)
+    ordered = encode(texts, load_model(bert), texts.labels)
+    gradients = []
+    for item in ordered:
+        ids = torch.tensor([item[0]["input_ids"]])
+        logits = model(input_ids=ids).logits
+        gradients.append(gradient(model, F.cross_entropy(logits, torch.tensor([item[1]]))))
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(2))
+    means = [
+        {n: sum(gradients[i][n] for i in part.tolist()) / len(part) for n in gradients[0]}
+        for part in order.split(4)
+    ]
+    truth = {n: t * N / len(means) for n, t in summed(means).items()}
+    assert gap(ours, truth) < 1e-10
+    alone = fisher_diagonal(task, kind="squared_minibatch", batch_size=1)
+    assert gap(alone, empirical(bert)) < 1e-10  # of single examples: the empirical Fisher
+    assert gap(ours, empirical(bert)) > 0.1
+
+
+def test_frozen_parameters_have_no_entry_and_no_model_is_changed(bert: Path) -> None:
+    task, lengths = task_in_double(bert)
+    before = {n: p.detach().clone() for n, p in task.model.named_parameters()}
+    for name, p in task.model.named_parameters():
+        p.requires_grad_("layer.0" not in name and "embeddings" not in name)
+    ours = fisher_diagonal(task, kind="fisher_emp", lengths=lengths)
+    truth = {n: t for n, t in empirical(bert).items() if n in ours}
+    assert 0 < len(ours) < len(before)
+    assert not any("layer.0" in n or "embeddings" in n for n in ours)
+    assert gap(ours, truth) < 1e-10
+    assert all(torch.equal(p, before[n]) for n, p in task.model.named_parameters())
+    assert all(p.grad is None for p in task.model.parameters())
+
+
+def test_buckets_hold_every_example_once() -> None:
+    lengths = sorted(torch.randint(1, 300, (200,)).tolist())
+    found = buckets(lengths)
+    assert torch.equal(torch.cat(found), torch.arange(200))
+    assert all(lengths[int(b[0])] >= 0.75 * lengths[int(b[-1])] for b in found)
+    assert len(found) < 40
+
+
+# --- the files --------------------------------------------------------------------------------
+
+
+def test_the_record_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p"
+    result = fisher(folder, folder / "data.jsonl", samples=2, seed=4, out=out)
+    record = read_precision_record(out)
+    assert record["kind"] == "fisher_mc"
+    assert record["n_data"] == N
+    assert record["prior_precision"] == 0
+    assert (record["samples"], record["seed"], record["examples"]) == (2, 4, N)
+    assert record["frozen"] == []
+    assert record["model_sha256"] == fingerprint(Folder.open(folder))
+    assert "average" in record["definition"]
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+    lm = result.n_data == N and record["likelihood"] == "causal_lm"
+    assert bool(record["tied"]) == bool(lm and tied)
+    opened = open_precision(out)  # as a merge reads it
+    assert set(opened.stored) >= set(record["parameters"])
+    assert result == FisherResult(
+        out,
+        "fisher_mc",
+        len(record["parameters"]),
+        result.parameters,
+        N,
+        N,
+        0,
+        result.zeros,
+        result.seconds,
+    )
+    zeros = sum(int((t == 0).sum()) for t in stored(out).values())
+    assert result.zeros == zeros / result.parameters
+
+
+def test_it_lies_beside_the_model_and_is_not_overwritten(bert: Path, tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "m", tiny.build("bert"))
+    fisher(model, bert / "data.jsonl", kind="emp")
+    first = stored(model / "precision")
+    with pytest.raises(StorageError, match="--force"):
+        fisher(model, bert / "data.jsonl", kind="ggn")
+    assert storage.read(model / "precision")[1]["kind"] == "fisher_emp"
+    fisher(model, bert / "data.jsonl", kind="ggn", force=True)
+    assert storage.read(model / "precision")[1]["kind"] == "ggn"
+    assert gap(stored(model / "precision"), first) > 1e-3
+    (model / "precision" / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        fisher(model, bert / "data.jsonl", kind="emp", force=True)
+    assert (model / "precision" / "notes.txt").read_text() == "mine"
+
+
+def test_some_of_the_examples_stand_for_all(bert: Path, tmp_path: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="emp", examples=3, seed=1, out=tmp_path / "some")
+    record = read_precision_record(tmp_path / "some")
+    assert (record["n_data"], record["examples"]) == (N, 3)
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1))[:3]
+    rows = rows_of(bert)
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(json.dumps(rows[i]) for i in order.tolist()))
+    fisher(bert, few, kind="emp", out=tmp_path / "few")
+    three = {n: t * N / 3 for n, t in stored(tmp_path / "few").items()}
+    assert gap(stored(tmp_path / "some"), {n: t.double() for n, t in three.items()}) < 1e-5
+    with pytest.raises(InputError, match=f"holds {N}"):
+        fisher(bert, bert / "data.jsonl", examples=N + 1, out=tmp_path / "none")
+
+
+def test_sampled_labels_need_none(bert: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "data.txt"
+    plain.write_text("\n\n".join(row["text"] for row in rows_of(bert)) + "\n")
+    for kind in ("mc", "ggn"):
+        fisher(bert, plain, kind=kind, out=tmp_path / kind)
+        fisher(bert, bert / "data.jsonl", kind=kind, out=tmp_path / f"{kind} labelled")
+        other = stored(tmp_path / f"{kind} labelled")
+        assert gap(stored(tmp_path / kind), {n: t.double() for n, t in other.items()}) < 1e-5
+    with pytest.raises(DataError, match="without labels"):
+        fisher(bert, plain, kind="emp", out=tmp_path / "emp")
+    assert not (tmp_path / "emp").exists()
+
+
+def test_bfloat16_halves_the_file(bert: Path, tmp_path: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="emp", out=tmp_path / "a.safetensors")
+    fisher(
+        bert, bert / "data.jsonl", kind="emp", out=tmp_path / "b.safetensors", dtype=torch.bfloat16
+    )
+    whole, half = stored(tmp_path / "a.safetensors"), stored(tmp_path / "b.safetensors")
+    assert {t.dtype for t in half.values()} == {torch.bfloat16}
+    assert all(torch.equal(whole[n].bfloat16(), t) for n, t in half.items())
+
+
+def test_names_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
+    """A GPT-2 saved without its head: the files lack the prefix that the model's names have."""
+    whole = tiny.build("gpt2", "causal_lm")
+    model = tiny.save(tmp_path / "m", whole.transformer)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    assert "wte.weight" in Folder.open(model).specs
+    fisher(model, llama / "data.jsonl", kind="emp")
+    found, record = storage.read(model / "precision")
+    assert set(found) == set(Folder.open(model).specs)
+    assert record["tied"] == {"wte.weight": ["transformer.wte.weight", "lm_head.weight"]}
+    tiny.save(tmp_path / "w", whole)
+    truth = {
+        n.removeprefix("transformer."): t
+        for n, t in _empirical_of(tmp_path / "w", llama / "data.jsonl").items()
+    }
+    assert gap(found, truth) < 1e-5
+
+
+def _empirical_of(model: Path, data: Path) -> dict[str, Tensor]:
+    (model / "data.jsonl").write_text(data.read_text())
+    return empirical(model)
+
+
+def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
+
+
+def test_an_interrupt_leaves_nothing(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blr_analysis.huggingface import diagonals
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diagonals, "_add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def _ggn_of_sequences(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(llama, llama / "data.jsonl", kind="ggn", out=tmp / "p")
+
+
+def _no_batch_size(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="squared_minibatch", out=tmp / "p")
+
+
+def _batch_size_too_many(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="emp", batch_size=4, out=tmp / "p")
+
+
+def _samples_of_emp(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="emp", samples=2, out=tmp / "p")
+
+
+def _unknown_kind(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", kind="hessian", out=tmp / "p")
+
+
+def _label_of_lm(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(llama, llama / "data.jsonl", label="label", out=tmp / "p")
+
+
+def _too_long(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", max_length=17, out=tmp / "p")
+
+
+def _bad_label(llama: Path, bert: Path, tmp: Path) -> None:
+    (tmp / "in").mkdir()
+    (tmp / "in" / "d.csv").write_text("text,label\na,0\nb,3\n")
+    fisher(bert, tmp / "in" / "d.csv", kind="emp", out=tmp / "p")
+
+
+def _out_below_a_file(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", out=bert / "data.jsonl" / "p")
+
+
+def _half_dtype(llama: Path, bert: Path, tmp: Path) -> None:
+    fisher(bert, bert / "data.jsonl", dtype=torch.float16, out=tmp / "p")
+
+
+REFUSED: list[tuple[Callable[[Path, Path, Path], None], type[BLRError], str]] = [
+    (_ggn_of_sequences, InputError, "kind='mc'"),
+    (_no_batch_size, InputError, "needs batch_size"),
+    (_batch_size_too_many, InputError, "belongs to kind='squared_minibatch'"),
+    (_samples_of_emp, InputError, "kind='mc'"),
+    (_unknown_kind, InputError, "'hessian'"),
+    (_label_of_lm, InputError, "no label column"),
+    (_too_long, InputError, "16 tokens"),
+    (_bad_label, DataError, r"line 3 .* label '3'"),
+    (_out_below_a_file, StorageError, "read-only or no folder"),
+    (_half_dtype, InputError, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_what_cannot_be_is_refused_and_leaves_nothing(
+    case: Callable[[Path, Path, Path], None],
+    error: type[BLRError],
+    words: str,
+    llama: Path,
+    bert: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=words):
+        case(llama, bert, tmp_path)
+    assert not (tmp_path / "p").exists()
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    X = torch.full((3, 2), 1e30)
+    task = Task(model, (X, torch.tensor([0, 1, 0])))
+    with pytest.raises(ModelError, match="not finite"):
+        fisher_diagonal(task, kind="fisher_emp")

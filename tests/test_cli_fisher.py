@@ -1,0 +1,182 @@
+"""``blr-analysis fisher``: what it prints is what lies on disk, and every failure is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_transformers as tiny
+import torch
+
+from blr_analysis.cli import main
+from blr_analysis.posterior import storage
+from blr_analysis.posterior.precision_files import read_precision_record
+
+pytest.importorskip("transformers")
+
+N = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tiny.save(tmp_path_factory.mktemp("model"), tiny.build("bert"))
+    rows = [
+        {"premise": a, "hypothesis": b, "label": i % 3}
+        for i, (a, b) in enumerate(
+            zip(tiny.sentences(N), tiny.sentences(N, high=4, seed=1), strict=True)
+        )
+    ]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = "".join(f"{row['premise']}\t{row['label']}\n" for row in rows)
+    (place / "data.tsv").write_text("text\tlabel\n" + texts)
+    return place
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def rows(out: str) -> dict[str, str]:
+    """The printed lines by their first word."""
+    split = [re.split(r"\s{2,}", line, maxsplit=1) for line in out.splitlines() if "  " in line]
+    return dict(pair for pair in split if len(pair) == 2)
+
+
+def test_what_is_printed_is_what_was_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p"
+    code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", out, "--seed", 3)
+    assert code == 0
+    tensors, record = storage.read(out)
+    zeros = sum(int((t == 0).sum()) for t in tensors.values())
+    size = sum(t.numel() for t in tensors.values())
+    found = rows(said)
+    assert found["kind"] == record["kind"] == "fisher_mc"
+    assert found["tensors"] == str(len(tensors))
+    assert found["parameters"] == f"{size:,}, {zeros / size:.1%} of them exactly 0"
+    assert found["n_data"] == str(N)
+    assert float(found["seconds"]) > 0
+    assert found["written"] == str(out)
+    assert found["next"].startswith("blr-analysis merge")
+    assert record["seed"] == 3
+    assert "loading" in err
+    assert "Traceback" not in err
+
+
+def test_the_options_arrive(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ["--text", "premise", "--text", "hypothesis", "--label", "label"]
+    data, out = model / "pairs.jsonl", tmp_path / "p"
+    options = ["--kind", "squared-minibatch", "--batch-size", 2, "--examples", 5, "--out", out]
+    more = ["--max-length", 9, "--dtype", "bfloat16", "--max-memory", "1MB"]
+    code, said, _ = run(capsys, "fisher", model, data, *columns, *options, *more)
+    assert code == 0
+    record = read_precision_record(out)
+    assert record["kind"] == "squared_minibatch"
+    assert (record["batch_size"], record["examples"], record["n_data"]) == (2, 5, N)
+    assert (record["max_length"], record["columns"]) == (9, ["premise", "hypothesis", "label"])
+    assert "not the Fisher" in record["definition"]
+    assert "not the Fisher" in said
+    assert "5 used, scaled" in rows(said)["n_data"]
+    assert record["truncated"] > 0
+    assert f"{record['truncated']} texts were cut" in rows(said)["n_data"]
+    assert {t.dtype for t in storage.read(out)[0].values()} == {torch.bfloat16}
+
+
+def test_it_stands_beside_the_model_and_is_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tiny.save(tmp_path / "m", tiny.build("bert"))
+    command = ["fisher", place, model / "data.tsv", "--kind"]
+    assert run(capsys, *command, "ggn")[0] == 0
+    before = (place / "precision" / "precision_config.json").read_text()
+    code, said, err = run(capsys, *command, "emp")
+    assert (code, said) == (2, "")
+    assert "--force" in err
+    assert (place / "precision" / "precision_config.json").read_text() == before
+    assert run(capsys, *command, "emp", "--force")[0] == 0
+    assert read_precision_record(place / "precision")["kind"] == "fisher_emp"
+
+
+def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tiny.save(tmp_path / "m", tiny.build("gpt2", "causal_lm"))
+    (tmp_path / "corpus.txt").write_text("\n".join(tiny.sentences(N)))
+    code, said, _ = run(capsys, "fisher", place, tmp_path / "corpus.txt", "--task", "causal-lm")
+    assert code == 0
+    assert rows(said)["n_data"] == str(N)
+    assert read_precision_record(place / "precision")["likelihood"] == "causal_lm"
+    code, _, err = run(capsys, "fisher", place, tmp_path / "corpus.txt", "--kind", "ggn", "--force")
+    assert code == 2
+    assert "kind='mc'" in err
+    assert read_precision_record(place / "precision")["kind"] == "fisher_mc"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nowhere", "data.tsv"], "no folder 'nowhere'"),
+        (["{model}", "gone.tsv"], "gone.tsv"),
+        (["{model}", "{model}/data.tsv", "--kind", "hessian"], "--kind"),
+        (["{model}", "{model}/data.tsv", "--kind", "squared-minibatch"], "batch_size"),
+        (["{model}", "{model}/data.tsv", "--text", "nothing"], "'text', 'label'"),
+        (["{model}", "{model}/pairs.jsonl", "--max-memory", "much"], "--max-memory"),
+        (["{model}", "{model}/data.tsv", "--device", "abacus"], "abacus"),
+        (["{model}"], "DATA"),
+    ],
+)
+def test_failures_are_one_line(
+    argv: list[str],
+    words: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = [] if len(argv) < 2 else ["--out", tmp_path / "p"]
+    code, said, err = run(capsys, "fisher", *(a.format(model=model) for a in argv), *out)
+    assert (code, said) == (2, "")
+    complaint = [line for line in err.splitlines() if line.startswith("blr-analysis: ")]
+    assert len(complaint) == 1
+    assert words in complaint[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("blr_analysis.huggingface.diagonals._add", interrupt)
+    code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", tmp_path / "p")
+    assert (code, said) == (130, "")
+    assert err.endswith("interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "fisher", "--help")
+    assert (code, err) == (0, "")
+    assert out.count("  blr-analysis fisher") >= 4
+    said = " ".join(out.replace("│", " ").split())
+    assert "its expectation is not the Fisher" in said
+    assert "fisher" in run(capsys, "--help")[1]
+
+
+def test_other_commands_do_not_load_transformers() -> None:
+    code = "import sys, blr_analysis.cli; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
