@@ -182,11 +182,11 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
     return 2.5 * min(k * g * o * i, max(HELD, k * g * i))
 
 
-def _row_blocks(term: Outer) -> list[slice]:
-    """Rows of G_c, as many at a time as hold up to HELD numbers per example (a large read-out)."""
+def _row_blocks(term: Outer, held: int = HELD) -> list[slice]:
+    """Rows of G_c, as many at a time as hold up to ``held`` numbers per example."""
     _, g, _, i = term.inputs.shape
     o = term.grads[0].shape[-1]
-    most = max(1, HELD // (len(term.grads) * g * i))
+    most = max(1, held // (len(term.grads) * g * i))
     return [slice(start, start + most) for start in range(0, o, most)]
 
 
@@ -271,7 +271,10 @@ def matrix_square_sum(term: Outer) -> Tensor:
     if term.positions == 1:
         d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
         return torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
-    blocks = [_of_rows(term, rows).matrices().square().sum((0, 2)) for rows in _row_blocks(term)]
+    most = HELD // max(1, 2 * len(term.inputs))  # of one example, so that a block stays small
+    blocks = [
+        _of_rows(term, rows).matrices().square_().sum((0, 2)) for rows in _row_blocks(term, most)
+    ]
     return torch.cat(blocks, dim=1)
 
 

@@ -62,11 +62,10 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
         layout = layout_of(task, params, units)
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
         terms, broken = _read_all(plan, task, params, layout, probe, cotangents)
-        ours = {n: g for term in terms for n, g in term.jacobian().items()}
         floor = torch.finfo(cotangents[0].dtype).eps ** 0.85 * max(
             float(torch.linalg.vector_norm(t)) for t in truth.values()
         )
-        wrong = broken | {n for n in params if not agrees(ours.get(n), truth[n], floor)}
+        wrong = broken | _disagreeing(terms, truth, floor)
         if not wrong:
             cost = cost_of(plan, task, params, layout.recording, terms)
             return replace(
@@ -83,6 +82,17 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 "between calls"
             )
         units, adopted, whole = _rerouted(task, params, units, wrong, adopted, whole)
+
+
+def _disagreeing(terms: Sequence[Term], truth: Mapping[str, Tensor], floor: float) -> set[str]:
+    """The parameters whose gradients the terms get wrong; one term's are held at a time."""
+    unread = set(truth) - {n for term in terms for n in term.names}
+    wrong = {n for n in unread if not agrees(None, truth[n], floor)}
+    for term in terms:
+        for name, gradient in term.jacobian().items():
+            if name in truth and not agrees(gradient, truth[name], floor):
+                wrong.add(name)
+    return wrong
 
 
 def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:

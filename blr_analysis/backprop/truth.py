@@ -31,20 +31,16 @@ def autograd_gradients(
         torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
         for _ in range(2)
     ]
-    try:
-        rows = [
-            pulled([outputs[i]], [cotangent[i]], leaves)
-            for i in range(len(probe))
-            for cotangent in cotangents
-        ]
-    except RuntimeError as error:
-        raise not_differentiable(error) from error
     shape = (len(probe), len(cotangents))
-    columns = zip(*rows, strict=True)
-    truth = {
-        n: torch.stack(column).unflatten(0, shape)
-        for n, column in zip(leaves, columns, strict=True)
-    }
+    truth = {n: p.new_empty(*shape, *p.shape) for n, p in params.items()}
+    for i in range(len(probe)):
+        for j, cotangent in enumerate(cotangents):
+            try:
+                row = pulled([outputs[i]], [cotangent[i]], leaves)
+            except RuntimeError as error:
+                raise not_differentiable(error) from error
+            for name, gradient in zip(leaves, row, strict=True):
+                truth[name][i, j] = gradient
     return truth, cotangents
 
 
