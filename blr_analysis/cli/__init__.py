@@ -1,4 +1,4 @@
-"""The command line: ``blr-analysis demo | audit | map | loo | what-if``."""
+"""The command line: ``blr-analysis demo | audit | map | loo | what-if | fisher | merge``."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from blr_analysis.cli.algorithms import algorithms as _algorithms
 from blr_analysis.cli.fisher import fisher as _fisher
 from blr_analysis.cli.merging import merge as _merge
 from blr_analysis.cli.options import (
@@ -28,7 +29,18 @@ from blr_analysis.cli.options import (
     paper,
 )
 from blr_analysis.cli.script import load_tasks
-from blr_analysis.cli.words import AUDIT, DEMO, EXIT_CODES, FISHER, LOO, MAP, MERGE, ROOT, WHAT_IF
+from blr_analysis.cli.words import (
+    ALGORITHMS,
+    AUDIT,
+    DEMO,
+    EXIT_CODES,
+    FISHER,
+    LOO,
+    MAP,
+    MERGE,
+    ROOT,
+    WHAT_IF,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -279,3 +291,4 @@ def what_if_(
 
 app.command("fisher", help=FISHER)(_fisher)
 app.command("merge", help=MERGE)(_merge)
+app.command("algorithms", help=ALGORITHMS)(_algorithms)

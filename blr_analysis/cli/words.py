@@ -53,6 +53,11 @@ ROOT = flowed(
 
     A model that was trained without such an optimizer: --fit kron --prior-precision D in place
     of -p FILE. Each command explains itself: blr-analysis audit --help.
+
+    Fine-tuned models become one, each weight as far as each model is sure of it:
+
+      blr-analysis fisher ./ft1 train.jsonl
+      blr-analysis merge recipe.yml merged
     """
 )
 
@@ -185,5 +190,21 @@ FISHER = flowed(
     published scripts do: its expectation is not the Fisher, and its size depends on B.
 
     Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
+    """
+)
+
+ALGORITHMS = flowed(
+    """
+    The algorithms that are one rule: Table 1 of the Bayesian learning rule.
+
+      blr-analysis algorithms
+      blr-analysis algorithms Adam
+      blr-analysis algorithms --out DIR
+
+    Each algorithm is a posterior family, a place where the loss is looked at, an estimate of the
+    Hessian, and named departures from the rule. The last column says through what its posterior
+    comes to be analysed: the optimizer itself, a Laplace approximation fitted after training, or
+    the sites of a fitted model. With NAME, all of that for one algorithm, and the module that
+    runs it.
     """
 )
