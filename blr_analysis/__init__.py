@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from blr_analysis import errors, likelihoods
 from blr_analysis.errors import BLRError
-from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, Vadam, Vprop
+from blr_analysis.learning_rule.table import table1
 from blr_analysis.likelihoods import (
     Bernoulli,
     Categorical,
@@ -68,7 +69,10 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
     __version__ = "0.0.0"
 
 __all__ = [
+    "BSAM",
     "IVON",
+    "OGN",
+    "VOGN",
     "BLRError",
     "Bernoulli",
     "Categorical",
@@ -96,6 +100,8 @@ __all__ = [
     "TokenCategorical",
     "TokenScores",
     "TopInfluence",
+    "Vadam",
+    "Vprop",
     "WhatIf",
     "calibrate",
     "errors",
@@ -112,6 +118,7 @@ __all__ = [
     "subset_posterior",
     "suggest_weights",
     "suspicious",
+    "table1",
     "token_sensitivity",
     "top_influence",
     "what_if",

@@ -83,6 +83,28 @@ def test_what_is_wrong(tmp_path: Path) -> None:
         check_picture(tmp_path / f"{name}.png")
 
 
+@pytest.mark.slow
+def test_merging(tmp_path: Path) -> None:
+    """Merges lie between the base and joint training, and a team is forgotten more than others."""
+    said = run_tutorial("04_merging.py", BLR_OUT=tmp_path, BLR_EPOCHS=15)
+    assert "rank correlation of mismatch and test loss gap over 40 pairs" in said
+    table = pd.read_csv(tmp_path / "accuracy.csv", index_col=0)
+    mean = table["mean"]
+    best = mean[next(n for n in table.index if n.startswith("gradient matching"))]
+    assert mean["base"] < best < mean["joint training"]
+    assert mean["gradient matching, α = 1"] > mean["task arithmetic, α = 1"]
+    rows = pd.read_csv(tmp_path / "mismatch.csv")
+    own = rows[(rows["merge"] == "base") & (rows["task"] == "upright")]
+    assert own["mismatch"].tolist() == [0]
+    assert rows["mismatch"].corr(rows["gap"], method="spearman") > 0.5
+    removed = pd.read_csv(tmp_path / "removed.csv", index_col=0)
+    loss = removed.loc["joint training"] - removed.loc["task arithmetic, α = -1"]
+    assert loss["mirrored"] > 2 * loss["others"]
+    assert loss["mirrored"] > 0.05
+    for name in ("accuracy", "alpha", "mismatch"):
+        check_picture(tmp_path / f"{name}.png")
+
+
 def check_flips(examples: pd.DataFrame) -> None:
     """Five per cent of the labels are wrong, and they are those that are marked."""
     flipped, given, true = examples[["flipped", "label", "true_label"]].to_numpy().T

@@ -12,7 +12,12 @@ from blr_analysis.cli.options import Teller, paper
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = ("algorithm", "family", "approximations", "section", "posterior through")
+SHOWN = ("algorithm", "family", "approximations", "section", "posterior")
+SHORT = {
+    "Posterior.from_optimizer": "from_optimizer",
+    "sites of the fitted model": "its sites",
+    "": "none",
+}
 
 
 def algorithms(
@@ -40,7 +45,7 @@ def algorithms(
 
     table = table1()
     if name is not None:
-        table = table[table.algorithm == row(name).algorithm]
+        table = table.query("algorithm == @found", local_dict={"found": row(name).algorithm})
     if out is not None:
         files = write_table(table, out, "table1")
         say = Teller()
@@ -54,9 +59,9 @@ def _overview(table: Any) -> Table:
 
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for column in SHOWN:
-        shown.add_column(column, overflow="fold")
+        shown.add_column(column, overflow="fold", no_wrap=column == "posterior")
     for found in table.itertuples():
-        through = found.through or "none"
+        through = SHORT.get(found.through, found.through)
         shown.add_row(found.algorithm, found.family, found.approximations, found.section, through)
     return shown
 

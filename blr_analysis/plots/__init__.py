@@ -10,10 +10,12 @@ Imported here, ``memory.plot()``, ``scores.plot()`` and ``result.plot()`` find t
 
 from __future__ import annotations
 
+from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.plots.deviations import plot_deviations
+from blr_analysis.plots.fitted import plot_history
 from blr_analysis.plots.generalisation import plot_leave_one_out
 from blr_analysis.plots.images import image_of, plot_examples
 from blr_analysis.plots.influence import plot_influence
@@ -35,6 +37,7 @@ __all__ = [
     "image_of",
     "plot_deviations",
     "plot_examples",
+    "plot_history",
     "plot_influence",
     "plot_leave_one_out",
     "plot_memory_map",
@@ -56,3 +59,4 @@ make_plot.register(TopInfluence, plot_influence)
 make_plot.register(WhatIf, plot_what_if)
 make_plot.register(GradientMismatch, plot_mismatch)
 make_plot.register(MergeCurve, plot_merge_curve)
+make_plot.register(Fitted, plot_history)

@@ -52,9 +52,10 @@ def from_optimizer(
     never got a gradient has the prior precision alone (``never_updated``).
 
     Args:
-        optimizer: IVON (ours or ``ivon-opt``'s), or torch's Adam, AdamW (with ``amsgrad`` too:
-            v̂ counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts)
-            or Adagrad, after training.
+        optimizer: IVON (ours or ``ivon-opt``'s; what is said of it here holds for VOGN, OGN,
+            Vadam, Vprop and BSAM as well), or torch's Adam, AdamW (with ``amsgrad`` too: v̂
+            counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts) or
+            Adagrad, after training.
         model: the model whose parameters it trained.
         n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
             number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on

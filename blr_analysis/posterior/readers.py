@@ -83,7 +83,8 @@ def _hessian(state: State, group: State) -> Tensor:
 
 
 def _second_moment(state: State, group: State) -> Tensor:
-    return state["hess"] / (1 - float(group["beta2"]) ** _counted(state, group))
+    start = 0.0 if group["hess_init"] else float(group["beta2"]) ** _counted(state, group)
+    return state["hess"] / (1 - start)
 
 
 LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")

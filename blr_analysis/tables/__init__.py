@@ -9,6 +9,9 @@ One function per kind of result, each over plain attributes; they are registered
 
 from __future__ import annotations
 
+from blr_analysis.learning_rule.inference.fitted import Fitted
+from blr_analysis.learning_rule.inference.topics import TopicWords
+from blr_analysis.learning_rule.table import Table1
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.merge import MergeReport
@@ -30,6 +33,7 @@ from blr_analysis.sensitivity.what_if import ByClass, WhatIf
 from blr_analysis.tables.calibration import calibration_table
 from blr_analysis.tables.examples import leave_one_out_table, memory_map_table, scores_table
 from blr_analysis.tables.files import read_table, write_table
+from blr_analysis.tables.fitted import fitted_table
 from blr_analysis.tables.groups import class_table, each_table, what_if_table
 from blr_analysis.tables.influence import (
     group_influence_table,
@@ -39,18 +43,21 @@ from blr_analysis.tables.influence import (
 from blr_analysis.tables.merge_fates import plan_table, report_table
 from blr_analysis.tables.merging import merge_curve_table, mismatch_table
 from blr_analysis.tables.monitor import histories_table, monitor_table, prior_selection_table
+from blr_analysis.tables.rule import rule_table
 from blr_analysis.tables.sequences import (
     sequence_leave_one_out_table,
     sequence_scores_table,
     token_scores_table,
 )
 from blr_analysis.tables.suspicious import suspicious_table
+from blr_analysis.tables.topics import topics_table
 from blr_analysis.views import GroupRows, make_table
 
 __all__ = [
     "calibration_table",
     "class_table",
     "each_table",
+    "fitted_table",
     "group_influence_table",
     "histories_table",
     "influence_table",
@@ -63,12 +70,14 @@ __all__ = [
     "prior_selection_table",
     "read_table",
     "report_table",
+    "rule_table",
     "scores_table",
     "sequence_leave_one_out_table",
     "sequence_scores_table",
     "suspicious_table",
     "token_scores_table",
     "top_influence_table",
+    "topics_table",
     "what_if_table",
     "write_table",
 ]
@@ -92,4 +101,7 @@ make_table.register(GradientMismatch, mismatch_table)
 make_table.register(MergeCurve, merge_curve_table)
 make_table.register(Plan, plan_table)
 make_table.register(MergeReport, report_table)
+make_table.register(Table1, rule_table)
+make_table.register(Fitted, fitted_table)
+make_table.register(TopicWords, topics_table)
 make_table.register(GroupRows, lambda groups: each_table(groups.rows))

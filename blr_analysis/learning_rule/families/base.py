@@ -14,8 +14,8 @@ entropy, KL, log q) comes with one number per copy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -57,18 +57,18 @@ class ExponentialFamily(ABC):
         """The member with these μ: the inverse of :attr:`expectation`."""
 
     @abstractmethod
-    def statistics(self, theta: Tensor) -> Natural:
-        """T(θ), with the leading dimensions of θ."""
+    def statistics(self, theta: Any) -> Natural:
+        """T(θ), with the leading dimensions of θ: a tensor, or for some a dictionary of them."""
 
     @abstractmethod
     def log_partition(self) -> Tensor:
         """A(λ), one number per copy."""
 
     @abstractmethod
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Any:
         """A draw θ ~ q; with ``n``, n draws along a new leading dimension."""
 
-    def log_base(self, theta: Tensor) -> Tensor:
+    def log_base(self, theta: Any) -> Tensor:
         """log h(θ); 0 unless the family says otherwise."""
         return torch.zeros_like(self._inner(self.natural, self.statistics(theta)))
 
@@ -80,7 +80,7 @@ class ExponentialFamily(ABC):
         """∇_μ E_q[log h(θ)]; 0 where log h is constant."""
         return {k: torch.zeros_like(v) for k, v in self.natural.items()}
 
-    def log_prob(self, theta: Tensor) -> Tensor:
+    def log_prob(self, theta: Any) -> Tensor:
         """log q(θ), in nats."""
         inner = self._inner(self.natural, self.statistics(theta))
         return inner + self.log_base(theta) - self.log_partition()
@@ -91,7 +91,20 @@ class ExponentialFamily(ABC):
         return self.log_partition() - inner - self.expected_log_base()
 
     def kl(self, other: Self) -> Tensor:
-        """KL(q ‖ other) = A(λ') − A(λ) − ⟨λ' − λ, μ⟩, the Bregman divergence of A (K&R 21)."""
+        """KL(q ‖ other) = A(λ') − A(λ) − ⟨λ' − λ, μ⟩, the Bregman divergence of A (K&R 21).
+
+        Raises:
+            InputError: ``other`` is of another family, or something fixed in them differs.
+        """
+        if type(other) is not type(self):
+            raise InputError(
+                f"the KL divergence is to another {type(self).__name__}, got a "
+                f"{type(other).__name__}"
+            )
+        return self._kl(other)
+
+    def _kl(self, other: Any) -> Tensor:
+        """:meth:`kl` between two of one family; overridden where terms would cancel."""
         theirs, ours = other.natural, self.natural
         gap = {k: theirs[k] - ours[k] for k in ours}
         inner = self._inner(gap, self.expectation)
@@ -104,6 +117,18 @@ class ExponentialFamily(ABC):
             product = left[key] * right[key]
             parts.append(product.flatten(product.ndim - rank).sum(-1) if rank else product)
         return sum(parts[1:], start=parts[0])
+
+    def _check_keys(self, given: Mapping[str, Tensor]) -> None:
+        """Raise :class:`InputError` unless there is one tensor for each statistic."""
+        self._check_point(given, tuple(self.ranks))
+
+    def _check_point(self, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
+        """Raise :class:`InputError` unless ``given`` is keyed by these names."""
+        if not isinstance(given, Mapping) or set(given) != set(wanted):
+            found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+            raise InputError(
+                f"{type(self).__name__} takes a dictionary of {', '.join(wanted)}, got {found}"
+            )
 
 
 def add(*terms: Mapping[str, Tensor]) -> Natural:

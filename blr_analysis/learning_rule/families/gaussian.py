@@ -8,7 +8,6 @@ to θ become derivatives with respect to μ by the theorems of Bonnet and Price 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -18,14 +17,16 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
-
-LOG_2PI = math.log(2 * math.pi)
-
-
-def _noise(mean: Tensor, n: int | None, generator: torch.Generator | None) -> Tensor:
-    shape = mean.shape if n is None else (n, *mean.shape)
-    device = mean.device if generator is None else generator.device
-    return torch.randn(shape, dtype=mean.dtype, device=device, generator=generator).to(mean.device)
+from blr_analysis.learning_rule.families.domain import expectation_inside, finite
+from blr_analysis.learning_rule.families.drawing import many, normal
+from blr_analysis.learning_rule.families.matrices import (
+    compare,
+    inverse,
+    outer,
+    quadratic,
+    symmetric,
+)
+from blr_analysis.learning_rule.families.special import LOG_2PI, log_ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +59,11 @@ class FixedGaussian(ExponentialFamily):
         return {"linear": self.mean}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
         return type(self)(natural["linear"] / self.precision, self.precision)
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
         return type(self)(expectation["linear"], self.precision)
 
     def statistics(self, theta: Tensor) -> Natural:
@@ -79,12 +82,23 @@ class FixedGaussian(ExponentialFamily):
     def base_gradient(self) -> Natural:
         return {"linear": -self.precision * self.mean}
 
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return _log_prob(self.precision, self.precision * (theta - self.mean).square())
+
+    def entropy(self) -> Tensor:
+        return -_log_prob(self.precision, torch.ones_like(self.precision))
+
+    def _kl(self, other: Self) -> Tensor:
+        if not torch.equal(self.precision, other.precision):
+            raise InputError("the KL divergence of two FixedGaussians needs one precision for both")
+        return 0.5 * (self.precision * (self.mean - other.mean).square()).sum(-1)
+
     def pull_back(self, gradient: Tensor, hessian: Tensor | None = None) -> Natural:
         """∇_μ E_q[ℓ] from E_q[∇ℓ]; a Hessian has nothing to say about a fixed covariance."""
         return {"linear": gradient}
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        return self.mean + _noise(self.mean, n, generator) / self.precision.sqrt()
+        return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +134,16 @@ class DiagonalGaussian(ExponentialFamily):
         return {"linear": self.mean, "square": self.mean.square() + 1 / self.precision}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
         precision = -2 * natural["square"]
         return type(self)(natural["linear"] / precision, precision)
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
         mean = expectation["linear"]
-        return type(self)(mean, 1 / (expectation["square"] - mean.square()))
+        variance = expectation["square"] - mean.square()
+        expectation_inside("DiagonalGaussian", variance > 0, "E[θ²] lies above E[θ]²")
+        return type(self)(mean, 1 / variance)
 
     def statistics(self, theta: Tensor) -> Natural:
         return {"linear": theta, "square": theta.square()}
@@ -134,12 +152,23 @@ class DiagonalGaussian(ExponentialFamily):
         terms = self.precision * self.mean.square() - self.precision.log() + LOG_2PI
         return 0.5 * terms.sum(-1)
 
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return _log_prob(self.precision, self.precision * (theta - self.mean).square())
+
+    def entropy(self) -> Tensor:
+        return -_log_prob(self.precision, torch.ones_like(self.precision))
+
+    def _kl(self, other: Self) -> Tensor:
+        ratio = (other.precision - self.precision) / self.precision
+        gap = other.precision * (self.mean - other.mean).square()
+        return 0.5 * (ratio - log_ratio(other.precision, self.precision) + gap).sum(-1)
+
     def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
         """∇_μ E_q[ℓ] from E_q[∇ℓ] and the diagonal of E_q[∇²ℓ]."""
         return {"linear": gradient - hessian * self.mean, "square": 0.5 * hessian}
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        return self.mean + _noise(self.mean, n, generator) / self.precision.sqrt()
+        return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +193,7 @@ class FullGaussian(ExponentialFamily):
     ranks: ClassVar[Mapping[str, int]] = {"linear": 1, "square": 2}
 
     def __post_init__(self) -> None:
+        finite("mean", self.mean, rank=1)
         if self.precision.shape != (*self.mean.shape, self.mean.shape[-1]):
             raise InputError(
                 f"the precision of a mean {tuple(self.mean.shape)} is a matrix for each copy, got "
@@ -179,7 +209,7 @@ class FullGaussian(ExponentialFamily):
     @property
     def covariance(self) -> Tensor:
         """S⁻¹."""
-        return torch.cholesky_inverse(torch.linalg.cholesky(self.precision))
+        return inverse(self.precision)
 
     @property
     def natural(self) -> Natural:
@@ -188,12 +218,11 @@ class FullGaussian(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        outer = self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
-        return {"linear": self.mean, "square": self.covariance + outer}
+        return {"linear": self.mean, "square": self.covariance + outer(self.mean, self.mean)}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        precision = -2 * natural["square"]
-        precision = 0.5 * (precision + precision.mT)
+        self._check_keys(natural)
+        precision = symmetric(-2 * natural["square"])
         factor, failed = torch.linalg.cholesky_ex(precision)
         if bool((failed != 0).any()):
             return type(self)(natural["linear"], precision)  # which says what is wrong
@@ -201,20 +230,34 @@ class FullGaussian(ExponentialFamily):
         return type(self)(mean, precision)
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
         mean = expectation["linear"]
-        covariance = expectation["square"] - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        return type(self)(mean, torch.cholesky_inverse(torch.linalg.cholesky(covariance)))
+        covariance = symmetric(expectation["square"]) - outer(mean, mean)
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        expectation_inside("FullGaussian", failed == 0, "E[θθᵀ] − E[θ]E[θ]ᵀ is positive definite")
+        return type(self)(mean, torch.cholesky_inverse(factor))
 
     def statistics(self, theta: Tensor) -> Natural:
-        return {"linear": theta, "square": theta.unsqueeze(-1) * theta.unsqueeze(-2)}
+        return {"linear": theta, "square": outer(theta, theta)}
 
     def log_partition(self) -> Tensor:
-        quadratic = self._inner(
-            {"linear": self.natural["linear"], "square": self.precision.new_zeros(())},
-            {"linear": self.mean, "square": self.precision},
-        )
+        quadratic = (self.natural["linear"] * self.mean).sum(-1)
         size = self.mean.shape[-1]
         return 0.5 * (quadratic - torch.linalg.slogdet(self.precision)[1] + size * LOG_2PI)
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return -0.5 * quadratic(theta - self.mean, self.precision) - self._log_volume()
+
+    def entropy(self) -> Tensor:
+        return self._log_volume() + 0.5 * self.mean.shape[-1]
+
+    def _kl(self, other: Self) -> Tensor:
+        trace, logs = compare(other.precision, self.precision)
+        return 0.5 * (trace - logs + quadratic(self.mean - other.mean, other.precision))
+
+    def _log_volume(self) -> Tensor:
+        """−log q at the mean."""
+        return 0.5 * (self.mean.shape[-1] * LOG_2PI - torch.linalg.slogdet(self.precision)[1])
 
     def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
         """∇_μ E_q[ℓ] from E_q[∇ℓ] and E_q[∇²ℓ]."""
@@ -222,12 +265,18 @@ class FullGaussian(ExponentialFamily):
         return {"linear": gradient - product, "square": 0.5 * hessian}
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        noise = _noise(self.mean, n, generator).unsqueeze(-1)
+        noise = normal(many(self.mean, n), generator).unsqueeze(-1)
         upper = torch.linalg.cholesky(self.precision).mT
         return self.mean + torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
 
 
+def _log_prob(precision: Tensor, squares: Tensor) -> Tensor:
+    """log q where (θ − m)² s is ``squares``: no cancellation when the mean is far from 0."""
+    return 0.5 * (precision.log() - LOG_2PI - squares).sum(-1)
+
+
 def _check_positive(precision: Tensor, mean: Tensor) -> None:
+    finite("mean", mean, rank=1)
     if precision.shape != mean.shape:
         raise InputError(
             f"mean and precision must agree in shape, got {tuple(mean.shape)} and "

@@ -1,5 +1,9 @@
 """The rows of the Bayesian learning rule that train networks, as ``torch.optim.Optimizer``."""
 
+from blr_analysis.learning_rule.optim.bsam import BSAM
 from blr_analysis.learning_rule.optim.ivon import IVON
+from blr_analysis.learning_rule.optim.newton import Newton
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.variational import OGN, VOGN, Vadam, Vprop
 
-__all__ = ["IVON"]
+__all__ = ["BSAM", "IVON", "OGN", "VOGN", "Newton", "RowOptimizer", "Vadam", "Vprop"]

@@ -71,9 +71,17 @@ def restore(
 
 
 def check_loadable(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    steady: Sequence[str] = STEADY,
+    *,
+    positive: bool = True,
 ) -> None:
-    """Raise :class:`OptimizerError` unless ``state_dict`` fits parameters of the same shapes."""
+    """Raise :class:`OptimizerError` unless ``state_dict`` fits parameters of the same shapes.
+
+    ``steady`` are the entries of every parameter's state; with ``positive``, hess + weight_decay
+    has to be.
+    """
     hint = "load a state_dict() of this class, made with the same parameters in the same order"
     try:
         saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
@@ -93,14 +101,15 @@ def check_loadable(
         raise OptimizerError(f"the state has entries of no parameter: {foreign}; {hint}")
     decays = {key: group["weight_decay"] for group in saved_groups for key in group["params"]}
     for key, param in _pairs(state_dict, param_groups):
-        _check_entry(key, saved_state.get(key, {}), param, decays[key], hint)
+        entry = saved_state.get(key, {})
+        if entry and not {*steady} <= {*entry} and "sample_grad" not in entry:
+            raise OptimizerError(f"the state of parameter {key} holds {sorted(entry)}; {hint}")
+        _check_entry(key, entry, param, decays[key] if positive else None, hint)
 
 
 def _check_entry(
-    key: Any, entry: Mapping[str, Any], param: Tensor, decay: float, hint: str
+    key: Any, entry: Mapping[str, Any], param: Tensor, decay: float | None, hint: str
 ) -> None:
-    if entry and not {*STEADY} <= {*entry} and "sample_grad" not in entry:
-        raise OptimizerError(f"the state of parameter {key} holds {sorted(entry)}; {hint}")
     for name, value in entry.items():
         if name != "step" and (not isinstance(value, Tensor) or value.shape != param.shape):
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
@@ -108,7 +117,7 @@ def _check_entry(
                 f"{name} of parameter {key} has {found}, the parameter has shape "
                 f"{tuple(param.shape)}; {hint}"
             )
-    if "hess" in entry:
+    if "hess" in entry and decay is not None:
         precision = entry["hess"] + decay
         if not ((precision > 0) & precision.isfinite()).all():
             raise OptimizerError(

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 
+GIVEN = ("ggn", "abs")
+"""Methods whose curvature estimate is not made of gradient and noise, but comes with the draw."""
+
 
 def state_dtype(param: Tensor) -> torch.dtype:
     """Precision, momentum and noise are float32 where the weights are float16 or bfloat16.
@@ -43,6 +46,7 @@ class Draw:
     means: list[Tensor] = field(default_factory=list)
     noise_buffers: list[Tensor] = field(default_factory=list)
     mean_buffers: list[Tensor] = field(default_factory=list)
+    given: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def fill(
         self,
@@ -69,6 +73,14 @@ class Draw:
             for_blocks(torch._foreach_copy_, [views, params])
             means.update(zip(params, views, strict=True))
         self.means = [means[p] for p in self.params]
+
+    def sources(self) -> list[Tensor | None]:
+        """Of every parameter, what its curvature estimate needs beside the gradient."""
+        noises = dict(zip(self.params, self.noises, strict=False))
+        return [
+            noises[p] if method == "price" else self.given.get(p) if method in GIVEN else None
+            for p, method in zip(self.params, self.methods, strict=True)
+        ]
 
     @property
     def numel(self) -> int:

@@ -5,7 +5,9 @@ the step multiplies the two. So whatever happens to ``p.grad`` in between (``Gra
 ``clip_grad_norm_``) holds for the curvature estimate noise·gradient as well. From the second draw
 on there are means of their own, ``p.grad`` shows a copy of the mean gradient, and a change of that
 copy before the step is carried over: the gradient as it stands, the curvature by the factor by
-which the norm of that parameter's gradient changed (squared for ``"gradsq"``).
+which the norm of that parameter's gradient changed, to the power in which the estimate depends on
+the gradient (:data:`DEGREES`). An estimate that the draw brings along (:data:`GIVEN`) has its own
+memory from the first draw on.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -22,12 +24,16 @@ from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
-from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
+from blr_analysis.learning_rule.optim.draws import GIVEN, Draw, state_dtype
+
+DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2}
+"""By method: the power of the gradient's scale in the curvature estimate."""
 
 
 @dataclass
 class Estimate:
-    """Of one parameter. ``curvature`` is the mean of noise·gradient, or of gradient²."""
+    """Of one parameter. ``curvature`` is the mean of noise·gradient, of gradient², or of what came
+    along with the draws."""
 
     method: str
     grad: Tensor
@@ -70,6 +76,11 @@ class Gathered:
             if param.grad is estimate.shown:
                 param.grad = None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the means own their memory."""
+        return any(e.curvature is not None for e in self.estimates.values())
+
     def settle(self) -> None:
         """Let the means own their memory, and carry over what was done to ``p.grad``."""
         settled = [e for e in self.estimates.values() if e.curvature is not None]
@@ -78,43 +89,46 @@ class Gathered:
         for param, estimate in self.estimates.items():
             if estimate.curvature is None:
                 estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
-                noise, grad = estimate.noise, estimate.grad
-                estimate.curvature = grad.square() if noise is None else noise.mul_(grad)
+                estimate.curvature = _first(estimate)
                 estimate.noise = None
             estimate.version = estimate.shown._version
 
     def add(self, draw: Draw) -> None:
         """The gradients now in ``p.grad`` are those at ``draw``."""
         got = [
-            (p, p.grad.detach(), method, noise)
-            for p, method, noise in zip(draw.params, draw.methods, draw.noises, strict=True)
+            (p, p.grad.detach(), method, source)
+            for p, method, source in zip(draw.params, draw.methods, draw.sources(), strict=True)
             if p.grad is not None
         ]
         _check_gradients(got)
         if self.count == 0:
-            for param, _, method, noise in got:
+            for param, _, method, source in got:
                 assert param.grad is not None
                 estimate = Estimate(method, param.grad, param.grad, version=param.grad._version)
-                estimate.noise = noise if method == "price" else None
+                estimate.noise = source
                 self.estimates[param] = estimate
             self._held, draw.noise_buffers = draw.noise_buffers, []
+            if any(method in GIVEN for _, _, method, _ in got):
+                self.settle()
         else:
             self._average(got)
             self._buffers.give(draw.noise_buffers)
         self.count += 1
 
-    def _average(self, got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
+    def _average(self, got: list[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
         """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
         weight = 1.0 / (self.count + 1)
         for param, _, method, _ in got:
             if param not in self.estimates:
                 self.add_zeros(param, method)
         for rows in group_by(got, lambda row: (row[0].device, row[0].dtype, row[2])).values():
-            params, grads, methods, noises = zip(*rows, strict=True)
+            params, grads, methods, sources = zip(*rows, strict=True)
             means = [self.estimates[p].grad for p in params]
             curvatures = [c for p in params if (c := self.estimates[p].curvature) is not None]
-            rule = partial(_move_means, weight=weight, price=methods[0] == "price")
-            for_blocks(rule, [grads, noises, means, curvatures])
+            rule = partial(_move_means, weight=weight, method=methods[0])
+            if sources[0] is None:
+                sources = grads
+            for_blocks(rule, [grads, sources, means, curvatures])
         seen = {param for param, *_ in got}
         for param, estimate in self.estimates.items():
             if param not in seen:
@@ -159,7 +173,7 @@ class Gathered:
         for estimate in self.estimates.values():
             assert estimate.curvature is not None
             estimate.grad.mul_(factor)
-            estimate.curvature.mul_(factor if estimate.method == "price" else factor**2)
+            estimate.curvature.mul_(factor ** DEGREES[estimate.method])
 
     def find_non_finite(self) -> Tensor | None:
         """The first parameter whose gradient holds NaN or inf."""
@@ -203,18 +217,29 @@ class Gathered:
         self.estimates[param] = estimate
 
 
+def _first(estimate: Estimate) -> Tensor:
+    """The curvature estimate of a first draw, in memory of its own."""
+    if estimate.noise is None:
+        return estimate.grad.square()
+    return estimate.noise if estimate.method in GIVEN else estimate.noise.mul_(estimate.grad)
+
+
 def _move_means(
     grad: list[Tensor],
-    noise: list[Tensor],
+    source: list[Tensor],
     mean: list[Tensor],
     curvature: list[Tensor],
     *,
     weight: float,
-    price: bool,
+    method: str,
 ) -> None:
     new = [g.to(m.dtype) for g, m in zip(grad, mean, strict=True)]
     torch._foreach_lerp_(mean, new, weight)
-    torch._foreach_lerp_(curvature, torch._foreach_mul(new, noise if price else new), weight)
+    if method in GIVEN:
+        estimate = source
+    else:
+        estimate = torch._foreach_mul(new, source if method == "price" else new)
+    torch._foreach_lerp_(curvature, estimate, weight)
 
 
 def _ratios(estimates: Sequence[Estimate]) -> list[float]:
@@ -239,7 +264,7 @@ def _carry_over(estimate: Estimate, ratio: float) -> None:
     if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed()):
         assert estimate.curvature is not None
         estimate.grad.copy_(estimate.shown)
-        estimate.curvature.mul_(ratio if estimate.method == "price" else ratio**2)
+        estimate.curvature.mul_(ratio ** DEGREES[estimate.method])
 
 
 def _all_were_zeroed(estimates: Any) -> bool:
@@ -247,7 +272,7 @@ def _all_were_zeroed(estimates: Any) -> bool:
     return all(e.is_changed() for e in estimates) and not any(e.shown.any() for e in estimates)
 
 
-def _check_gradients(got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
+def _check_gradients(got: list[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
     if not got:
         raise OptimizerError(
             "no parameter has a gradient at the end of sampled_params(train=True); call "
@@ -256,6 +281,6 @@ def _check_gradients(got: list[tuple[Tensor, Tensor, str, Tensor]]) -> None:
     for param, grad, _, _ in got:
         if grad.layout is not torch.strided:
             raise OptimizerError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; IVON needs "
-                "dense ones: give Embedding and EmbeddingBag sparse=False"
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; dense "
+                "ones are needed: give Embedding and EmbeddingBag sparse=False"
             )

@@ -15,23 +15,24 @@ HESS_APPROX = ("price", "gradsq")
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise :class:`InputError` for the first hyperparameter of ``group`` out of its range."""
-    _check_range(group, "lr", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
-    _check_range(
+    check_range(group, "lr", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+    check_range(
         group,
         "ess",
         "a finite number above 0 (the number of training examples)",
         lambda x: 0 < x < math.inf,
     )
-    _check_range(group, "hess_init", "a finite number above 0", lambda x: 0 < x < math.inf)
-    _check_range(group, "beta1", "0 or more and below 1", lambda x: 0 <= x < 1)
-    _check_range(group, "beta2", "from 0 to 1", lambda x: 0 <= x <= 1)
-    _check_range(group, "weight_decay", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
-    _check_range(group, "clip_radius", "above 0 (inf for no clipping)", lambda x: x > 0)
+    check_range(group, "hess_init", "a finite number above 0", lambda x: 0 < x < math.inf)
+    check_range(group, "beta1", "0 or more and below 1", lambda x: 0 <= x < 1)
+    check_range(group, "beta2", "from 0 to 1", lambda x: 0 <= x <= 1)
+    check_range(group, "weight_decay", "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+    check_range(group, "clip_radius", "above 0 (inf for no clipping)", lambda x: x > 0)
     if group["hess_approx"] not in HESS_APPROX:
         raise InputError(f"hess_approx must be one of {HESS_APPROX}, not {group['hess_approx']!r}")
 
 
-def _check_range(group: Mapping[str, Any], name: str, expected: str, is_valid: Any) -> None:
+def check_range(group: Mapping[str, Any], name: str, expected: str, is_valid: Any) -> None:
+    """Raise :class:`InputError` unless ``is_valid(float(group[name]))``."""
     value = group[name]
     try:
         valid = bool(is_valid(float(value)))
@@ -47,13 +48,13 @@ def check_mc_samples(mc_samples: Any) -> None:
         raise InputError(f"mc_samples must be an integer of 1 or more, not {mc_samples!r}")
 
 
-def check_parameters(params: Sequence[Any]) -> None:
+def check_parameters(params: Sequence[Any], learner: str = "IVON") -> None:
     """Raise :class:`InputError` for a parameter that has no real Gaussian."""
     for index, param in enumerate(params):
         tensor = param[1] if isinstance(param, tuple) else param
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             raise InputError(
-                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; IVON learns "
-                "a Gaussian over real floating-point parameters: leave it out, or split a complex "
-                "one into its real and imaginary parts"
+                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; {learner} "
+                "learns a Gaussian over real floating-point parameters: leave it out, or split a "
+                "complex one into its real and imaginary parts"
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.blocks import Buffers
 from blr_analysis.learning_rule.optim.checkpoint import (
+    STEADY,
     add_gathered,
     check_loadable,
     restore,
@@ -31,7 +32,12 @@ class SampledOptimizer(torch.optim.Optimizer):
 
     A rule derives from it and writes :meth:`_update`, which moves mean and state by the estimates
     in ``self._gathered``. Groups have ``ess``, ``weight_decay``, ``hess_init`` and ``hess_approx``.
+    ``_steady`` names what it keeps of each parameter; ``_own_scale`` says whether
+    ess·(hess + weight_decay) is a precision, which is positive.
     """
+
+    _steady: tuple[str, ...] = STEADY
+    _own_scale = True
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
@@ -98,10 +104,15 @@ class SampledOptimizer(torch.optim.Optimizer):
                 )
             self._open.adoptable = False
             return self._open
+        return self._begin(self._new_draw(train, adoptable))
+
+    def _new_draw(self, train: bool, adoptable: bool) -> Draw:
+        return Draw(train, adoptable)
+
+    def _begin(self, draw: Draw) -> Draw:
         with torch.inference_mode(False), torch.no_grad():
-            if train:
+            if draw.train:
                 self._gathered.begin()
-            draw = Draw(train, adoptable)
             draw.fill(self.param_groups, self.state, self._buffers, self.generator)
             if draw.numel != self._drawn:  # something was frozen or added: other sizes from now on
                 self._buffers.clear()
@@ -194,7 +205,7 @@ class SampledOptimizer(torch.optim.Optimizer):
         together = self.sync and is_distributed()
         if true_on_any_rank([skip], next(iter(methods)).device)[0] if together else skip:
             return
-        if together or gathered.count > 1:
+        if together or gathered.count > 1 or gathered.is_settled:
             gathered.settle()
         if together:
             gathered.scale_by(inverse_scale)
@@ -252,7 +263,7 @@ class SampledOptimizer(torch.optim.Optimizer):
         hooked: dict[str, Any] = {}
 
         def split(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-            check_loadable(loaded, self.param_groups)
+            check_loadable(loaded, self.param_groups, self._steady, positive=self._own_scale)
             hooked.update(loaded)
             return without_gathered(loaded)
 

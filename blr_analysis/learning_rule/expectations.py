@@ -1,0 +1,120 @@
+"""Where the loss is looked at: what stands for E_q[·] in the rule.
+
+Table 1 calls the delta method E_q[f(θ)] ≈ f(E_q[θ]); without it there are draws, nodes of a
+quadrature, relaxed draws of discrete weights, or an adversary near the mean. A :class:`Look` is
+the name that a row gives to its choice; the functions take expectations of any ``f`` of θ (its
+gradient, its Hessian, a tuple of both) under a posterior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily
+from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where an algorithm evaluates the loss.
+
+    Attributes:
+        name: as the table says it.
+        noisy: at random places, so that weights are perturbed while gradients are taken.
+    """
+
+    name: str
+    noisy: bool = False
+
+
+EXACTLY = Look("in closed form")
+AT_MEAN = Look("at the mean (delta method)")
+AT_SAMPLES = Look("at samples of q", noisy=True)
+AT_ADVERSARY = Look("at samples of q, then at their adversary near the mean", noisy=True)
+AT_DROPPED_OUT_MEAN = Look("at the mean, units dropped out", noisy=True)
+AT_SIGN = Look("at the sign of the mean (delta method, zero temperature)")
+AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
+BY_NODES = Look("by quadrature or samples", noisy=True)
+
+
+def at_mean(q: ExponentialFamily, f: Callable[[Tensor], Value]) -> Value:
+    """E_q[f(θ)] ≈ f(E_q[θ]), the delta method (Khan & Rue, Eq. 7); exact where f is linear.
+
+    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
+    >>> at_mean(q, torch.square)
+    tensor([4.])
+    """
+    return f(q.expectation["linear"])
+
+
+def at_samples(
+    q: ExponentialFamily,
+    f: Callable[[Tensor], Value],
+    n: int = 1,
+    *,
+    generator: torch.Generator | None = None,
+) -> Value:
+    """The mean of f over ``n`` draws of q; tensors in tuples, lists or dictionaries alike.
+
+    Raises:
+        InputError: ``n`` is no positive integer.
+
+    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
+    >>> draws = at_samples(q, torch.square, 20000, generator=torch.Generator().manual_seed(0))
+    >>> abs(draws - 5).item() < 0.1
+    True
+    """
+    positive_int("n", n)
+    draws = q.sample(n, generator=generator)
+    return _average([f(theta) for theta in draws], [1 / n] * n)
+
+
+def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Value], nodes: int = 20) -> Value:
+    """E_q[f(θ)] by Gauss–Hermite quadrature; exact for polynomials of degree 2·nodes − 1.
+
+    For one weight, or for a function that treats each weight by itself: ``f`` is called with
+    every weight at the k-th node of its own marginal.
+
+    Raises:
+        InputError: q is no Gaussian with one variance for each weight.
+
+    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
+    >>> by_quadrature(q, torch.square)
+    tensor([5.0000])
+    """
+    if not isinstance(q, DiagonalGaussian):
+        raise InputError(f"quadrature needs a DiagonalGaussian, not a {type(q).__name__}")
+    positive_int("nodes", nodes)
+    places, weights = hermegauss(nodes)
+    std = q.precision.rsqrt()
+    values = [f(q.mean + float(z) * std) for z in places]
+    return _average(values, [float(w) / math.sqrt(2 * math.pi) for w in weights])
+
+
+def adversary(mean: Tensor, gradient: Tensor, precision: Tensor, radius: float) -> Tensor:
+    """m + radius·g/s: where the loss rises fastest, measured by the posterior's own precision.
+
+    SAM's neighbour where s = 1, up to SAM's normalisation of the gradient (Möllenhoff & Khan,
+    ICLR 2023, Algorithm 1).
+    """
+    return mean + radius * gradient / precision
+
+
+def _average(values: list[Value], weights: list[float]) -> Value:
+    scaled = [tree_map(lambda t, w=w: t * w, v) for v, w in zip(values, weights, strict=True)]
+    first, *rest = scaled
+    for value in rest:
+        first = tree_map(torch.add, first, value)
+    return first

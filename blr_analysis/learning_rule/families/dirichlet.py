@@ -1,0 +1,228 @@
+"""Beta and Dirichlet distributions, of concentrations from 1e-3 to 1e6 and beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
+from blr_analysis.learning_rule.families.domain import (
+    above,
+    expectation_inside,
+    finite,
+    same_shape,
+)
+from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many
+from blr_analysis.learning_rule.families.special import (
+    HALF_LOG_2PI,
+    digamma,
+    inverse_digamma,
+    lgamma,
+    lgamma_divergence,
+    log_minus_digamma,
+    stirling_remainder,
+    trigamma,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Dirichlet(ExponentialFamily):
+    """Dirichlet(α) on probabilities θ of K classes: λ = α − 1, T(θ) = log θ, h = 1.
+
+    μ_k = ψ(α_k) − ψ(Σ α). Counting an example of class k adds 1 to λ_k.
+
+    Attributes:
+        concentration: α > 0, ``[..., K]``.
+
+    Raises:
+        InputError: a concentration that is not positive and finite, or a single class.
+
+    Example:
+        >>> q = Dirichlet(torch.tensor([1.0, 2.0, 3.0]))
+        >>> q.natural["log"], q.mean
+        (tensor([0., 1., 2.]), tensor([0.1667, 0.3333, 0.5000]))
+    """
+
+    concentration: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"log": 1}
+
+    def __post_init__(self) -> None:
+        above("concentration", self.concentration, rank=1)
+        if self.concentration.shape[-1] < 2:
+            raise InputError("a Dirichlet distribution needs two classes or more, got one")
+
+    @property
+    def mean(self) -> Tensor:
+        """E_q[θ] = α / Σ α."""
+        return self.concentration / self.concentration.sum(-1, keepdim=True)
+
+    @property
+    def natural(self) -> Natural:
+        return {"log": self.concentration - 1}
+
+    @property
+    def expectation(self) -> Natural:
+        total = self.concentration.sum(-1, keepdim=True)
+        return {"log": digamma(self.concentration) - digamma(total)}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        return type(self)(natural["log"] + 1)
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        return type(self)(_concentration(expectation["log"]))
+
+    def statistics(self, theta: Tensor) -> Natural:
+        _check_simplex(theta)
+        return {"log": theta.log()}
+
+    def log_partition(self) -> Tensor:
+        return lgamma(self.concentration).sum(-1) - lgamma(self.concentration.sum(-1))
+
+    def entropy(self) -> Tensor:
+        return _entropy(self.concentration)
+
+    def _kl(self, other: Self) -> Tensor:
+        ours, theirs = self.concentration, other.concentration
+        parts = lgamma_divergence(theirs, ours).sum(-1)
+        return parts - lgamma_divergence(theirs.sum(-1), ours.sum(-1))
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """Points of the simplex, ``[n, ..., K]``; none of their entries is 0."""
+        logs = log_gamma_draw(many(self.concentration, n), generator)
+        return torch.softmax(logs, -1).clamp(min=torch.finfo(logs.dtype).tiny)
+
+
+@dataclass(frozen=True, eq=False)
+class Beta(ExponentialFamily):
+    """Beta(a, b) on (0, 1): λ = (a − 1, b − 1), T(θ) = (log θ, log(1 − θ)), h = 1.
+
+    Attributes:
+        a: > 0, ``[...]``.
+        b: > 0, ``[...]``.
+
+    Raises:
+        InputError: a or b that is not positive and finite, or of different shapes.
+
+    Example:
+        A success (under a uniform prior) adds 1 to the first of λ.
+
+        >>> q = Beta(torch.tensor(1.0), torch.tensor(1.0))
+        >>> site = {"log": torch.tensor(1.0), "log_complement": torch.tensor(0.0)}
+        >>> from blr_analysis.learning_rule.families.base import add
+        >>> q.with_natural(add(q.natural, site)).mean
+        tensor(0.6667)
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"log": 0, "log_complement": 0}
+
+    def __post_init__(self) -> None:
+        above("a", self.a)
+        above("b", self.b)
+        same_shape(a=self.a, b=self.b)
+
+    @property
+    def mean(self) -> Tensor:
+        """E_q[θ] = a / (a + b)."""
+        return self.a / (self.a + self.b)
+
+    @property
+    def natural(self) -> Natural:
+        return {"log": self.a - 1, "log_complement": self.b - 1}
+
+    @property
+    def expectation(self) -> Natural:
+        both = digamma(self.a + self.b)
+        return {"log": digamma(self.a) - both, "log_complement": digamma(self.b) - both}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        return type(self)(natural["log"] + 1, natural["log_complement"] + 1)
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        same_shape(**expectation)
+        logs = torch.stack([expectation["log"], expectation["log_complement"]], -1)
+        return type(self)(*_concentration(logs).unbind(-1))
+
+    def statistics(self, theta: Tensor) -> Natural:
+        if not bool(((theta > 0) & (theta < 1)).all()):
+            raise InputError("points of a Beta distribution lie strictly between 0 and 1")
+        return {"log": theta.log(), "log_complement": torch.log1p(-theta)}
+
+    def log_partition(self) -> Tensor:
+        return lgamma(self.a) + lgamma(self.b) - lgamma(self.a + self.b)
+
+    def entropy(self) -> Tensor:
+        return _entropy(torch.stack([self.a, self.b], -1))
+
+    def _kl(self, other: Self) -> Tensor:
+        parts = lgamma_divergence(other.a, self.a) + lgamma_divergence(other.b, self.b)
+        return parts - lgamma_divergence(other.a + other.b, self.a + self.b)
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """Numbers strictly between 0 and 1, ``[n, ...]``."""
+        up, down = (log_gamma_draw(many(x, n), generator) for x in (self.a, self.b))
+        limits = torch.finfo(up.dtype)
+        return torch.sigmoid(up - down).clamp(min=limits.tiny, max=1 - limits.eps / 2)
+
+
+def _check_simplex(theta: Tensor) -> None:
+    off = (theta.sum(-1) - 1).abs() > torch.finfo(theta.dtype).eps ** 0.5
+    if bool(off.any()) or not bool((theta > 0).all()):
+        raise InputError("points of a Dirichlet distribution are above 0 and sum to 1")
+
+
+def _entropy(concentration: Tensor) -> Tensor:
+    """A(λ) − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ."""
+    total = concentration.sum(-1)
+    free = concentration.shape[-1] - 1
+    parts = 0.5 * concentration.log() + (concentration - 1) * log_minus_digamma(concentration)
+    parts = (parts + stirling_remainder(concentration)).sum(-1)
+    whole = (total - free - 1) * log_minus_digamma(total) + stirling_remainder(total)
+    return parts - whole - (free + 0.5) * total.log() + free * HALF_LOG_2PI
+
+
+def _concentration(logs: Tensor) -> Tensor:
+    """α with ψ(α_k) − ψ(Σ α) = ``logs`` ``[..., K]``, differentiable.
+
+    Given the sum S, α_k = ψ⁻¹(logs_k + ψ(S)); Newton's method finds 1/S where these add up to S,
+    from the left, where the function is concave. Two steps in all of α are recorded: derivatives
+    are right to third order.
+    """
+    finite("expectation parameters", logs, rank=1)
+    fixed = logs.detach()
+    slack = -torch.expm1(torch.logsumexp(fixed, -1))
+    expectation_inside("Dirichlet", slack > 0, "the exponentials of E[log θ] sum to less than 1")
+    with torch.no_grad():
+        u = 2 * slack / (fixed.shape[-1] - 1 + slack)
+        for _ in range(100):
+            parts = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
+            slope = (1 / trigamma(parts)).sum(-1) * trigamma(1 / u)
+            total = parts.sum(-1)
+            u, before = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u), u
+            if bool(((u - before).abs() <= 1e-14 * u).all()):
+                break
+        found = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
+    for _ in range(2):
+        found = found - _newton_step(found, logs)
+    return found
+
+
+def _newton_step(concentration: Tensor, logs: Tensor) -> Tensor:
+    """F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)."""
+    total = concentration.sum(-1, keepdim=True)
+    residual = digamma(concentration) - digamma(total) - logs
+    curvature = trigamma(concentration)
+    shared = (residual / curvature).sum(-1, keepdim=True)
+    return (residual + shared / (1 / trigamma(total) - (1 / curvature).sum(-1, keepdim=True))) / (
+        curvature
+    )

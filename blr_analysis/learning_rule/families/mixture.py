@@ -1,0 +1,249 @@
+"""Finite mixtures of Gaussians with fixed weights (Khan & Rue, section 3.2 and App. E).
+
+The rule moves in the joint q(θ, z = k) = π_k N(θ | m_k, S_k⁻¹), whose Fisher information is
+regular, and the entropy that it needs is the marginal's. One step of K&R 28, which leaves as its
+fixed point the minimiser of E_q[ℓ̄] − H(q(θ)), is
+
+    λ_k ← λ_k − ρ ∇_μ_k E_q[ℓ̄ + log q(θ)]
+
+(that is ``q.with_natural(subtract(q.natural, scale(gradient, rho)))``: no (1 − ρ), for the
+entropy of the joint is not what is asked for). :meth:`GaussianMixture.pull_back` gives
+∇_μ_k E_q[f] from E_{q_k}[∇f] and E_{q_k}[∇²f], the weights π_k having cancelled; for f = log q
+these are expectations of :meth:`Marginal.score` and :meth:`Marginal.hessian`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from numpy.polynomial.legendre import leggauss
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
+from blr_analysis.learning_rule.families.domain import above
+from blr_analysis.learning_rule.families.drawing import many, uniform
+from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianMixture(ExponentialFamily):
+    """The joint of a point and its component: π_k N(θ | m_k, S_k⁻¹), π fixed (K&R 27).
+
+    λ_k = (S_k m_k, −S_k/2), T = (1_{z=k} θ, 1_{z=k} θθᵀ), μ_k = π_k (m_k, S_k⁻¹ + m_k m_kᵀ); θ is
+    a dictionary with ``theta`` ``[..., P]`` and ``component`` ``[...]``. A(λ) = Σ_k π_k A(λ_k)
+    has ∇A = μ and ∇²A = F. Entropy, KL and log-probability here are the joint's, in closed form;
+    :attr:`marginal` has those of q(θ).
+
+    Attributes:
+        weights: π ``[..., K]``, above 0, of sum 1.
+        components: K Gaussians, full or diagonal, whose last copies' dimension is K.
+
+    Raises:
+        InputError: weights that are no probabilities, or not one for each component.
+
+    Example:
+        >>> parts = DiagonalGaussian(torch.tensor([[-2.0], [2.0]]), torch.ones(2, 1))
+        >>> q = GaussianMixture(torch.tensor([0.25, 0.75]), parts)
+        >>> q.expectation["linear"]
+        tensor([[-0.5000],
+                [ 1.5000]])
+        >>> q.marginal.responsibilities(torch.tensor([0.0]))
+        tensor([0.2500, 0.7500])
+    """
+
+    weights: Tensor
+    components: FullGaussian | DiagonalGaussian
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.components, (FullGaussian, DiagonalGaussian)):
+            raise InputError(
+                "components must be a FullGaussian or a DiagonalGaussian with a dimension for the "
+                f"components, got {type(self.components).__name__}"
+            )
+        above("weights", self.weights, rank=1)
+        if bool(((self.weights.sum(-1) - 1).abs() > 1e-5).any()):
+            raise InputError("the weights of a mixture must sum to 1")
+        if self.weights.shape != self.components.mean.shape[:-1]:
+            raise InputError(
+                f"a mixture needs one weight for each component, got {tuple(self.weights.shape)} "
+                f"for means of shape {tuple(self.components.mean.shape)}"
+            )
+
+    @property
+    def ranks(self) -> Mapping[str, int]:  # type: ignore[override]
+        return {key: rank + 1 for key, rank in self.components.ranks.items()}
+
+    @property
+    def marginal(self) -> Marginal:
+        """q(θ) = Σ_k π_k N(θ | m_k, S_k⁻¹)."""
+        return Marginal(self.weights, self.components)
+
+    @property
+    def natural(self) -> Natural:
+        return self.components.natural
+
+    @property
+    def expectation(self) -> Natural:
+        parts = self.components.expectation
+        return {k: _like(self.weights, v) * v for k, v in parts.items()}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        return type(self)(self.weights, self.components.with_natural(natural))
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        parts = {k: v / _like(self.weights, v) for k, v in expectation.items()}
+        return type(self)(self.weights, self.components.with_expectation(parts))
+
+    def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
+        chosen = self._chosen(theta)
+        parts = self.components.statistics(theta["theta"].unsqueeze(-2))
+        return {k: _like(chosen, v) * v for k, v in parts.items()}
+
+    def log_partition(self) -> Tensor:
+        return (self.weights * self.components.log_partition()).sum(-1)
+
+    def expected_log_base(self) -> Tensor:
+        """Σ π_k log π_k: the share of z."""
+        return (self.weights * self.weights.log()).sum(-1)
+
+    def log_base(self, theta: Mapping[str, Tensor]) -> Tensor:
+        """log π_z + A(λ) − A(λ_z): the component has a normaliser of its own."""
+        alone = self.weights.log() - self.components.log_partition()
+        return (self._chosen(theta) * alone).sum(-1) + self.log_partition()
+
+    def _kl(self, other: Self) -> Tensor:
+        """KL of the joints, Σ π_k KL_k: an upper bound of that of the marginals."""
+        if not torch.equal(self.weights, other.weights):
+            raise InputError("the KL divergence of two mixtures needs the same weights for both")
+        return (self.weights * self.components.kl(other.components)).sum(-1)  # type: ignore[arg-type]
+
+    def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
+        """∇_μ_k E_q[f] from E_{q_k}[∇f] and E_{q_k}[∇²f] of every component.
+
+        Args:
+            gradient: ``[..., K, P]``.
+            hessian: ``[..., K, P, P]``; its diagonal, ``[..., K, P]``, for diagonal components.
+        """
+        return self.components.pull_back(gradient, hessian)
+
+    def sample(
+        self, n: int | None = None, *, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """``{"theta": θ, "component": z}``, ``[n, ..., P]`` and ``[n, ...]``."""
+        edges = many(self.weights.detach().cumsum(-1)[..., :-1], n)
+        drawn = uniform(edges[..., :1] if edges.shape[-1] else many(self.weights, n), generator)
+        component = (drawn[..., :1] > edges).sum(-1)
+        points = self.components.sample(n, generator=generator)
+        index = component[..., None, None].expand(*points.shape[:-2], 1, points.shape[-1])
+        return {"theta": points.gather(-2, index).squeeze(-2), "component": component}
+
+    def _chosen(self, theta: Mapping[str, Tensor]) -> Tensor:
+        self._check_point(theta, ("theta", "component"))
+        component, count = theta["component"], self.weights.shape[-1]
+        if component.is_floating_point() or not bool(
+            ((component >= 0) & (component < count)).all()
+        ):
+            raise InputError(f"components must be integers from 0 to {count - 1}")
+        return one_hot(component.long(), count).to(self.weights.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Marginal:
+    """q(θ) = Σ_k π_k N(θ | m_k, S_k⁻¹), with its derivatives (K&R, App. E).
+
+    θ is ``[..., P]`` everywhere; its leading dimensions go with the mixture's copies.
+
+    Example:
+        >>> parts = DiagonalGaussian(torch.tensor([[0.0], [4.0]]), torch.ones(2, 1))
+        >>> q = GaussianMixture(torch.tensor([0.5, 0.5]), parts).marginal
+        >>> q.score(torch.tensor([2.0])), q.hessian(torch.tensor([2.0]))
+        (tensor([0.]), tensor([[3.]]))
+    """
+
+    weights: Tensor
+    components: FullGaussian | DiagonalGaussian
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(θ), in nats."""
+        return torch.logsumexp(self._log_joint(theta), -1)
+
+    def responsibilities(self, theta: Tensor) -> Tensor:
+        """r_k(θ) = q(z = k | θ), ``[..., K]`` (K&R 71)."""
+        return torch.softmax(self._log_joint(theta), -1)
+
+    def score(self, theta: Tensor) -> Tensor:
+        """∇ log q(θ) = Σ_k r_k S_k (m_k − θ), ``[..., P]`` (K&R 69)."""
+        weights = self.responsibilities(theta).unsqueeze(-1)
+        return (weights * self._pulls(theta)).sum(-2)
+
+    def hessian(self, theta: Tensor) -> Tensor:
+        """∇² log q(θ) ``[..., P, P]`` (K&R 70).
+
+        Written as Σ r_k (s_k − s)(s_k − s)ᵀ − Σ r_k S_k with s_k = S_k (m_k − θ), s = Σ r_k s_k:
+        the same, without the cancellation.
+        """
+        weights = self.responsibilities(theta).unsqueeze(-1)
+        pulls = self._pulls(theta)
+        apart = pulls - (weights * pulls).sum(-2, keepdim=True)
+        precision = self.components.precision
+        if isinstance(self.components, DiagonalGaussian):
+            precision = torch.diag_embed(precision)
+        return (weights * apart).mT @ apart - (weights.unsqueeze(-1) * precision).sum(-3)
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of θ, ``[n, ..., P]``."""
+        return GaussianMixture(self.weights, self.components).sample(n, generator=generator)[
+            "theta"
+        ]
+
+    def entropy(self, n: int = 1000, *, generator: torch.Generator | None = None) -> Tensor:
+        """H(q) = −E_q[log q(θ)] in nats, one number per copy, differentiable.
+
+        In one dimension by quadrature, to about 1e-12, whatever ``n``; otherwise from ``n`` draws
+        of every component, each counting π_k / n.
+        """
+        if self.components.mean.shape[-1] == 1:
+            return self._entropy_on_the_line()
+        positive_int("n", n)
+        draws = self.components.sample(n, generator=generator).movedim(-2, 0)
+        found = torch.stack([self.log_prob(part).mean(0) for part in draws], -1)
+        return -(self.weights * found).sum(-1)
+
+    def _entropy_on_the_line(self, nodes: int = 16) -> Tensor:
+        """Gauss–Legendre on panels as narrow as the narrowest component there asks for."""
+        mean, precision = self.components.mean, self.components.precision
+        std = precision.reshape(mean.shape).rsqrt()
+        steps = torch.arange(-13, 14, dtype=mean.dtype, device=mean.device)
+        edges = (mean + std * steps).flatten(-2).sort(-1).values.detach()
+        left, width = edges[..., :-1, None], edges.diff(dim=-1).unsqueeze(-1)
+        at, share = (torch.as_tensor(x, dtype=mean.dtype).to(mean.device) for x in leggauss(nodes))
+        points = (left + 0.5 * width * (at + 1)).flatten(-2)
+        measure = (0.5 * width * share).flatten(-2)
+        logs = self.log_prob(points.movedim(-1, 0).unsqueeze(-1)).movedim(0, -1)
+        return -(measure * logs.exp() * logs).sum(-1)
+
+    def _log_joint(self, theta: Tensor) -> Tensor:
+        """log π_k + log N(θ | m_k, S_k⁻¹) ``[..., K]``, without ⟨λ, T⟩'s cancellation."""
+        offsets = theta.unsqueeze(-2) - self.components.mean
+        distance = -(offsets * self._pulls(theta)).sum(-1)
+        at_mean = self.components.log_prob(self.components.mean)
+        return self.weights.log() + at_mean - 0.5 * distance
+
+    def _pulls(self, theta: Tensor) -> Tensor:
+        """S_k (m_k − θ), ``[..., K, P]``."""
+        offsets = self.components.mean - theta.unsqueeze(-2)
+        if isinstance(self.components, DiagonalGaussian):
+            return self.components.precision * offsets
+        return (self.components.precision @ offsets.unsqueeze(-1)).squeeze(-1)
+
+
+def _like(weights: Tensor, values: Tensor) -> Tensor:
+    """One number per component, to multiply its statistics with."""
+    return weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))

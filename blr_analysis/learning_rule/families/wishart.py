@@ -1,0 +1,255 @@
+"""Wishart and Normal–Wishart distributions on precision matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
+from blr_analysis.learning_rule.families.domain import (
+    above,
+    expectation_inside,
+    finite,
+    positive_definite,
+)
+from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
+from blr_analysis.learning_rule.families.matrices import (
+    compare,
+    inverse,
+    logdet,
+    outer,
+    symmetric,
+)
+from blr_analysis.learning_rule.families.special import (
+    HALF_LOG_2PI,
+    LOG_2PI,
+    invert_excess_logarithm,
+    lgamma_divergence,
+    log_minus_digamma,
+    multivariate_digamma,
+    multivariate_lgamma,
+    stirling_remainder,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Wishart(ExponentialFamily):
+    """Wishart(V, ν) on p×p precision matrices θ: λ = ((ν − p − 1)/2, −½V⁻¹), h = 1.
+
+    T(θ) = (log|θ|, θ) and μ = (ψ_p(ν/2) + p log 2 + log|V|, νV).
+
+    Attributes:
+        dof: ν > p − 1, ``[...]``.
+        rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
+
+    Raises:
+        InputError: a parameter outside of its domain, or of a shape that does not fit.
+
+    Example:
+        >>> q = Wishart(torch.tensor(4.0), torch.diag(torch.tensor([1.0, 2.0])))
+        >>> q.natural["logdet"], q.expectation["linear"]
+        (tensor(0.5000), tensor([[4., 0.],
+                [0., 2.]]))
+    """
+
+    dof: Tensor
+    rate: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"logdet": 0, "linear": 2}
+
+    def __post_init__(self) -> None:
+        positive_definite("rate", self.rate)
+        above("dof", self.dof, self.size - 1)
+        if self.dof.shape != self.rate.shape[:-2]:
+            raise InputError(
+                f"dof needs one number for each of the rate's copies, got {tuple(self.dof.shape)} "
+                f"for {tuple(self.rate.shape)}"
+            )
+
+    @property
+    def size(self) -> int:
+        """p."""
+        return self.rate.shape[-1]
+
+    @property
+    def natural(self) -> Natural:
+        return {"logdet": 0.5 * (self.dof - self.size - 1), "linear": -0.5 * self.rate}
+
+    @property
+    def expectation(self) -> Natural:
+        scale = inverse(self.rate)
+        logs = multivariate_digamma(0.5 * self.dof, self.size) - logdet(0.5 * self.rate)
+        return {"logdet": logs, "linear": _per_matrix(self.dof) * scale}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        rate = symmetric(-2 * natural["linear"])
+        return type(self)(2 * natural["logdet"] + self.size + 1, rate)
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        dof, rate = _dof_and_rate("Wishart", expectation["logdet"], expectation["linear"])
+        return type(self)(dof, rate)
+
+    def statistics(self, theta: Tensor) -> Natural:
+        positive_definite("points of a Wishart distribution", theta, advice="")
+        return {"logdet": logdet(theta), "linear": theta}
+
+    def log_partition(self) -> Tensor:
+        half = 0.5 * self.dof
+        return multivariate_lgamma(half, self.size) - half * logdet(0.5 * self.rate)
+
+    def entropy(self) -> Tensor:
+        p, half = self.size, 0.5 * self.dof
+        j = torch.arange(p, dtype=half.dtype, device=half.device)
+        parts = half.unsqueeze(-1) - 0.5 * j
+        # A − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ
+        left = (half - 0.5 * (p + 1)).unsqueeze(-1) * log_minus_digamma(parts)
+        terms = 0.5 * (p - j) * parts.log() + 0.5 * j + stirling_remainder(parts) + left
+        constant = p * HALF_LOG_2PI + p * (p - 1) / 4 * math.log(math.pi)
+        return terms.sum(-1) + constant - 0.5 * (p + 1) * logdet(0.5 * self.rate)
+
+    def _kl(self, other: Self) -> Tensor:
+        half, theirs = 0.5 * self.dof, 0.5 * other.dof
+        off = 0.5 * torch.arange(self.size, dtype=half.dtype, device=half.device)
+        of_dof = lgamma_divergence(theirs.unsqueeze(-1) - off, half.unsqueeze(-1) - off).sum(-1)
+        trace, logs = compare(other.rate, self.rate)
+        return of_dof + half * (trace - logs) - (theirs - half) * logs
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """Precision matrices ``[n, ..., p, p]``, by Bartlett's decomposition."""
+        j = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
+        shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - j)
+        lengths = (0.5 * (math.log(2) + log_gamma_draw(shapes, generator))).exp()
+        lower = normal(many(self.rate, n), generator).tril(-1) + torch.diag_embed(lengths)
+        upper = torch.linalg.cholesky(self.rate).mT
+        root = torch.linalg.solve_triangular(upper, lower, upper=True)
+        return symmetric(root @ root.mT)
+
+
+@dataclass(frozen=True, eq=False)
+class NormalWishart(ExponentialFamily):
+    """Mean x and precision Λ of a Gaussian: x | Λ ~ N(m, (κΛ)⁻¹), Λ ~ Wishart(V, ν).
+
+    θ is a dictionary with ``mean`` ``[..., p]`` and ``precision`` ``[..., p, p]``, and
+
+        T(θ) = (Λx, xᵀΛx, Λ, log|Λ|),   λ = (κm, −κ/2, −½(V⁻¹ + κmmᵀ), (ν − p)/2),   h = 1.
+
+    An observation y adds (y, −½, −½yyᵀ, ½) to λ.
+
+    Attributes:
+        mean: m ``[..., p]``.
+        kappa: κ > 0, ``[...]``: how many observations the mean is worth.
+        dof: ν > p − 1, ``[...]``.
+        rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
+
+    Raises:
+        InputError: a parameter outside of its domain, or of a shape that does not fit.
+
+    Example:
+        >>> q = NormalWishart(torch.zeros(2), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2))
+        >>> q.wishart.expectation["linear"]
+        tensor([[3., 0.],
+                [0., 3.]])
+    """
+
+    mean: Tensor
+    kappa: Tensor
+    dof: Tensor
+    rate: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"shift": 1, "square": 0, "linear": 2, "logdet": 0}
+
+    def __post_init__(self) -> None:
+        finite("mean", self.mean, rank=1)
+        above("kappa", self.kappa)
+        size = self.mean.shape[-1]
+        if self.wishart.size != size or self.mean.shape[:-1] != self.dof.shape:
+            raise InputError(
+                f"a mean {tuple(self.mean.shape)} does not go with a rate of shape "
+                f"{tuple(self.rate.shape)}"
+            )
+        if self.kappa.shape != self.dof.shape:
+            raise InputError(
+                f"kappa and dof must agree in shape, got {tuple(self.kappa.shape)} and "
+                f"{tuple(self.dof.shape)}"
+            )
+
+    @property
+    def wishart(self) -> Wishart:
+        """The marginal of Λ."""
+        return Wishart(self.dof, self.rate)
+
+    @property
+    def natural(self) -> Natural:
+        pull = self.kappa.unsqueeze(-1) * self.mean
+        return {
+            "shift": pull,
+            "square": -0.5 * self.kappa,
+            "linear": -0.5 * (self.rate + outer(pull, self.mean)),
+            "logdet": 0.5 * (self.dof - self.mean.shape[-1]),
+        }
+
+    @property
+    def expectation(self) -> Natural:
+        of_precision = self.wishart.expectation
+        shift = (of_precision["linear"] @ self.mean.unsqueeze(-1)).squeeze(-1)
+        square = self.mean.shape[-1] / self.kappa + (shift * self.mean).sum(-1)
+        return {"shift": shift, "square": square, **of_precision}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        kappa = -2 * natural["square"]
+        above("kappa", kappa)
+        mean = natural["shift"] / kappa.unsqueeze(-1)
+        rate = -2 * natural["linear"] - outer(natural["shift"], mean)
+        return type(self)(mean, kappa, 2 * natural["logdet"] + mean.shape[-1], symmetric(rate))
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        precision, shift = expectation["linear"], expectation["shift"]
+        dof, rate = _dof_and_rate("NormalWishart", expectation["logdet"], precision)
+        mean = torch.linalg.solve(symmetric(precision), shift.unsqueeze(-1)).squeeze(-1)
+        spread = expectation["square"] - (mean * shift).sum(-1)
+        expectation_inside("NormalWishart", spread > 0, "E[xᵀΛx] lies above mᵀE[Λ]m")
+        return type(self)(mean, mean.shape[-1] / spread, dof, rate)
+
+    def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
+        self._check_point(theta, ("mean", "precision"))
+        x, precision = theta["mean"], theta["precision"]
+        shift = (precision @ x.unsqueeze(-1)).squeeze(-1)
+        return {"shift": shift, "square": (shift * x).sum(-1)} | self.wishart.statistics(precision)
+
+    def log_partition(self) -> Tensor:
+        size = self.mean.shape[-1]
+        return self.wishart.log_partition() + 0.5 * size * (LOG_2PI - self.kappa.log())
+
+    def sample(
+        self, n: int | None = None, *, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """``{"mean": x, "precision": Λ}``, ``[n, ..., p]`` and ``[n, ..., p, p]``."""
+        precision = self.wishart.sample(n, generator=generator)
+        noise = normal(many(self.mean, n), generator).unsqueeze(-1)
+        upper = torch.linalg.cholesky(_per_matrix(self.kappa) * precision).mT
+        offset = torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
+        return {"mean": self.mean + offset, "precision": precision}
+
+
+def _dof_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """(ν, V⁻¹) with E[log|Λ|] = ``log`` and E[Λ] = ``mean``."""
+    finite("expectation parameters", log)
+    mean = symmetric(mean)
+    positive_definite("the expectation of the precision", mean, advice="")
+    size = mean.shape[-1]
+    excess = logdet(mean) - log
+    expectation_inside(family, excess > 0, "E[log|Λ|] lies below log|E[Λ]|")
+    dof = 2 * invert_excess_logarithm(excess, size)
+    return dof, _per_matrix(dof) * inverse(mean)
+
+
+def _per_matrix(numbers: Tensor) -> Tensor:
+    return numbers.unsqueeze(-1).unsqueeze(-1)

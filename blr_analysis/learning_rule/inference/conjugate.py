@@ -1,0 +1,112 @@
+"""Conjugate Bayes: one step of the rule with ρ = 1 (Khan & Rue, section 5.1).
+
+A likelihood is conjugate to a family where it is linear in the family's statistics,
+
+    log p(y|θ) = ⟨λ̃(y), T(θ)⟩ + c(y),
+
+so that ∇_μ E_q[log p(y|θ)] = λ̃(y) whatever q is, and the rule lands on the posterior at once
+(Eq. 54). All that is said about a model here is λ̃ and c; posterior, predictive and evidence are
+the same for all of them:
+
+    λ = λ_0 + Σ_i λ̃(y_i),      log p(y|D) = A(λ + λ̃(y)) − A(λ) + c(y).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.learning_rule.inference.factors import Factor
+from blr_analysis.learning_rule.inference.fitted import Fitted, rows, total
+from blr_analysis.learning_rule.rule import blr_step
+
+Q = TypeVar("Q", bound=ExponentialFamily)
+
+
+@dataclass(frozen=True)
+class Conjugate(Generic[Q]):
+    """A conjugate model: a prior, and the factor of one example.
+
+    The posterior of one fit may be the prior of the next: sequential and batch agree.
+
+    Attributes:
+        prior: a member of the family; its dtype and device are those of the computation.
+        factor: one of :mod:`blr_analysis.learning_rule.inference.factors`.
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import FullGaussian
+        >>> from blr_analysis.learning_rule.inference import linear
+        >>> prior = FullGaussian(torch.zeros(1), torch.eye(1))
+        >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
+        >>> Conjugate(prior, linear(noise_variance=1.0)).fit((x, y)).q.mean
+        tensor([1.1667])
+    """
+
+    prior: Q
+    factor: Factor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, self.factor.family):
+            raise InputError(
+                f"this factor is conjugate to {self.factor.family.__name__}, got the prior "
+                f"{type(self.prior).__name__}"
+            )
+
+    def fit(self, data: Any) -> Fitted[Q]:
+        """The posterior, by one step of the rule; its history is the log evidence.
+
+        Args:
+            data: what the factor asks for: a tensor ``[N, …]`` or a tuple of them.
+
+        Returns:
+            The posterior with sites, predictive and left-out densities, all of them exact.
+
+        Raises:
+            DataError: examples that are missing, misshapen, not finite or out of range.
+        """
+        data = self.factor.check(data, self.prior)
+        n_data = len(data if isinstance(data, Tensor) else data[0])
+
+        def site_of(chosen: Tensor) -> Natural:
+            return self.factor.site(rows(data, chosen))
+
+        sites = total(site_of, torch.arange(n_data))
+        q = bayes(self.prior, sites)
+        gain = wide(q).log_partition() - wide(self.prior).log_partition()
+        evidence = gain + self.factor.constant(data).double().sum()
+        return Fitted(
+            q=q,
+            history=[float(evidence)],
+            objective="log evidence",
+            prior=self.prior,
+            n_data=n_data,
+            site_of=site_of,
+            predictive=self.log_predictive,
+            data=data,
+        )
+
+    def log_predictive(self, q: Q, data: Any) -> Tensor:
+        """log ∫ p(y|θ) q(θ) dθ = A(λ + λ̃(y)) − A(λ) + c(y), in nats, ``[M]``."""
+        data = self.factor.check(data, self.prior)
+        if self.factor.predictive is not None:
+            return self.factor.predictive(q, data)
+        before, constant = wide(q), self.factor.constant(data)
+        site = {name: value.double() for name, value in self.factor.site(data).items()}
+        after = before.with_natural(add(before.natural, site))
+        return (after.log_partition() - before.log_partition() + constant).to(constant.dtype)
+
+
+def bayes(prior: Q, site: Natural) -> Q:
+    """The posterior λ_0 + λ̃: the rule at ρ = 1 for the loss −log prior − ⟨λ̃, T(θ)⟩."""
+    gradient = scale(add(prior.natural, site, prior.base_gradient()), -1.0)
+    return blr_step(prior, gradient, 1.0)
+
+
+def wide(q: Q) -> Q:
+    """The same distribution in double precision: a small difference of log-partitions needs it."""
+    return q.with_natural({name: value.double() for name, value in q.natural.items()})

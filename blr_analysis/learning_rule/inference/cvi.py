@@ -1,0 +1,211 @@
+"""Non-conjugate variational inference: the rule site by site (Khan & Rue, section 5.4).
+
+    q(θ) ∝ p(θ) Π_i exp⟨λ̃_i, T(θ)⟩,
+    λ̃_i ← (1 − ρ) λ̃_i + ρ ∇_μ E_q[log p(y_i|θ)]              (K&R 60; Khan & Lin, 2017)
+
+for a Gaussian q(θ) and likelihoods that see one number of θ each, f_i = φ_iᵀθ: regression with a
+link, and Gaussian processes (:mod:`~blr_analysis.learning_rule.inference.gp`). A site is then a
+pair of numbers, the natural parameters of a Gaussian message to f_i, and its share of λ is of rank
+one: (a_i φ_i, −½ b_i φ_i φ_iᵀ). What the likelihood gives is an expectation over one Gaussian
+number, by quadrature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import Natural, add, scale
+from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
+from blr_analysis.learning_rule.inference.fitted import until_flat
+from blr_analysis.learning_rule.inference.scalar_likelihoods import ScalarLikelihood, expected
+from blr_analysis.learning_rule.rule import check_rho
+from blr_analysis.progress import track
+
+# E_q[·] of a function of the latent numbers, element by element: quadrature, or at_samples.
+Expectation = Callable[[DiagonalGaussian, Callable[[Tensor], Tensor]], Tensor]
+HALVINGS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A Gaussian prior, and examples that see one number of θ each.
+
+    Attributes:
+        prior: p(θ), over P numbers.
+        design: Φ ``[N, P]``, whose rows are φ_i.
+        targets: y ``[N]``.
+        likelihood: log p(y_i|f_i).
+        expectation: how E_q[log p(y_i|f_i)] is taken.
+    """
+
+    prior: FullGaussian
+    design: Tensor
+    targets: Tensor
+    likelihood: ScalarLikelihood
+    expectation: Expectation = expected
+
+    def posterior(self, sites: Natural) -> FullGaussian:
+        """λ_prior + Σ_i λ̃_i as a distribution, from ``[N]`` sites."""
+        return self.prior.with_natural(add(self.prior.natural, summed(self.design, sites)))
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """One iterate.
+
+    Attributes:
+        sites: λ̃_i, natural parameters of Gaussian messages to f_i: ``{"linear", "square"}``,
+            ``[N]`` each.
+        q: λ_prior + Σ λ̃_i.
+        aims: ∇_μ E_q[log p(y_i|f_i)] at q, toward which the sites move.
+        elbo: Σ_i E_q[log p(y_i|f_i)] − KL(q ‖ prior), in nats.
+    """
+
+    sites: Natural
+    q: FullGaussian
+    aims: Natural
+    elbo: float
+
+
+def latent(q: FullGaussian, design: Tensor, residual: Tensor | float = 0.0) -> DiagonalGaussian:
+    """The marginals of f_i = φ_iᵀθ + e_i, Var(e_i) = ``residual``, under q.
+
+    With N copies in ``q``, each goes with its own row of the design ``[N, P]``.
+    """
+    factor = torch.linalg.cholesky(q.precision)
+    if q.mean.ndim == 1:
+        roots = torch.linalg.solve_triangular(factor, design.mT, upper=False).mT
+    else:
+        roots = torch.linalg.solve_triangular(factor, design.unsqueeze(-1), upper=False).squeeze(-1)
+    variance = roots.square().sum(-1) + residual
+    return DiagonalGaussian((design * q.mean).sum(-1), 1 / variance)
+
+
+def summed(design: Tensor, sites: Natural) -> Natural:
+    """Σ_i λ̃_i in the family of q(θ), from the sites' pairs of numbers."""
+    square = design.mT @ (sites["square"].unsqueeze(-1) * design)
+    return {"linear": design.mT @ sites["linear"], "square": square}
+
+
+def spread(design: Tensor, sites: Natural) -> Natural:
+    """λ̃_i in the family of q(θ), one by one: ``[N, P]`` and ``[N, P, P]``."""
+    outer = design.unsqueeze(-1) * design.unsqueeze(-2)
+    return {
+        "linear": sites["linear"].unsqueeze(-1) * design,
+        "square": sites["square"].unsqueeze(-1).unsqueeze(-1) * outer,
+    }
+
+
+def aims(
+    marginals: DiagonalGaussian,
+    targets: Tensor,
+    likelihood: ScalarLikelihood,
+    expectation: Expectation = expected,
+) -> tuple[Natural, Tensor]:
+    """∇_μ E_q[log p(y_i|f_i)], and the expectations themselves, for each example.
+
+    The derivatives in the mean and the variance are those of the expectation as it is computed
+    (∂/∂v E = ½ E[∂²], Price), so that a fixed point of the rule is a stationary point of the ELBO
+    to rounding, however many nodes there are.
+
+    Returns:
+        Natural parameters of the sites, ``[N]`` each, and E_q[log p(y_i|f_i)] ``[N]``.
+    """
+    mean = marginals.mean.detach().requires_grad_()
+    variance = (1 / marginals.precision).detach().requires_grad_()
+    with torch.enable_grad():
+        there = DiagonalGaussian(mean, 1 / variance)
+        values = expectation(there, lambda f: likelihood.log_prob(targets, f))
+        slope, half_bend = torch.autograd.grad(values.sum(), (mean, variance))
+    return marginals.pull_back(slope, 2 * half_bend), values.detach()
+
+
+def look(problem: Problem, sites: Natural) -> State:
+    """The state of these sites: their posterior, its ELBO, and where the sites should go.
+
+    Raises:
+        InputError: the sites make no positive definite precision.
+    """
+    q = problem.posterior(sites)
+    found, values = aims(
+        latent(q, problem.design), problem.targets, problem.likelihood, problem.expectation
+    )
+    return State(sites, q, found, float(values.sum() - q.kl(problem.prior)))
+
+
+def step(problem: Problem, state: State, rho: float) -> State:
+    """One step of the rule in its site form (Khan & Rue, Eq. 60)."""
+    return look(problem, add(scale(state.sites, 1 - rho), scale(state.aims, rho)))
+
+
+def rounding(state: State) -> float:
+    """What is lost in the last digit of an ELBO."""
+    return torch.finfo(state.q.mean.dtype).eps * (1 + abs(state.elbo))
+
+
+def careful_step(problem: Problem, state: State, rho: float) -> State:
+    """A step whose ρ is halved until the ELBO does not fall (a departure from the rule).
+
+    Raises:
+        InputError: no step improves the ELBO: log p(y|f) or its derivatives are not finite.
+    """
+    slack = 64 * rounding(state)
+    for _ in range(HALVINGS):
+        try:
+            found = step(problem, state, rho)
+        except InputError:  # a precision that is not positive definite
+            rho /= 2
+            continue
+        if found.elbo >= state.elbo - slack:
+            return found
+        rho /= 2
+    raise InputError(
+        f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): check that "
+        "log p(y|f) is finite and differentiable, scale the inputs, or take halving=False with a "
+        "small rho where expectations are random"
+    )
+
+
+def run(
+    problem: Problem,
+    *,
+    rho: float = 1.0,
+    halving: bool = True,
+    tol: float = 1e-10,
+    max_iter: int = 500,
+    progress: bool | None = None,
+) -> tuple[State, list[float], bool]:
+    """From sites of zero (q = prior) to a fixed point.
+
+    Args:
+        problem: the prior and the examples.
+        rho: ρ in (0, 1] of each step; with ``halving`` the first that is tried.
+        halving: whether ρ is halved, step by step, until the ELBO does not fall.
+        tol: stop when the ELBO changes by at most this many nats (or by rounding only).
+        max_iter: at most this many steps.
+        progress: True shows a bar, False does not, None on a terminal when it takes long.
+
+    Returns:
+        The last state, the ELBO after each step, and whether it stopped by ``tol``.
+    """
+    check_rho(rho)
+    positive_int("max_iter", max_iter)
+    move = careful_step if halving else step
+    zero = torch.zeros_like(problem.targets)
+    state = look(problem, {"linear": zero, "square": zero})
+    tol = max(tol, 4 * rounding(state))
+
+    def elbos() -> Iterator[float]:
+        nonlocal state
+        for _ in track(range(max_iter), label="sites", show=progress):
+            state = move(problem, state, rho)
+            yield state.elbo
+
+    history, converged = until_flat(elbos(), tol=tol, what="the ELBO")
+    return state, history, converged

@@ -1,0 +1,205 @@
+"""What a fitted probabilistic model answers: its posterior, and what each example did to it.
+
+At a fixed point of the rule the natural parameters are a sum with one term for each example,
+
+    λ = λ_prior + Σ_i λ̃_i,      λ^{\\M} = λ − Σ_{i∈M} λ̃_i          (Khan & Rue, Eqs. 5 and 54)
+
+so that taking examples M out of a posterior is a subtraction: exactly the posterior without them
+for conjugate models, whose sites λ̃_i do not depend on the other examples, and the first step of
+fitting again for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from blr_analysis.data import chosen_indices
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.views import Plottable, Tabular
+
+Q = TypeVar("Q", bound=ExponentialFamily | Mapping[str, ExponentialFamily])
+# Natural parameters of one family, or of the factors of a mean field by name; each tensor has a
+# leading dimension for the examples.
+Sites = Natural | Mapping[str, Natural]
+CHUNK = 1024
+
+
+class NotConverged(UserWarning):
+    """A fit stopped at its limit of iterations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted(Plottable, Tabular, Generic[Q]):
+    """A posterior, how it was found, and its sites.
+
+    ``fitted.table`` says what each example did to it, ``fitted.plot()`` draws the history.
+
+    Attributes:
+        q: the posterior: a member of a family, or the factors of a mean field by name.
+        history: the objective after each iteration, in nats.
+        objective: what ``history`` holds: ``"ELBO"``, ``"log-likelihood"``, ``"log evidence"``.
+        prior: the prior, with the structure of ``q``; None where there is none.
+        n_data: N, the number of examples.
+        site_of: indices ``[M]`` → their sites λ̃_i, with a leading dimension M (see
+            :func:`indexed` for sites held in memory); of a mean field, the sites of the factors
+            that have them. None where the model has no sites.
+        predictive: (q, data of M examples) → ``[M]``, log ∫ p(y|θ) q(θ) dθ. With M copies along
+            the first dimension of ``q``, each goes with its own example. None where it has no
+            form.
+        data: the examples, a tensor ``[N, …]`` or a tuple of them, for :meth:`left_out`.
+        converged: whether the fit stopped by its tolerance (True for fits in one step).
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import FullGaussian
+        >>> from blr_analysis.learning_rule.inference import Conjugate, linear
+        >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
+        >>> model = Conjugate(FullGaussian(torch.zeros(1), torch.eye(1)), linear(1.0))
+        >>> fitted = model.fit((x, y))
+        >>> fitted.q.mean, fitted.without([1]).mean
+        (tensor([1.1667]), tensor([0.5000]))
+        >>> fitted.left_out()
+        tensor([-1.0268, -2.1349])
+    """
+
+    q: Q
+    history: Sequence[float]
+    objective: str
+    prior: Q | None = None
+    n_data: int = 0
+    site_of: Callable[[Tensor], Sites] | None = None
+    predictive: Callable[[Q, Any], Tensor] | None = None
+    data: Any = None
+    converged: bool = True
+
+    @property
+    def sites(self) -> Sites:
+        """λ̃_i of every example, with a leading dimension N.
+
+        Raises:
+            InputError: the model has no sites.
+        """
+        return self._site_of()(torch.arange(self.n_data))
+
+    def without(self, indices: Any) -> Q:
+        """The posterior with these examples taken out, λ − Σ_{i∈M} λ̃_i.
+
+        Equal to fitting without them for conjugate models; elsewhere the first step of fitting
+        again, because the sites of the others stay where they are.
+
+        Args:
+            indices: examples, as indices (one named twice counts once) or as a mask ``[N]``.
+
+        Raises:
+            InputError: an example that does not exist, or a model without sites.
+        """
+        chosen = torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
+        site_of = self._site_of()
+        return self.q if not len(chosen) else self._less(total(site_of, chosen))
+
+    def log_predictive(self, data: Any) -> Tensor:
+        """log ∫ p(y_j|θ) q(θ) dθ of M further examples, in nats, ``[M]``.
+
+        Raises:
+            InputError: the model's predictive has no form.
+        """
+        return self._predictive()(self.q, data)
+
+    def left_out(self) -> Tensor:
+        """log p(y_i | λ − λ̃_i), every example under the posterior without it, in nats ``[N]``.
+
+        Its sum is the leave-one-out estimate of predictive fit: exact for conjugate models.
+
+        Raises:
+            InputError: no sites, no form of the predictive, or no data kept.
+        """
+        site_of, predictive = self._site_of(), self._predictive()
+        if self.data is None:
+            raise InputError("the examples were not kept with the fit: pass data=… to Fitted")
+        scores = []
+        for part in torch.arange(self.n_data).split(CHUNK):
+            scores.append(predictive(self._less(site_of(part)), rows(self.data, part)))
+        return torch.cat(scores)
+
+    def _less(self, sites: Sites) -> Q:
+        """The posterior with these sites subtracted; a leading dimension of theirs makes copies."""
+        return moved(self.q, sites, -1.0)
+
+    def _site_of(self) -> Callable[[Tensor], Sites]:
+        if self.site_of is None:
+            raise InputError("this posterior has no sites, so no example can be taken out of it")
+        return self.site_of
+
+    def _predictive(self) -> Callable[[Q, Any], Tensor]:
+        if self.predictive is None:
+            raise InputError("the predictive distribution of this model has no closed form")
+        return self.predictive
+
+
+def moved(q: Q, sites: Sites, sign: float) -> Q:
+    """The posterior with λ + sign·λ̃, node by node; a leading dimension of λ̃ makes copies."""
+    if isinstance(q, ExponentialFamily):
+        return q.with_natural(add(q.natural, scale(sites, sign)))  # type: ignore[arg-type,return-value]
+    corrected = {name: moved(q[name], site, sign) for name, site in sites.items()}  # type: ignore[index]
+    return {**q, **corrected}  # type: ignore[dict-item,return-value]
+
+
+def indexed(sites: Sites) -> Callable[[Tensor], Sites]:
+    """Sites held in memory, ``[N, …]`` each, as the function of indices that Fitted asks for."""
+    return lambda chosen: _map(lambda leaf: leaf[chosen.to(leaf.device)], sites)
+
+
+def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
+    """Σ_{i∈M} λ̃_i, without holding the sites of more than a chunk of examples at a time."""
+    sums = [_map(lambda leaf: leaf.sum(0), site_of(part)) for part in indices.split(CHUNK)]
+    return _sum(sums)
+
+
+def rows(data: Any, chosen: Tensor) -> Any:
+    """These examples of a tensor, or of each tensor in a tuple."""
+    if isinstance(data, Tensor):
+        return data[chosen.to(data.device)]
+    return tuple(rows(part, chosen) for part in data)
+
+
+def until_flat(
+    steps: Iterator[float], *, tol: float, what: str = "the objective"
+) -> tuple[list[float], bool]:
+    """Run through ``steps`` until the objective changes by at most ``tol``; warn if it never does.
+
+    Returns:
+        The objective after each step, and whether the last change was small enough.
+    """
+    history: list[float] = []
+    for value in steps:
+        if not math.isfinite(value):
+            raise InputError(f"{what} became {value} at iteration {len(history) + 1}")
+        history.append(value)
+        if len(history) > 1 and abs(history[-1] - history[-2]) <= tol:
+            return history, True
+    warnings.warn(
+        f"{what} still changed by more than {tol:g} after {len(history)} iterations: raise "
+        "max_iter or tol",
+        NotConverged,
+        stacklevel=3,
+    )
+    return history, False
+
+
+def _map(function: Callable[[Tensor], Tensor], sites: Any) -> Any:
+    if isinstance(sites, Tensor):
+        return function(sites)
+    return {name: _map(function, part) for name, part in sites.items()}
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return sum(parts[1:], start=parts[0])
+    return {name: _sum([part[name] for part in parts]) for name in parts[0]}

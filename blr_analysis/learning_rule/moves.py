@@ -1,0 +1,198 @@
+"""Named departures from the rule, and the step that they make of it.
+
+For a diagonal Gaussian with S = ess·(h + δ) the rule is
+
+    h ← (1 − ρ) h + ρ ĥ,        m ← m − ρ (ĝ + δ m) / (h + δ),
+
+ĝ and ĥ gradient and Hessian of the mean loss, δ = weight_decay the prior's share. Deep learning
+departs from it in a few ways that recur, and :class:`Move` names them. With none of them, one
+step of :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`.
+
+For any family there is natural momentum (Khan & Rue, App. F): :func:`natural_momentum`.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from blr_analysis.learning_rule.curvature import Curvature, Tensors
+from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
+from blr_analysis.learning_rule.rule import blr_step
+
+Q = TypeVar("Q", bound=ExponentialFamily)
+
+
+@dataclass(frozen=True)
+class Move:
+    """How a row departs from the rule. The defaults do not.
+
+    Attributes:
+        power: the precision divides the step to this power; ½ is the square root of Adam.
+        momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ.
+        debias: u is divided by 1 − β₁ᵗ, for it starts at 0.
+        debias_hess: so is h by 1 − β₂ᵗ, in the step (not in the posterior), if it starts at 0.
+        damping: what keeps the divisor from 0: the ``"prior"``, (h + δ)^power; the prior
+            ``"after root"``, h^power + δ; a small number instead, ``"eps"``, h^power + eps.
+        decay: where δm enters: the ``"step"``; the ``"momentum"``; the ``"gradient"``, and with
+            it the curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
+        positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
+            half of what it was.
+    """
+
+    power: float = 1.0
+    momentum: str = "none"
+    debias: bool = False
+    debias_hess: bool = False
+    damping: str = "prior"
+    decay: str = "step"
+    positive: bool = False
+
+    @property
+    def departures(self) -> list[str]:
+        """In words; nothing where the step is the rule's.
+
+        >>> Move(power=0.5, momentum="average").departures
+        ['square root', 'momentum (average)']
+        """
+        power = "square root" if self.power == 0.5 else f"power {self.power:g}"
+        said = {
+            power: self.power != 1,
+            f"momentum ({self.momentum})": self.momentum != "none",
+            "debiased momentum": self.debias,
+            "debiased precision": self.debias_hess,
+            "damping by eps": self.damping == "eps",
+            "prior added after the root": self.damping == "after root",
+            "L2 penalty in the gradient": self.decay == "gradient",
+            "decay in the momentum": self.decay == "momentum",
+            "decoupled decay": self.decay == "decoupled",
+            "precision kept positive (retraction)": self.positive,
+        }
+        return [words for words, is_so in said.items() if is_so]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some tensors that a step works on, lists in step with one another; ``theta``, ``hess`` and
+    ``momentum`` are written to.
+
+    ``hess`` is empty where there is no curvature, ``momentum`` where there is none.
+    """
+
+    theta: Tensors
+    grad: Tensors
+    evidence: Tensors
+    hess: Tensors
+    momentum: Tensors
+
+
+def step(
+    block: Block, curvature: Curvature, move: Move, group: Mapping[str, Any], count: int
+) -> None:
+    """One step of the row (curvature, move), in place.
+
+    Args:
+        group: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, and what curvature and move need.
+        count: t, this step's number, from 1.
+    """
+    grad, decay = block.grad, group["weight_decay"]
+    if move.decay in ("gradient", "momentum") and decay:
+        grad = _plus(grad, block.theta, decay)
+    if block.hess and curvature.estimate is not None:
+        evidence = block.evidence
+        if curvature.method == "gradsq" and not evidence:
+            evidence = _squares(grad if move.decay == "gradient" else block.grad)
+        advance(block.hess, curvature.estimate(evidence, block.hess, group), move, group)
+    direction = _direction(block, grad, move, group, count)
+    if move.decay == "step" and decay:
+        direction = _plus(direction, block.theta, decay)
+    if block.hess:
+        scales = divisor(block.hess, move, group, count)
+        direction = list(torch._foreach_div(direction, scales))
+    lr = float(group["lr"])
+    if move.decay == "decoupled" and decay:
+        torch._foreach_mul_(block.theta, 1 - lr * decay)
+    torch._foreach_add_(block.theta, direction, alpha=-lr)
+
+
+def advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, Any]) -> None:
+    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ))."""
+    rho = 1.0 - group["beta2"]
+    if not move.positive:
+        torch._foreach_lerp_(hess, estimate, rho)
+        return
+    precision = torch._foreach_add(hess, group["weight_decay"])
+    gap = torch._foreach_sub(estimate, hess)
+    torch._foreach_add_(hess, gap, alpha=rho)
+    torch._foreach_addcdiv_(hess, torch._foreach_mul(gap, gap), precision, value=0.5 * rho**2)
+
+
+def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> Tensors:
+    """What the step is divided by: a power of the precision, with its damping."""
+    if move.debias_hess and group["hess_init"] == 0:
+        hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
+    inside = group["weight_decay"] if move.damping == "prior" else 0.0
+    after = {"prior": 0.0, "after root": group["weight_decay"], "eps": group.get("eps", 0.0)}
+    found = torch._foreach_add(hess, inside)
+    if move.power == 0.5:
+        torch._foreach_sqrt_(found)
+    elif move.power != 1:
+        torch._foreach_pow_(found, move.power)
+    if after[move.damping]:
+        torch._foreach_add_(found, after[move.damping])
+    return list(found)
+
+
+def _direction(
+    block: Block, grad: Tensors, move: Move, group: Mapping[str, Any], count: int
+) -> Tensors:
+    """The gradient, or its momentum."""
+    if not block.momentum:
+        return grad
+    beta1 = group["beta1"]
+    if move.momentum == "heavy ball":
+        torch._foreach_mul_(block.momentum, beta1)
+        torch._foreach_add_(block.momentum, grad)
+    else:
+        torch._foreach_lerp_(block.momentum, grad, 1.0 - beta1)
+    if not move.debias:
+        return block.momentum
+    return list(torch._foreach_div(block.momentum, 1 - beta1**count))
+
+
+def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:
+    """left + factor · right, in the dtype of ``left``."""
+    right = [r.to(x.dtype) for r, x in zip(right, left, strict=True)]
+    return list(torch._foreach_add(left, right, alpha=factor))
+
+
+def _squares(tensors: Tensors) -> Tensors:
+    return list(torch._foreach_mul(tensors, tensors))
+
+
+def natural_momentum(
+    q: Q, previous: Q, loss_gradient: Mapping[str, Tensor], rho: float, gamma: float
+) -> Q:
+    """The rule with momentum along the posterior's own geometry (Khan & Rue, Eq. 80).
+
+        λ ← (1 − ρ) λ − ρ ∇_μ E_q[ℓ̄ + log h] + γ (λ − λ_previous)
+
+    For a Gaussian with fixed covariance this is Polyak's heavy ball (K&R 75).
+
+    Raises:
+        InputError: ρ outside of (0, 1], or λ leaves the family's domain.
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import FixedGaussian
+        >>> before, now = (FixedGaussian(torch.tensor([m]), torch.ones(1)) for m in (0.0, 1.0))
+        >>> natural_momentum(now, before, {"linear": torch.tensor([2.0])}, 0.1, 0.5).mean
+        tensor([1.3000])
+    """
+    moved = blr_step(q, loss_gradient, rho)
+    drift = scale(subtract(q.natural, previous.natural), gamma)
+    return q.with_natural(add(moved.natural, drift))

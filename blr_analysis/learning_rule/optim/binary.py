@@ -1,0 +1,277 @@
+"""Networks with weights ±1: straight-through estimation and BayesBiNN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
+from blr_analysis.learning_rule.expectations import AT_SIGN
+from blr_analysis.learning_rule.moves import Move
+from blr_analysis.learning_rule.optim.ivon_checks import check_range
+from blr_analysis.learning_rule.optim.relaxed import (
+    draw_signs,
+    logistic_noise,
+    relax,
+    relaxed_slope,
+    signs,
+)
+from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
+from blr_analysis.learning_rule.table import ROWS, Row
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class BinaryOptimizer(ReplacingOptimizer):
+    """What both share: real parameters θ, and a network of their signs."""
+
+    def mode_params(self) -> AbstractContextManager[None]:
+        """The model with the weights sign(θ), the binary network itself; θ again after it."""
+        return self._shown(lambda theta, group, generator: (signs(theta), None))
+
+    def _check(self, group: Group) -> None:
+        if any(p.dtype in HALF for p in group["params"]):
+            raise InputError(
+                f"{self.row.algorithm} adds small steps to the real numbers behind the signs, "
+                "which half precision would lose: keep the parameters in float32 (and use "
+                "torch.autocast for the forward pass)"
+            )
+
+
+class STE(BinaryOptimizer):
+    r"""Straight-through estimation: latent θ, moved by the gradients at sign(θ).
+
+        θ ← θ − lr · ∇ℓ(w),      w = sign(θ)                              (Khan & Rue, Eq. 48)
+
+    The parameters of the model are the latent θ; the binary network is the model inside
+    ``with optimizer.sampled_params():`` (or ``mode_params()``, the same). Another row than SGD
+    moves θ by that row's arithmetic, for instance ``row="Adam"``.
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
+        >>> optimizer = STE(model.parameters(), lr=0.1)
+        >>> for _ in range(5):
+        ...     with optimizer.sampled_params(train=True):     # weights are signs
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()                               # weights are the latent ones
+        >>> with optimizer.mode_params():
+        ...     model.weight.detach().abs()
+        tensor([[1., 1., 1.]])
+
+    Args:
+        params: the parameters to be made binary, their groups, or named parameters; give biases
+            and normalisation layers to another optimizer.
+        lr: step size.
+        row: SGD, SGD with momentum, RMSprop, Adam, AdamW or gradient descent.
+        clip: θ is kept in [−clip, clip]; 1 in BinaryConnect (Courbariaux et al., 2015).
+        weight_decay: as in the row.
+        beta1: as in the row.
+        beta2: as in the row.
+        eps: as in the row.
+        mc_samples: how often ``step(closure)`` calls the closure.
+        sync: as in IVON.
+
+    Raises:
+        InputError: a setting, row or parameter that cannot be used.
+        OptimizerError: as IVON.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        row: Row | str = "SGD",
+        *,
+        clip: float = math.inf,
+        weight_decay: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        mc_samples: int = 1,
+        sync: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            row,
+            lr,
+            {"clip": clip},
+            weight_decay=weight_decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            mc_samples=mc_samples,
+            sync=sync,
+        )
+
+    def _accepted(self, given: Row | str) -> Row:
+        found = super()._accepted(given)
+        if found.look.noisy or found.curvature == GAUSS_NEWTON:
+            raise InputError(
+                f"STE cannot move its latent weights by {found.algorithm}: take a row that needs "
+                "the gradient alone, such as SGD or Adam"
+            )
+        name = "STE" if found.algorithm == "SGD" else f"STE with {found.algorithm}"
+        return replace(found, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        check_range(group, "clip", "above 0 (inf for no clipping)", lambda x: x > 0)
+
+    def _look(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None
+    ) -> tuple[Tensor, None]:
+        return signs(theta), None
+
+    _sample = _look
+
+    def _update(self, inverse_scale: float) -> None:
+        super()._update(inverse_scale)
+        for group in self.param_groups:
+            if group["clip"] < math.inf:
+                for param in group["params"]:
+                    if param in self._gathered.estimates:
+                        param.clamp_(-group["clip"], group["clip"])
+
+
+class BayesBiNN(BinaryOptimizer):
+    r"""Learn a Bernoulli q(w) over binary weights: P(w_j = 1) = ½ (1 + tanh λ_j).
+
+    The parameters of the model are the natural parameters λ. Each step takes the gradient of the
+    mean loss at relaxed signs and moves λ by the rule (Khan & Rue, Eq. 52; N = ess, α = lr):
+
+        w = tanh((λ + δ) / τ),      s = (1 − w² + ε) / (τ (1 − tanh²λ + ε))
+        λ ← (1 − α) λ − α (N s ∘ ∇ℓ(w) − λ₀)
+
+    with logistic noise δ. Both w and s are made of the same λ, that of the draw. The network is
+    the model inside one of the contexts
+
+    * ``sampled_params()``: signs drawn from q; average predictions over several contexts;
+    * ``mode_params()``: the most probable signs, the binary network to deploy;
+    * ``mean_params()``: the means tanh λ.
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
+        >>> optimizer = BayesBiNN(model.parameters(), lr=0.01, ess=50)
+        >>> for _ in range(5):
+        ...     with optimizer.sampled_params(train=True):     # relaxed signs
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()                               # weights are λ again
+        >>> with optimizer.sampled_params():
+        ...     model.weight.detach().abs()
+        tensor([[1., 1., 1.]])
+
+    After the context ``p.grad`` holds N s ∘ ∇ℓ. torch's schedulers change ``lr``; a cosine down
+    to 0 is usual. As τ → 0 the slope s has mean 1 and a variance without bound; ``floor`` then
+    makes it 1 / (1 − μ²) at ``floor = temperature``, the setting of Meng et al. for images.
+
+    Args:
+        params: the parameters to be made binary, their groups, or named parameters; they start
+            as λ, so small ones start at maximal entropy. Give biases and normalisation layers
+            to another optimizer.
+        lr: α, in [0, 1].
+        ess: N, the number of training examples. A larger one makes a cold posterior, which
+            networks of many more weights than examples need: it counts the divergence from the
+            prior N/ess times.
+        temperature: τ.
+        floor: ε, which bounds the slope.
+        beta1: decay of an average over the λ-updates (0: none), corrected for its start at 0.
+        prior: λ₀, a number, or a tensor for each parameter of the group: λ of an earlier
+            posterior, to learn from one set of data after another.
+        noise: δ is multiplied by it; 1 is the rule, 0 looks at tanh(λ/τ).
+        mc_samples: how often ``step(closure)`` calls the closure, with new noise each time.
+        sync: as in IVON.
+        generator: as in IVON.
+
+    Raises:
+        InputError: a setting or parameter that cannot be used.
+        OptimizerError: as IVON.
+
+    Source: Meng, Bachmann & Khan, "Training Binary Neural Networks using the Bayesian Learning
+    Rule", ICML 2020, Eqs. 8 and 9, with the bound ε of its implementation.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        ess: float,
+        *,
+        temperature: float = 1.0,
+        floor: float = 1e-10,
+        beta1: float = 0.0,
+        prior: float | Sequence[Tensor] = 0.0,
+        noise: float = 1.0,
+        mc_samples: int = 1,
+        sync: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            ROWS["BayesBiNN"],
+            lr,
+            {"temperature": temperature, "floor": floor, "prior": prior, "noise": noise},
+            ess=ess,
+            weight_decay=1.0,  # of λ itself: the entropy's share
+            hess_init=1.0,
+            beta1=beta1,
+            mc_samples=mc_samples,
+            sync=sync,
+            generator=generator,
+        )
+
+    def _accepted(self, given: Row | str) -> Row:
+        assert isinstance(given, Row)
+        average = Move(momentum="average", debias=True, decay="momentum")  # λ is in the average
+        return replace(given, move=average)
+
+    def mean_params(self) -> AbstractContextManager[None]:
+        """The model with the weights tanh λ, the mean of q; λ again after it."""
+        return self._shown(lambda theta, group, generator: (torch.tanh(theta), None))
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        check_range(group, "lr", "from 0 to 1", lambda x: 0 <= x <= 1)
+        check_range(group, "temperature", "a finite number above 0", lambda x: 0 < x < math.inf)
+        for name in ("floor", "noise"):
+            check_range(group, name, "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+        if not isinstance(group["prior"], Sequence):
+            check_range(group, "prior", "finite, or a list of tensors", math.isfinite)
+            return
+        sizes = [tuple(p.shape) for p in group["params"]]
+        if [tuple(getattr(t, "shape", ("no tensor",))) for t in group["prior"]] != sizes:
+            raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
+
+    def _look(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        noise = group["noise"] * logistic_noise(theta, generator)
+        temperature = group["temperature"]
+        slope = relaxed_slope(theta, noise, temperature, group["floor"])
+        return relax(theta, noise, temperature), group["ess"] * slope
+
+    def _sample(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None
+    ) -> tuple[Tensor, None]:
+        return draw_signs(theta, generator), None
+
+    def _update(self, inverse_scale: float) -> None:
+        """The prior's share −λ₀ joins the gradient, which is still scaled."""
+        for group in self.param_groups:
+            prior = group["prior"]
+            for index, param in enumerate(group["params"]):
+                estimate = self._gathered.estimates.get(param)
+                natural = prior[index] if isinstance(prior, Sequence) else prior
+                if estimate is not None and (isinstance(natural, Tensor) or natural):
+                    estimate.grad.sub_(natural / inverse_scale)
+        super()._update(inverse_scale)

@@ -1,0 +1,165 @@
+"""Dropout as a posterior: every unit's outgoing weights are a spike and a slab."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.curvature import Curvature, Tensors
+from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
+from blr_analysis.learning_rule.families.drawing import uniform
+from blr_analysis.learning_rule.optim.ivon_checks import check_range
+from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
+from blr_analysis.learning_rule.table import ROWS, Row
+
+
+class Dropout(ReplacingOptimizer):
+    r"""Any row, with gradients and Hessians at dropped-out weights, divided by π₁.
+
+    The weights θ_j that leave unit j have the posterior (Khan & Rue, Eq. 41)
+
+        q(θ_j) = π₁ N(θ_j | m_j, S_j⁻¹) + (1 − π₁) N(θ_j | 0, 1/s₀),      s₀ → ∞,
+
+    and with z_j = 1 in a share π₁ of the draws, 0 in the others, ℓ̄ at z ∘ m, and responsibilities
+    that never mistake slab for spike, the rule is (Eqs. 42 and 43)
+
+        S ← (1 − ρ) S + ρ z ∘ ∇²ℓ̄(z ∘ m) / π₁,      m ← m − ρ S⁻¹ [z ∘ ∇ℓ̄(z ∘ m)] / π₁
+
+    (z stands there because a unit that is dropped sends no gradient). ``row`` says how ∇²ℓ̄ is
+    estimated and the step made of it: SGD (S = I: ordinary dropout with lr/π₁), Adam, VOGN and
+    all others but bSAM. The prior's share δm is not divided.
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
+        >>> rest = [*model[0].parameters(), model[2].bias]
+        >>> groups = [{"params": [model[2].weight], "keep": 0.5}, {"params": rest}]
+        >>> optimizer = Dropout(groups, lr=0.1)
+        >>> for _ in range(5):
+        ...     with optimizer.sampled_params(train=True):     # some hidden units dropped
+        ...         optimizer.zero_grad()
+        ...         nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()                               # weights are m again
+        >>> with optimizer.mean_params(), torch.no_grad():     # π₁ m, to predict with
+        ...     model(x).shape
+        torch.Size([50, 1])
+
+    The model has no dropout layers of its own. A mask belongs to a draw, so all examples of the
+    minibatch share it (``torch.nn.Dropout`` draws one for each, and divides activations by π₁);
+    several contexts, each with a part of the minibatch, are averaged. Predict inside
+    ``mean_params()``, or average over ``sampled_params()``, which is MC dropout.
+
+    Args:
+        params: parameters, named parameters or groups. A group's ``keep`` below 1 is for weights
+            that leave units, such as those of ``Linear`` and ``Conv2d``; biases have 1.
+        lr: step size of the mean.
+        row: a row of :data:`~blr_analysis.learning_rule.table.ROWS`, or its name.
+        keep: π₁, in (0, 1], for groups that say nothing else.
+        dim: the dimension of the weights along which the units lie; 1 for ``Linear``, ``Conv1d``
+            to ``Conv3d``.
+        ess: as in the row, like all of ``weight_decay``, ``hess_init``, ``beta1``, ``beta2``,
+            ``eps``, ``mc_samples``, ``sync``, ``generator``, ``model`` and ``loss_reduction``.
+
+    Raises:
+        InputError: a setting, row or parameter that cannot be used.
+        OptimizerError: as the row.
+
+    Source: Khan & Rue, section 4.3 and Appendix G; Gal & Ghahramani, ICML 2016.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        row: Row | str = "SGD",
+        *,
+        keep: float = 1.0,
+        dim: int = 1,
+        ess: float = 1.0,
+        weight_decay: float = 0.0,
+        hess_init: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        mc_samples: int = 1,
+        sync: bool = False,
+        generator: torch.Generator | None = None,
+        model: nn.Module | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            params,
+            row,
+            lr,
+            {"keep": keep, "dim": dim},
+            ess=ess,
+            weight_decay=weight_decay,
+            hess_init=hess_init,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            mc_samples=mc_samples,
+            sync=sync,
+            generator=generator,
+            model=model,
+            loss_reduction=loss_reduction,
+        )
+
+    def _accepted(self, given: Row | str) -> Row:
+        found = super()._accepted(given)
+        curvature = found.curvature
+        if curvature.method == "gradsq":  # (z g / π₁)², where Eq. 43 has z g² / π₁
+            curvature = Curvature(curvature.name, curvature.method, _times_keep)
+        return replace(
+            found,
+            algorithm="dropout" if found.algorithm == "SGD" else f"dropout with {found.algorithm}",
+            family=ROWS["dropout"].family,
+            look=replace(AT_DROPPED_OUT_MEAN, noisy=found.look.noisy),
+            curvature=curvature,
+        )
+
+    @property
+    def _trains_with_noise(self) -> bool:
+        return self.row.look.noisy
+
+    @property
+    def _samples_with_noise(self) -> bool:
+        return self._own_scale
+
+    def mean_params(self) -> AbstractContextManager[None]:
+        """The model with the weights π₁ m, the mean of q; m again after it."""
+        return self._shown(lambda theta, group, generator: (group["keep"] * theta, None))
+
+    def _check(self, group: Group) -> None:
+        check_range(group, "keep", "above 0 and at most 1", lambda x: 0 < x <= 1)
+        if group["keep"] == 1:
+            return
+        for param in group["params"]:
+            if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
+                raise InputError(
+                    f"keep = {group['keep']} for a parameter of shape {tuple(param.shape)}, which "
+                    f"has no units along dimension {group['dim']}: give biases and the like a "
+                    "group of their own with keep = 1"
+                )
+
+    def _look(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if group["keep"] == 1:
+            return theta, None
+        shape = [1] * theta.ndim
+        shape[group["dim"]] = theta.shape[group["dim"]]
+        kept = (uniform(theta.new_empty(shape), generator) < group["keep"]).to(theta.dtype)
+        return theta * kept, kept / group["keep"]
+
+    _sample = _look
+
+
+def _times_keep(evidence: Tensors, hess: Tensors, group: Group) -> Tensors:
+    return list(torch._foreach_mul(evidence, group["keep"]))

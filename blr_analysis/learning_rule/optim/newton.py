@@ -1,0 +1,132 @@
+"""Newton's method as a row: a Gaussian with a full covariance, for models of few parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.optim.ivon_checks import check_parameters
+from blr_analysis.learning_rule.optim.row_checks import check_settings
+from blr_analysis.learning_rule.rule import blr_step
+
+MOST = 5000
+"""Parameters: a Hessian of 5000² numbers takes 200 MB."""
+
+
+class Newton(torch.optim.Optimizer):
+    r"""The rule for q(θ) = N(m, S⁻¹) with the exact Hessian at the mean (Khan & Rue, 1.3.2).
+
+        S ← (1 − lr) S + lr · ess·(∇²ℓ + δ I),      m ← m − lr · S⁻¹ ess·(∇ℓ + δ m)
+
+    ℓ is the mean loss that the closure returns, δ = weight_decay, and lr = ρ: 1 is Newton's
+    method, less of it averages Hessians. The step is
+    :func:`~blr_analysis.learning_rule.rule.blr_step` as it stands.
+
+        >>> x = torch.tensor([[1.0], [2.0]]).double()
+        >>> model = torch.nn.Linear(1, 1, bias=False).double()
+        >>> optimizer = Newton(model.parameters(), ess=2)
+        >>> loss = optimizer.step(lambda: (model(x) - 3 * x).square().mean())
+        >>> model.weight.item()
+        3.0
+
+    Args:
+        params: up to 5000 numbers in one group, on one device and of one dtype.
+        lr: ρ, in (0, 1].
+        ess: N, the number of training examples.
+        weight_decay: δ/N for prior precision δ.
+        hess_init: S before the first step is ess·(hess_init + weight_decay) I; forgotten at
+            lr = 1.
+
+    Raises:
+        InputError: a setting out of range, too many parameters, or a Hessian so that S is not
+            positive definite.
+        OptimizerError: the closure is missing, or called ``backward`` itself.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        ess: float = 1.0,
+        weight_decay: float = 0.0,
+        hess_init: float = 1.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "ess": ess,
+            "weight_decay": weight_decay,
+            "hess_init": hess_init,
+            "algorithm": "Newton",
+        }
+        check_settings(defaults, "Newton", samples=True)
+        super().__init__(params, defaults)
+        held = self.param_groups[0]["params"]
+        check_parameters(held, "Newton")
+        kinds = {(p.device, p.dtype) for p in held}
+        if len(self.param_groups) > 1 or len(kinds) > 1:
+            raise InputError("Newton takes one group of parameters, of one device and dtype")
+        if (count := sum(p.numel() for p in held)) > MOST:
+            raise InputError(
+                f"Newton keeps a matrix of {count:,}² numbers; for more than {MOST} parameters "
+                "take OGN or fit_laplace"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
+        if closure is None:
+            raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
+        (group,) = self.param_groups
+        params = [p for p in group["params"] if p.requires_grad]
+        with torch.enable_grad():
+            loss = closure()
+            gradient, hessian = _derivatives(loss, params)
+        with torch.no_grad():
+            mean = torch.cat([p.reshape(-1) for p in params])
+            q = FullGaussian(mean, self._precision(mean, group))
+            ess, decay = group["ess"], group["weight_decay"]
+            curvature = ess * (hessian + decay * torch.eye(len(mean)).to(mean))
+            slope = ess * (gradient + decay * mean)
+            pulled = q.pull_back(slope, curvature)
+            sizes = [p.numel() for p in params]
+            moved = blr_step(q, pulled, float(group["lr"]))
+            for param, part in zip(params, moved.mean.split(sizes), strict=True):
+                param.copy_(part.view_as(param))
+            self.state[params[0]]["precision"] = moved.precision
+            self.state[params[0]]["step"] = self.state[params[0]].get("step", 0) + 1
+        return loss.detach()
+
+    def _precision(self, mean: Tensor, group: dict[str, Any]) -> Tensor:
+        for param in group["params"]:
+            if "precision" in self.state[param]:
+                return self.state[param]["precision"]
+        start = group["ess"] * (group["hess_init"] + group["weight_decay"])
+        return start * torch.eye(len(mean)).to(mean)
+
+
+def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """∇ℓ ``[P]`` and ∇²ℓ ``[P, P]``, row by row."""
+    try:
+        grads = torch.autograd.grad(
+            loss, params, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+    except RuntimeError as error:
+        raise OptimizerError(
+            "the loss cannot be differentiated twice: the closure returns it without calling "
+            f"backward ({error})"
+        ) from error
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    rows = []
+    for entry in flat:
+        if entry.requires_grad:
+            second = torch.autograd.grad(
+                entry, params, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.reshape(-1) for g in second]))
+        else:
+            rows.append(torch.zeros_like(flat))
+    return flat.detach(), torch.stack(rows).detach()

@@ -1,0 +1,299 @@
+"""Squared gradients of every example, read from the user's own forward and backward pass.
+
+The gradient of one example's loss is, layer by layer, a function of the layer's input and of the
+gradient at its output; both pass by in training. The rules of
+:mod:`blr_analysis.backprop.layers` turn them into Σ_i g_i². Nothing is computed twice, but for
+layers without a rule, which are differentiated by themselves.
+
+What is read is checked, on the first passes and ever more seldom after them (on the 1st, 2nd,
+4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and whether an
+example's outputs depend on its own row of every layer alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_map
+
+from blr_analysis.backprop.layers import Axis
+from blr_analysis.backprop.outer import Outer
+from blr_analysis.backprop.reading import read
+from blr_analysis.backprop.terms import Dense, Rows, Term, merged
+from blr_analysis.checks import one_of
+from blr_analysis.errors import OptimizerError
+from blr_analysis.learning_rule.optim.draws import state_dtype
+from blr_analysis.learning_rule.optim.listening import Listener, Pass, Seen, carries_gradient
+
+
+class PerExample:
+    """Reads the mean of g_i² over the examples seen between :meth:`start` and :meth:`finish`.
+
+    Args:
+        model: the module that is called in training.
+        reduction: ``"mean"`` or ``"sum"``: how the loss combines the examples of a batch.
+        algorithm: who asks, for messages.
+    """
+
+    def __init__(self, model: nn.Module, reduction: str, algorithm: str) -> None:
+        self.model = model
+        self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
+        self.algorithm = algorithm
+        self._contexts = 0
+        self._warned = False
+        self.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("model", "reduction", "algorithm", "_contexts", "_warned")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.stop()
+
+    def start(self, params: Sequence[Tensor]) -> None:
+        """Listen to every layer that owns one of ``params``.
+
+        Raises:
+            OptimizerError: a parameter is not the model's, or a layer is of a kind that is known
+                not to work.
+        """
+        self._contexts += 1
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        foreign = [tuple(p.shape) for p in params if id(p) not in names]
+        if foreign:
+            raise OptimizerError(
+                f"{len(foreign)} parameters of the optimizer are not the model's (shapes "
+                f"{foreign[:5]}): pass as model= the module that holds them and is called"
+            )
+        self._params = {names[id(p)]: p for p in params}
+        self._listener = Listener(self.model, self._check_modes, self._check_pass)
+        self._listener.start({id(p): name for name, p in self._params.items()})
+
+    def stop(self) -> None:
+        """Listen no more, and forget what was heard."""
+        if getattr(self, "_listener", None) is not None:
+            self._listener.stop()
+        self._listener: Any = None
+        self._params: dict[str, Tensor] = {}
+
+    def finish(self) -> dict[Tensor, Tensor]:
+        """The mean over examples of g_i² by parameter; of a loss that is a sum, ``p.grad``
+        becomes the mean over examples as well.
+
+        Raises:
+            OptimizerError: some parameter's per-example gradients cannot be read.
+        """
+        self._listener.stop()
+        try:
+            return self._read(self._listener.passes)
+        finally:
+            self.stop()
+
+    # Reading ---------------------------------------------------------------------------------
+
+    def _read(self, heard: Sequence[Pass]) -> dict[Tensor, Tensor]:
+        passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
+        values = {name: p.detach() for name, p in self.model.named_parameters()}
+        squares: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
+        for passed in passes:
+            terms = merged([t for s in passed.seen for t in self._terms(s, passed.batch, values)])
+            for term in terms:
+                _accumulate(squares, term.square_sum())
+                if self._is_due:
+                    _accumulate(sums, total(term))
+        got = {name: p for name, p in self._params.items() if p.grad is not None}
+        for name in got:
+            if name not in squares:
+                raise self._unreadable(
+                    [name], "it has a gradient, but no layer that owns it was called with it"
+                )
+        if self._is_due:
+            self._check_sums(got, sums, passes)
+        n = sum(p.batch for p in passes)
+        mean = self.reduction == "mean"
+        found = {}
+        for name, param in got.items():
+            square = squares[name].to(state_dtype(param)).view_as(param)
+            found[param] = square.mul_(n if mean else 1 / n)
+            if not mean and param.grad is not None:
+                param.grad.div_(n)
+        return found
+
+    def _terms(self, seen: Seen, batch: int, values: dict[str, Tensor]) -> list[Term]:
+        """G_i of one call of a layer, for every example."""
+        if not seen.got_gradient:
+            return []
+        visit, unit = seen.visit, seen.visit.unit
+        leaves = tree_flatten((visit.args, visit.kwargs))[0]
+        inputs = [_axis(leaf, batch) for leaf in leaves]
+        outputs = [_place(x, batch, g) for x, g in zip(visit.outputs, seen.grads, strict=True)]
+        axes = [axis for axis in outputs if axis is not None]
+        lost = unit.rule is not None and (not inputs or inputs[0] is None)
+        if lost or len(axes) < len(outputs):
+            tensors = [x for x in (*leaves[:1], *visit.outputs) if isinstance(x, Tensor)]
+            raise self._unreadable(
+                list(unit.names.values()),
+                f"its layer saw tensors of shapes {[tuple(x.shape) for x in tensors]}, which do "
+                f"not start with the {batch} examples",
+            )
+        wide = state_dtype(values[next(iter(unit.names.values()))])
+        visit.args, visit.kwargs = tree_map(lambda x: _widened(x, wide), (visit.args, visit.kwargs))
+        grads = [
+            [torch.zeros_like(leaf, dtype=wide) if g is None else _widened(g, wide)]
+            for g, leaf in zip(seen.grads, visit.outputs, strict=True)
+        ]
+        try:
+            return read(self.model, values, visit, (inputs, axes), grads, batch)
+        except Exception as error:  # whatever a layer makes of one example at a time
+            reason = f"differentiating {type(unit.module).__name__} by itself failed ({error})"
+            raise self._unreadable(list(unit.names.values()), reason) from error
+
+    # Checking --------------------------------------------------------------------------------
+
+    @property
+    def _is_due(self) -> bool:
+        return self._contexts & (self._contexts - 1) == 0
+
+    def _check_modes(self) -> None:
+        for path, module in self.model.named_modules():
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+                raise OptimizerError(
+                    f"{type(module).__name__} {path!r} is in training mode, where it mixes the "
+                    f"examples of a batch, so that no example has a gradient of its own, which "
+                    f"{self.algorithm} needs. Use GroupNorm or LayerNorm, put it into eval() "
+                    "after model.train(), or train with IVON."
+                )
+
+    def _check_pass(self, passed: Pass, output: Any) -> None:
+        if not self._is_due or not passed.seen:
+            return
+        leaves = [x for x in tree_flatten(output)[0] if carries_gradient(x)]
+        rows = [x for x in leaves if x.shape[:1] == (passed.batch,)]
+        if rows:
+            with self._listener.deaf():
+                names = mixed(passed, rows)
+            if names:
+                raise self._unreadable(
+                    names,
+                    "some output depends on another example's row of its layer: the model mixes "
+                    "the examples of a batch",
+                )
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the model returns no outputs with one row per example, so {self.algorithm} "
+                "cannot check that no layer mixes examples",
+                stacklevel=4,
+            )
+
+    def _check_sums(
+        self, got: dict[str, Tensor], sums: dict[str, Tensor], passes: Sequence[Pass]
+    ) -> None:
+        """Σ_i g_i is p.grad, up to the rounding of the coarsest type on the way."""
+        truths = {name: p.grad.detach() for name, p in got.items() if p.grad is not None}
+        if not all(bool(g.isfinite().all()) for g in truths.values()):
+            return  # step() refuses it, or a GradScaler skips it
+        kinds = {x.dtype for p in passes for s in p.seen for x in s.visit.outputs}
+        eps = max(torch.finfo(kind).eps for kind in kinds | {g.dtype for g in truths.values()})
+        norms = {name: float(torch.linalg.vector_norm(g)) for name, g in truths.items()}
+        floor = eps**0.85 * max(norms.values(), default=0.0)
+        for name, truth in truths.items():
+            gap = torch.linalg.vector_norm(sums[name].view_as(truth).to(truth.dtype) - truth)
+            if float(gap) > eps**0.6 * norms[name] + floor:
+                raise self._unreadable(
+                    [name],
+                    "the gradients of the examples do not add up to its gradient: call "
+                    "zero_grad() before or inside the context; and its layer may be used outside "
+                    "of its own forward (a shared or functional use of the weight), or be random",
+                )
+
+    def _unreadable(self, names: list[str], why: str) -> OptimizerError:
+        return OptimizerError(
+            f"{self.algorithm} cannot read the gradient of each example for "
+            f"{', '.join(map(repr, names))}: {why}. Train these parameters with another "
+            "optimizer, freeze them, or train the model with IVON, which needs no gradients of "
+            "single examples."
+        )
+
+
+def mixed(passed: Pass, outputs: Sequence[Tensor]) -> list[str]:
+    """The parameters of a layer with a row on which another example's outputs depend.
+
+    Where every example's cotangent is multiplied by a number of its own, so must be the
+    gradients of its rows: two backward passes, no deeper than the first layer.
+    """
+    edges = [edge for s in passed.seen for edge in s.visit.edges]
+    leaves = [(s.visit.unit, leaf) for s in passed.seen for leaf in s.visit.outputs]
+    steps = torch.arange(passed.batch, dtype=torch.float64) * 0.6180339887498949
+    scales = 1 + steps.frac()
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    scaled = [c * _column(scales, c) for c in plain]
+    before, after = (
+        torch.autograd.grad(outputs, edges, c, retain_graph=True, allow_unused=True)
+        for c in (plain, scaled)
+    )
+    kinds = {x.dtype for x in outputs} | {leaf.dtype for _, leaf in leaves}
+    coarsest = max((torch.finfo(kind) for kind in kinds), key=lambda kind: kind.eps)
+    for (unit, leaf), g, h in zip(leaves, before, after, strict=True):
+        if g is None or h is None or leaf.shape[:1] != (passed.batch,):
+            continue
+        rows = (g.double() * _column(scales, g.double())).flatten(1)
+        gap = torch.linalg.vector_norm(h.double().flatten(1) - rows, dim=1)
+        bound = coarsest.eps**0.6 * torch.linalg.vector_norm(rows, dim=1) + coarsest.tiny
+        if bool((gap > bound).any()):
+            return list(unit.names.values())
+    return []
+
+
+def total(term: Term) -> dict[str, Tensor]:
+    """Σ_i G_i of a term with one column, by name."""
+    if isinstance(term, Outer):
+        (d,) = term.grads
+        found = {}
+        if term.weight is not None:
+            matrix = torch.einsum("bgto,bgti->goi", d, term.inputs)
+            found[term.weight] = term.layout.parameter(matrix)
+        if term.bias is not None:
+            found[term.bias] = d.sum((0, 2)).flatten()
+        return found
+    if isinstance(term, Rows):
+        (d,) = term.grads
+        table = d.new_zeros(term.shape)
+        return {term.name: table.index_add_(0, term.ids.flatten(), d.flatten(0, 1))}
+    assert isinstance(term, Dense)
+    return {name: columns.sum((0, 1)) for name, columns in term.columns.items()}
+
+
+def _accumulate(into: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, value in more.items():
+        into[name] = into[name] + value if name in into else value
+
+
+def _axis(leaf: Any, batch: int) -> Axis | None:
+    """Examples first; None: no tensor, or one that all examples share."""
+    return Axis() if isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) else None
+
+
+def _place(leaf: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
+    """Where the examples are in an output: first, or anywhere if nothing depends on it."""
+    if leaf.shape[:1] == (batch,):
+        return Axis()
+    found = [d for d, size in enumerate(leaf.shape) if size == batch]
+    return Axis(dim=found[0]) if found and grad is None else None
+
+
+def _widened(leaf: Any, dtype: torch.dtype) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if floating else leaf
+
+
+def _column(scales: Tensor, like: Tensor) -> Tensor:
+    return scales.to(like).view(-1, *[1] * (like.ndim - 1))

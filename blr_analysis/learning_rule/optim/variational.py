@@ -1,0 +1,196 @@
+"""Rows of the table that learn a diagonal Gaussian, with the settings that they are used with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.table import ROWS
+
+
+class VOGN(RowOptimizer):
+    r"""Variational online Gauss–Newton: q(θ) = N(m, 1/S), its precision from every example.
+
+    With S = ess·(h + δ), δ = weight_decay, and the gradients g_i of the losses of the B examples
+    of a minibatch, at weights drawn from q:
+
+        h ← β₂ h + (1 − β₂) (1/B) Σ_i g_i²
+        u ← β₁ u + (1 − β₁) (1/B) Σ_i g_i
+        m ← m − lr · (u / (1 − β₁ᵗ) + δ m) / (h + δ)
+
+    The g_i are read from the model's own forward and backward pass: nothing changes in the model
+    or in the training loop, which is IVON's.
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
+        >>> optimizer = VOGN(model.parameters(), lr=0.1, ess=50, model=model)
+        >>> for _ in range(5):
+        ...     with optimizer.sampled_params(train=True):     # weights drawn from q
+        ...         optimizer.zero_grad()
+        ...         nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()                               # weights are the mean again
+        >>> optimizer.state[model[0].weight]["hess"].shape
+        torch.Size([8, 3])
+
+    Linear, convolution, embedding and normalisation layers (not BatchNorm in training mode, which
+    mixes examples) have rules; any other layer that takes the examples along its first dimension
+    is differentiated by itself with ``torch.func``. What is read is checked against ``p.grad``,
+    and a layer that cannot be read is refused by name. Of several backward passes in one context,
+    divide each loss by their number and let them have equal sizes. ``GradScaler`` works as with
+    IVON. With ``DistributedDataParallel`` gradients are averaged before they can be read: use
+    the bare model and ``sync=True``.
+
+    Args:
+        params: parameters, named parameters or groups, all of them ``model``'s.
+        lr: step size of the mean.
+        ess: N, the number of training examples.
+        model: the module that is called in training, with the examples along dimension 0.
+        hess_init: ``hess`` before the first step.
+        beta1: decay of the momentum.
+        beta2: 1 − step size of ``hess``.
+        weight_decay: δ/ess for prior precision δ.
+        mc_samples: draws per ``step(closure)``.
+        loss_reduction: ``"mean"`` over the examples of a minibatch, or ``"sum"``.
+        sync: as in IVON.
+        generator: as in IVON.
+
+    Raises:
+        InputError: a setting or parameter is out of range.
+        OptimizerError: as IVON; and a layer whose per-example gradients cannot be read.
+
+    Source: Khan et al., ICML 2018; Osawa et al., NeurIPS 2019; Khan & Rue, Eqs. 45 and 46.
+    """
+
+    _algorithm = "VOGN"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        ess: float,
+        hess_init: float = 1.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        weight_decay: float = 1e-4,
+        mc_samples: int = 1,
+        *,
+        model: nn.Module,
+        loss_reduction: str = "mean",
+        sync: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            ROWS[self._algorithm],
+            lr,
+            ess,
+            weight_decay=weight_decay,
+            hess_init=hess_init,
+            beta1=beta1,
+            beta2=beta2,
+            mc_samples=mc_samples,
+            sync=sync,
+            generator=generator,
+            model=model,
+            loss_reduction=loss_reduction,
+        )
+
+
+class OGN(VOGN):
+    r"""Online Gauss–Newton: :class:`VOGN` with its gradients taken at the mean.
+
+    The contexts of ``sampled_params(train=True)`` perturb nothing; ``sampled_params()`` draws from
+    the posterior N(m, 1/S), an online Laplace approximation.
+
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = OGN(model.parameters(), lr=0.1, ess=50, model=model)
+        >>> with optimizer.sampled_params(train=True):
+        ...     model(torch.ones(2, 3)).square().mean().backward()
+        >>> optimizer.step()
+
+    Source: Khan & Rue, Eqs. 44 and 45; Osawa et al., NeurIPS 2019, App. C.
+    """
+
+    _algorithm = "OGN"
+
+
+class Vadam(RowOptimizer):
+    r"""Adam with perturbed weights: q(θ) = N(m, 1/(N s + λ)), λ = ess·weight_decay, N = ess.
+
+    With s in ``state[p]["hess"]`` and g the minibatch gradient at weights drawn from q:
+
+        u ← γ₁ u + (1 − γ₁) (g + λ m / N),      s ← γ₂ s + (1 − γ₂) g²
+        m ← m − lr · (u / (1 − γ₁ᵗ)) / ( √(s / (1 − γ₂ᵗ)) + λ/N )
+
+    g² is the square of a mean over the minibatch, so that s falls short of the Gauss–Newton
+    diagonal the more, the larger the minibatch (Khan et al., Theorem 1): prefer :class:`VOGN` or
+    :class:`IVON` where the variance matters. Noise that is too wide for a deep network to train is
+    narrowed by an ``ess`` above N, a tempered posterior (``Posterior.from_optimizer`` takes it
+    with ``scaling="ess"``). At ``hess_init = 0``, as in the paper, the weights are drawn from the
+    prior at first; above it, s does not start at 0 and is not divided by 1 − γ₂ᵗ.
+
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = Vadam(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
+        >>> with optimizer.sampled_params(train=True):
+        ...     model(torch.ones(2, 3)).square().mean().backward()
+        >>> optimizer.step()
+
+    Arguments, errors and behaviour as :class:`IVON`'s of the same names.
+
+    Source: Khan et al., "Fast and Scalable Bayesian Deep Learning by Weight-Perturbation in Adam",
+    ICML 2018, Figure 1.
+    """
+
+    _algorithm = "Vadam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        ess: float,
+        hess_init: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        weight_decay: float = 1e-4,
+        mc_samples: int = 1,
+        *,
+        sync: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            ROWS[self._algorithm],
+            lr,
+            ess,
+            weight_decay=weight_decay,
+            hess_init=hess_init,
+            beta1=beta1,
+            beta2=beta2,
+            mc_samples=mc_samples,
+            sync=sync,
+            generator=generator,
+        )
+
+
+class Vprop(Vadam):
+    r"""RMSprop with perturbed weights, in :class:`Vadam`'s scale but without its momentum.
+
+        s ← β₂ s + (1 − β₂) g²,      m ← m − lr · (g + δ m) / √(s + δ),      S = ess·(s + δ)
+
+    with δ = weight_decay. At ``ess = 1`` and a loss that is a sum this is the form of Khan et al.
+    (2017), S = s + λ. ``beta1`` has no effect.
+
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = Vprop(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
+        >>> with optimizer.sampled_params(train=True):
+        ...     model(torch.ones(2, 3)).square().mean().backward()
+        >>> optimizer.step()
+
+    Source: Khan et al., "Vprop: Variational Inference using RMSprop", 2017.
+    """
+
+    _algorithm = "Vprop"

@@ -1,0 +1,215 @@
+"""Table 1: every algorithm as a choice of family, look, curvature and named departures.
+
+Khan & Rue, "The Bayesian Learning Rule", JMLR 2023, Table 1, with Vprop and Vadam (Khan et al.,
+ICML 2018), IVON (Shen et al., ICML 2024) and bSAM (Möllenhoff & Khan, ICLR 2023). The rows that
+have a ``curvature`` with an estimate, or none, and a ``move`` are run as they stand here by
+:class:`~blr_analysis.learning_rule.optim.RowOptimizer`; ``runs`` names the code of every row.
+
+    >>> adam = row("Adam")
+    >>> adam.look.name, adam.curvature.name
+    ('at the mean (delta method)', 'squared minibatch gradient')
+    >>> adam.move
+    Move(power=0.5, momentum='average', debias=True, debias_hess=True, damping='eps',
+    decay='gradient', positive=False)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.curvature import (
+    EXACT,
+    EXACT_OR_GAUSS_NEWTON,
+    GAUSS_NEWTON,
+    NO_CURVATURE,
+    PRICE,
+    ROOT_MAGNITUDE,
+    SQUARED_GRADIENT,
+    Curvature,
+)
+from blr_analysis.learning_rule.expectations import (
+    AT_ADVERSARY,
+    AT_DROPPED_OUT_MEAN,
+    AT_MEAN,
+    AT_RELAXED_SAMPLES,
+    AT_SAMPLES,
+    AT_SIGN,
+    BY_NODES,
+    EXACTLY,
+    Look,
+)
+from blr_analysis.learning_rule.moves import Move
+from blr_analysis.views import Tabular
+
+OPTIM = "blr_analysis.learning_rule.optim"
+INFERENCE = "blr_analysis.learning_rule.inference"
+POSTERIOR = "blr_analysis.posterior"
+
+FIXED = "Gaussian, fixed covariance"
+DIAGONAL = "Gaussian, diagonal covariance"
+FULL = "Gaussian"
+MEAN_FIELD = "exponential family, mean field"
+SPIKED = "mixture of Gaussians (spike and slab)"
+
+NOT_LEARNED = ""
+OPTIMIZER = "Posterior.from_optimizer"
+LAPLACE = "fit_laplace"
+SITES = "sites of the fitted model"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm.
+
+    Attributes:
+        algorithm: its name.
+        family: the posterior's.
+        look: where the loss is looked at.
+        curvature: what the Hessian is taken to be.
+        move: how the step departs from the rule.
+        approximations: all of that in the words of Table 1.
+        section: of Khan & Rue, or another source.
+        analysable: how its posterior comes to sensitivity, leave-one-out and merging; empty
+            where it learns none.
+        runs: the module that runs it.
+    """
+
+    algorithm: str
+    family: str
+    look: Look
+    curvature: Curvature
+    move: Move
+    approximations: str
+    section: str
+    analysable: str
+    runs: str
+
+
+RULE = Move()
+L2 = Move(decay="gradient")
+HEAVY_BALL = Move(momentum="heavy ball", decay="gradient")
+ROOT = Move(power=0.5, damping="eps", decay="gradient")
+SMOOTH = Move(momentum="average", debias=True)
+CORRECTED = replace(SMOOTH, power=0.5, debias_hess=True)
+ADAM = replace(CORRECTED, damping="eps", decay="gradient")
+ADAMW = replace(CORRECTED, damping="eps", decay="decoupled")
+VADAM = replace(CORRECTED, damping="after root", decay="momentum")
+RETRACTED = replace(SMOOTH, positive=True)
+BSAM = Move(momentum="average", decay="momentum")
+
+DELTA = "delta method"
+STOCHASTIC = "delta method, stochastic approximation"
+ROOTED = f"{STOCHASTIC}, Hessian approximation, square-root scaling, slow-moving scale vectors"
+ADAPTED = f"{ROOTED}, momentum, bias correction"
+NAMED, ANY_ROW = f"{OPTIM}.variational", f"{OPTIM}.row_optimizer"
+BINARY = f"{OPTIM}.binary"
+
+# fmt: off
+_ROWS = (
+    Row("gradient descent", FIXED, AT_MEAN, NO_CURVATURE, L2, DELTA,
+        "1.3.1", LAPLACE, ANY_ROW),
+    Row("Newton", FULL, AT_MEAN, EXACT, RULE, DELTA,
+        "1.3.2", LAPLACE, f"{OPTIM}.newton"),
+    Row("ridge regression", FULL, EXACTLY, EXACT, RULE, "none, learning rate 1",
+        "1.3.3", SITES, f"{INFERENCE}.conjugate"),
+    Row("multimodal optimisation", "mixture of Gaussians", AT_MEAN, EXACT, RULE, DELTA,
+        "3.2", NOT_LEARNED, f"{INFERENCE}.multimodal"),
+    Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
+        "4.1", LAPLACE, ANY_ROW),
+    Row("SGD with momentum", FIXED, AT_MEAN, NO_CURVATURE, HEAVY_BALL,
+        f"{STOCHASTIC}, natural momentum", "4.1, App. F", LAPLACE, ANY_ROW),
+    Row("RMSprop", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ROOT, ROOTED,
+        "4.2", OPTIMIZER, ANY_ROW),
+    Row("Adam", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAM, ADAPTED,
+        "4.2, App. F", OPTIMIZER, ANY_ROW),
+    Row("AdamW", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAMW, f"{ADAPTED}, decoupled decay",
+        "4.2, App. F", OPTIMIZER, ANY_ROW),
+    Row("dropout", SPIKED, AT_DROPPED_OUT_MEAN, NO_CURVATURE, L2,
+        f"{STOCHASTIC}, responsibility approximation", "4.3", LAPLACE, f"{OPTIM}.dropout"),
+    Row("OGN", DIAGONAL, AT_MEAN, GAUSS_NEWTON, SMOOTH,
+        f"{STOCHASTIC}, Gauss–Newton, no square-root scaling", "4.4", OPTIMIZER, NAMED),
+    Row("VOGN", DIAGONAL, AT_SAMPLES, GAUSS_NEWTON, SMOOTH,
+        "stochastic approximation, Gauss–Newton (OGN without the delta method)",
+        "4.4", OPTIMIZER, NAMED),
+    Row("Vprop", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, Move(power=0.5),
+        "stochastic and Hessian approximation, square-root scaling",
+        "Khan et al. 2018", OPTIMIZER, NAMED),
+    Row("Vadam", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, VADAM,
+        "Vprop with momentum and bias correction", "Khan et al. 2018", OPTIMIZER, NAMED),
+    Row("IVON", DIAGONAL, AT_SAMPLES, PRICE, RETRACTED,
+        "stochastic approximation, momentum, retraction keeps the precision positive",
+        "Shen et al. 2024", OPTIMIZER, f"{OPTIM}.ivon"),
+    Row("bSAM", DIAGONAL, AT_ADVERSARY, ROOT_MAGNITUDE, BSAM,
+        "stochastic approximation, expected loss relaxed to its Fenchel biconjugate",
+        "Möllenhoff & Khan 2023", OPTIMIZER, f"{OPTIM}.bsam"),
+    Row("STE", "Bernoulli", AT_SIGN, NO_CURVATURE, RULE, STOCHASTIC,
+        "4.5", NOT_LEARNED, BINARY),
+    Row("BayesBiNN", "Bernoulli", AT_RELAXED_SAMPLES, NO_CURVATURE, RULE,
+        "stochastic approximation (STE without the delta method)",
+        "4.5", NOT_LEARNED, BINARY),
+    Row("conjugate Bayes", "exponential family", EXACTLY, EXACT, RULE, "none, learning rate 1",
+        "5.1", SITES, f"{INFERENCE}.conjugate"),
+    Row("Kalman filter", FULL, EXACTLY, EXACT, RULE, "none, learning rate 1",
+        "5.1", SITES, f"{INFERENCE}.kalman"),
+    Row("Laplace", FULL, AT_MEAN, EXACT_OR_GAUSS_NEWTON, RULE, DELTA,
+        "4.4", LAPLACE, f"{POSTERIOR}.laplace"),
+    Row("EM", "exponential family × Gaussian", EXACTLY, EXACT, RULE,
+        "delta method for the parameters, coordinate-wise, learning rate 1",
+        "5.2", SITES, f"{INFERENCE}.em"),
+    Row("SVI", MEAN_FIELD, EXACTLY, EXACT, RULE,
+        "stochastic approximation, local learning rate 1",
+        "5.3", SITES, f"{INFERENCE}.lda"),
+    Row("VMP", MEAN_FIELD, EXACTLY, EXACT, RULE, "learning rate 1 for all nodes",
+        "5.3", SITES, f"{INFERENCE}.vmp"),
+    Row("non-conjugate VMP", MEAN_FIELD, BY_NODES, EXACT, RULE, "learning rate 1 for all nodes",
+        "5.3", SITES, f"{INFERENCE}.cvi"),
+    Row("non-conjugate VI", "mixture of exponential families", BY_NODES, EXACT, RULE, "none",
+        "5.4", SITES, f"{INFERENCE}.cvi"),
+)
+# fmt: on
+
+ROWS: dict[str, Row] = {found.algorithm: found for found in _ROWS}
+
+
+def row(algorithm: str) -> Row:
+    """The row of this name, in any spelling of its capitals.
+
+    Raises:
+        InputError: there is none.
+
+    >>> row("vogn").section
+    '4.4'
+    """
+    for name, found in ROWS.items():
+        if isinstance(algorithm, str) and name.lower() == algorithm.lower():
+            return found
+    raise InputError(f"no row is called {algorithm!r}; there are {', '.join(ROWS)}")
+
+
+@dataclass(frozen=True)
+class Table1(Tabular):
+    """All rows; :attr:`table` makes a DataFrame of them."""
+
+    rows: tuple[Row, ...] = _ROWS
+
+
+def table1() -> Any:
+    """Table 1 as a DataFrame, one row per algorithm.
+
+    Columns: algorithm, family, loss (where it is looked at), hessian, departures, approximations,
+    section, analysable, through (what hands the posterior over), runs
+    (:func:`blr_analysis.tables.rule_table` says more).
+
+    >>> table1().set_index("algorithm").loc["VOGN", "hessian"]
+    'Gauss–Newton: sum of squared gradients'
+    """
+    return Table1().table
+
+
+def runs_elementwise(found: Row) -> bool:
+    """Whether :class:`~blr_analysis.learning_rule.optim.RowOptimizer` can run a row as it is."""
+    gaussian = found.family in (FIXED, DIAGONAL)
+    known = found.curvature.estimate is not None or found.curvature is NO_CURVATURE
+    return gaussian and known and bool(found.curvature.method)

@@ -1,0 +1,284 @@
+"""Conjugate models: textbook posteriors, predictives by scipy, and exact removal of examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families import (
+    Beta,
+    Dirichlet,
+    ExponentialFamily,
+    FullGaussian,
+    Gamma,
+    NormalWishart,
+    add,
+    scale,
+)
+from blr_analysis.learning_rule.inference import (
+    Conjugate,
+    Factor,
+    bernoulli,
+    categorical,
+    gaussian,
+    linear,
+    poisson,
+)
+from blr_analysis.learning_rule.rule import blr_step
+
+NOISE = 0.7
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def draws(n: int, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+
+
+def spread(size: int) -> Tensor:
+    root = draws(size, size, seed=9)
+    return root @ root.mT + torch.eye(size, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    prior: ExponentialFamily
+    factor: Factor
+    data: Callable[[int], Any]
+    posterior: Callable[[Any], tuple[Any, ...]]  # its parameters, by the textbook
+
+
+def textbook_normal_wishart(y: Tensor) -> tuple[Any, ...]:
+    """Murphy, Probabilistic Machine Learning: Advanced Topics, 3.4.4."""
+    prior = CASES["gaussian"].prior
+    n, mean = len(y), y.mean(0)
+    kappa = prior.kappa + n
+    scatter = (y - mean).mT @ (y - mean)
+    gap = mean - prior.mean
+    rate = prior.rate + scatter + prior.kappa * n / kappa * torch.outer(gap, gap)
+    return (prior.kappa * prior.mean + n * mean) / kappa, kappa, prior.dof + n, rate
+
+
+def textbook_linear(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Bishop, Pattern Recognition and Machine Learning, 3.50 and 3.51."""
+    prior, (x, y) = CASES["linear"].prior, data
+    precision = prior.precision + x.mT @ x / NOISE
+    return torch.linalg.solve(precision, prior.precision @ prior.mean + x.mT @ y / NOISE), precision
+
+
+CASES = {
+    "bernoulli": Case(
+        Beta(number(0.8), number(2.5)),
+        bernoulli(),
+        lambda n: (draws(n) > 0.3).double(),
+        lambda y: (0.8 + y.sum(), 2.5 + (1 - y).sum()),
+    ),
+    "poisson": Case(
+        Gamma(number(1.7), number(0.4)),
+        poisson(),
+        lambda n: (3 * draws(n).exp()).floor(),
+        lambda y: (1.7 + y.sum(), number(0.4 + len(y))),
+    ),
+    "categorical": Case(
+        Dirichlet(torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)),
+        categorical(3),
+        lambda n: (draws(n).abs() * 2).long().clamp(max=2),
+        lambda y: (torch.tensor([0.5, 1.0, 3.0]).double() + torch.bincount(y, minlength=3),),
+    ),
+    "gaussian": Case(
+        NormalWishart(draws(3, seed=8), number(0.6), number(4.5), spread(3)),
+        gaussian(),
+        lambda n: 2 * draws(n, 3) + 1,
+        textbook_normal_wishart,
+    ),
+    "linear": Case(
+        FullGaussian(draws(3, seed=8), spread(3)),
+        linear(NOISE),
+        lambda n: (draws(n, 3), 3 * draws(n, seed=1)),
+        textbook_linear,
+    ),
+}
+FIELDS = {
+    "bernoulli": ("a", "b"),
+    "poisson": ("shape", "rate"),
+    "categorical": ("concentration",),
+    "gaussian": ("mean", "kappa", "dof", "rate"),
+    "linear": ("mean", "precision"),
+}
+every = pytest.mark.parametrize("name", CASES)
+
+
+def model_of(name: str) -> Conjugate:
+    return Conjugate(CASES[name].prior, CASES[name].factor)
+
+
+def pick(data: Any, chosen: Any) -> Any:
+    return data[chosen] if isinstance(data, Tensor) else tuple(part[chosen] for part in data)
+
+
+def same(found: ExponentialFamily, wanted: ExponentialFamily, tol: float = 1e-12) -> None:
+    for key, value in wanted.natural.items():
+        torch.testing.assert_close(found.natural[key], value, rtol=tol, atol=tol)
+
+
+@every
+def test_one_step_is_the_textbook_posterior(name: str) -> None:
+    case, data = CASES[name], CASES[name].data(23)
+    fitted = model_of(name).fit(data)
+    for field, wanted in zip(FIELDS[name], case.posterior(data), strict=True):
+        torch.testing.assert_close(getattr(fitted.q, field), wanted, rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_the_step_does_not_depend_on_where_it_starts(name: str) -> None:
+    fitted = model_of(name).fit(CASES[name].data(7))
+    elsewhere = model_of(name).fit(CASES[name].data(30)).q
+    total = {k: v.sum(0) for k, v in fitted.sites.items()}
+    same(blr_step(elsewhere, scale(add(fitted.prior.natural, total), -1.0), 1.0), fitted.q)
+
+
+@every
+@settings(max_examples=25, deadline=None)
+@given(gone=st.sets(st.integers(0, 7)))
+def test_without_equals_fitting_without_for_any_subset(name: str, gone: set[int]) -> None:
+    data, model = CASES[name].data(8), model_of(name)
+    rest = [i for i in range(8) if i not in gone]
+    wanted = model.fit(pick(data, rest)).q if rest else model.prior
+    same(model.fit(data).without(gone), wanted)
+
+
+@every
+def test_sequential_equals_batch(name: str) -> None:
+    case, data = CASES[name], CASES[name].data(12)
+    first = model_of(name).fit(pick(data, slice(0, 5)))
+    second = Conjugate(first.q, case.factor).fit(pick(data, slice(5, 12)))
+    both = model_of(name).fit(data)
+    same(second.q, both.q)
+    assert first.history[0] + second.history[0] == pytest.approx(both.history[0], rel=1e-12)
+
+
+@every
+def test_left_out_equals_the_predictive_of_fitting_without(name: str) -> None:
+    data = CASES[name].data(9)
+    left_out = model_of(name).fit(data).left_out()
+    for i in range(9):
+        rest = [j for j in range(9) if j != i]
+        wanted = model_of(name).fit(pick(data, rest)).log_predictive(pick(data, [i]))
+        torch.testing.assert_close(left_out[i : i + 1], wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_predictives_equal_scipy() -> None:
+    q = {name: model_of(name).fit(CASES[name].data(11)).q for name in CASES}
+    beta, gamma, nw, normal = (q[k] for k in ("bernoulli", "poisson", "gaussian", "linear"))
+    shape = nw.rate * (nw.kappa + 1) / (nw.kappa * (nw.dof - 2))
+    x, y = CASES["linear"].data(6)
+    deviation = (NOISE + ((x @ normal.covariance) * x).sum(1)).sqrt()
+    wanted = {
+        "bernoulli": stats.betabinom(1, float(beta.a), float(beta.b)).logpmf,
+        "poisson": stats.nbinom(float(gamma.shape), float(gamma.rate / (gamma.rate + 1))).logpmf,
+        "categorical": lambda y: np.log(q["categorical"].mean.numpy())[y.astype(int)],
+        "gaussian": stats.multivariate_t(nw.mean.numpy(), shape.numpy(), float(nw.dof) - 2).logpdf,
+        "linear": lambda data: stats.norm(x @ normal.mean, deviation).logpdf(y),
+    }
+    for name, log_density in wanted.items():
+        data = CASES[name].data(6)
+        found = model_of(name).fit(CASES[name].data(11)).log_predictive(data)
+        reference = log_density(data.numpy() if isinstance(data, Tensor) else data)
+        np.testing.assert_allclose(found, reference, rtol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_evidence_and_predictive_equal_quadrature(name: str) -> None:
+    prior, data = CASES[name].prior, CASES[name].data(5)
+    upper = 1.0 if name == "bernoulli" else np.inf
+
+    def likelihood(theta: float, y: Tensor) -> float:
+        rule = stats.bernoulli if name == "bernoulli" else stats.poisson
+        return float(rule(theta).pmf(y.numpy()).prod())
+
+    def joint(theta: float, y: Tensor) -> float:
+        return likelihood(theta, y) * math.exp(float(prior.log_prob(number(theta))))
+
+    def area(y: Tensor) -> float:
+        return integrate.quad(joint, 0, upper, args=(y,), epsabs=0, epsrel=1e-9, limit=200)[0]
+
+    fitted = model_of(name).fit(data)
+    evidence = area(data)
+    assert fitted.objective == "log evidence"
+    assert fitted.history[0] == pytest.approx(math.log(evidence), rel=1e-8)
+    more = torch.cat([data, data[:1]])
+    ahead = math.log(area(more) / evidence)
+    assert float(fitted.log_predictive(data[:1])) == pytest.approx(ahead, rel=1e-8)
+
+
+def test_the_evidence_of_a_regression_is_the_density_of_its_targets() -> None:
+    prior, (x, y) = CASES["linear"].prior, CASES["linear"].data(12)
+    covariance = x @ prior.covariance @ x.mT + NOISE * torch.eye(12).double()
+    wanted = stats.multivariate_normal((x @ prior.mean).numpy(), covariance.numpy()).logpdf(y)
+    assert model_of("linear").fit((x, y)).history[0] == pytest.approx(wanted, rel=1e-11)
+
+
+def test_ridge_regression_is_the_mean() -> None:
+    """K&R 1.3.3: minimise Σ (y − xᵀθ)²/2 + δ|θ|²/2."""
+    from sklearn.linear_model import Ridge
+
+    x, y = CASES["linear"].data(40)
+    prior = FullGaussian(torch.zeros(3).double(), 2.5 * torch.eye(3).double())
+    q = Conjugate(prior, linear(1.0)).fit((x, y)).q
+    wanted = Ridge(alpha=2.5, fit_intercept=False).fit(x.numpy(), y.numpy()).coef_
+    np.testing.assert_allclose(q.mean, wanted, rtol=1e-12)
+
+
+def test_single_precision_keeps_the_digits_of_a_predictive() -> None:
+    y = CASES["poisson"].data(2000).repeat(50)
+    wanted = model_of("poisson").fit(y).log_predictive(y[:5])
+    prior = Gamma(torch.tensor(1.7), torch.tensor(0.4))
+    found = Conjugate(prior, poisson()).fit(y).log_predictive(y[:5])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "match"),
+    [
+        ("bernoulli", torch.tensor([0.0, 0.5]), "y must be 0 or 1; example 1 is 0.5"),
+        ("poisson", torch.tensor([2.0, -1.0]), "whole number from 0 up; example 1 is -1"),
+        ("poisson", torch.tensor([1.5]), "whole number from 0 up; example 0 is 1.5"),
+        ("poisson", torch.tensor([1.0, math.nan]), "y is not finite at example 1"),
+        ("categorical", torch.tensor([0, 3]), "integer from 0 to 2; example 1 is 3"),
+        ("categorical", torch.tensor([]), r"non-empty tensor \[N\], got \(0,\)"),
+        ("gaussian", torch.zeros(2, 2), r"y must be \[N, 3\], got \(2, 2\)"),
+        ("gaussian", torch.zeros(3), r"non-empty tensor \[N, D\], got \(3,\)"),
+        ("linear", torch.zeros(3, 3), "data of a regression are a pair"),
+        ("linear", (torch.zeros(3, 3), torch.zeros(2)), r"got \(3, 3\) and \(2,\)"),
+        ("linear", (torch.zeros(2, 4), torch.zeros(2)), r"x must be \[N, 3\]"),
+        ("bernoulli", [0, 1], "y must be a real tensor, got list"),
+    ],
+)
+def test_wrong_data_are_named(name: str, data: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        model_of(name).fit(data)
+
+
+def test_wrong_models_are_named() -> None:
+    with pytest.raises(InputError, match="factor is conjugate to Gamma, got the prior Beta"):
+        Conjugate(CASES["bernoulli"].prior, poisson())
+    with pytest.raises(InputError, match="the prior is over 3 classes, not 4"):
+        Conjugate(CASES["categorical"].prior, categorical(4)).fit(torch.tensor([1]))
+    for variance in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(InputError, match="noise_variance must be positive"):
+            linear(variance)

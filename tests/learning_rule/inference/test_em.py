@@ -1,0 +1,220 @@
+"""EM for mixtures of Gaussians against scikit-learn's, from the same start."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import multivariate_normal
+from sklearn import datasets
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import GaussianMixture as Peer
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian, GaussianMixture
+from blr_analysis.learning_rule.inference import GaussianMixtureEM, NotConverged
+
+IRIS = torch.from_numpy(datasets.load_iris().data)
+WINE = torch.from_numpy(datasets.load_wine().data)
+CASES = [("full", 1e-6), ("full", 0.0), ("diag", 1e-6), ("diag", 0.0), ("spherical", 1e-3)]
+
+
+def started(data: Tensor, covariance: str, k: int, seed: int) -> GaussianMixture:
+    """K examples as means, unequal weights, and precisions on the scale of the data."""
+    generator = torch.Generator().manual_seed(seed)
+    means = data[torch.randperm(len(data), generator=generator)[:k]]
+    precision = (1 + torch.rand(k, 1, generator=generator, dtype=data.dtype)) / data.var(0)
+    if covariance == "spherical":
+        precision = precision.mean(1, keepdim=True).expand_as(precision)
+    weights = torch.rand(k, generator=generator, dtype=data.dtype) + 1
+    parts = (
+        FullGaussian(means, torch.diag_embed(precision))
+        if covariance == "full"
+        else DiagonalGaussian(means, precision)
+    )
+    return GaussianMixture(weights / weights.sum(), parts)
+
+
+def peer_of(start: GaussianMixture, covariance: str, floor: float, iterations: int) -> Peer:
+    precision = start.components.precision.numpy()
+    return Peer(
+        n_components=len(start.weights),
+        covariance_type=covariance,
+        reg_covar=floor,
+        tol=0,
+        max_iter=iterations,
+        weights_init=start.weights.numpy(),
+        means_init=start.components.mean.numpy(),
+        precisions_init=precision[:, 0] if covariance == "spherical" else precision,
+    )
+
+
+def covariances(q: GaussianMixture, covariance: str) -> np.ndarray:
+    parts = q.components
+    if isinstance(parts, FullGaussian):
+        return parts.covariance.numpy()
+    variances = (1 / parts.precision).numpy()
+    return variances[:, 0] if covariance == "spherical" else variances
+
+
+@pytest.mark.parametrize(("covariance", "floor"), CASES)
+@pytest.mark.parametrize(("data", "k"), [(IRIS, 3), (WINE, 2), (IRIS, 4)])
+def test_every_iteration_equals_scikit_learn(
+    data: Tensor, k: int, covariance: str, floor: float
+) -> None:
+    start, iterations = started(data, covariance, k, seed=k), 25
+    peer = peer_of(start, covariance, floor, iterations)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        peer.fit(data.numpy())
+    model = GaussianMixtureEM(k, covariance, floor=floor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotConverged)
+        fitted = model.fit(data, start=start, max_iter=iterations, tol=0)
+    n = min(len(fitted.history), len(peer.lower_bounds_))
+    assert n >= 10
+    np.testing.assert_allclose(
+        np.array(fitted.history[:n]) / len(data), peer.lower_bounds_[:n], rtol=1e-9
+    )
+    if len(fitted.history) == iterations:
+        np.testing.assert_allclose(fitted.q.weights, peer.weights_, rtol=1e-6)
+        np.testing.assert_allclose(fitted.q.components.mean, peer.means_, rtol=1e-6)
+        np.testing.assert_allclose(
+            covariances(fitted.q, covariance), peer.covariances_, rtol=1e-5, atol=1e-9
+        )
+        np.testing.assert_allclose(
+            fitted.responsibilities(data), peer.predict_proba(data.numpy()), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            fitted.log_predictive(data), peer.score_samples(data.numpy()), rtol=1e-6
+        )
+
+
+def test_the_likelihood_rises_and_is_that_of_the_parameters() -> None:
+    model = GaussianMixtureEM(3, floor=0)
+    fitted = model.fit(IRIS, generator=torch.Generator().manual_seed(1), tol=1e-9)
+    assert fitted.converged and fitted.objective == "log-likelihood"
+    assert np.diff(fitted.history).min() > -1e-10
+    densities = [
+        multivariate_normal(m.numpy(), c.numpy()).pdf(IRIS.numpy())
+        for m, c in zip(fitted.q.components.mean, fitted.q.components.covariance, strict=True)
+    ]
+    wanted = np.log(fitted.q.weights.numpy() @ np.array(densities))
+    np.testing.assert_allclose(fitted.log_predictive(IRIS), wanted, rtol=1e-10)
+    assert fitted.history[-1] == pytest.approx(wanted.sum(), abs=1e-5)
+
+
+def test_responsibilities_as_a_start_are_one_m_step() -> None:
+    classes = torch.nn.functional.one_hot(torch.arange(150) // 50).double()
+    model = GaussianMixtureEM(3, floor=0)
+    with pytest.warns(NotConverged, match="after 1 iterations: raise max_iter"):
+        fitted = model.fit(IRIS, start=classes, max_iter=1)
+    wanted = 0.0
+    for k in range(3):
+        own = IRIS[50 * k : 50 * (k + 1)].numpy()
+        parts = multivariate_normal(own.mean(0), np.cov(own.T, bias=True))
+        wanted = wanted + parts.pdf(IRIS.numpy()) / 3
+    assert fitted.history[0] == pytest.approx(np.log(wanted).sum(), rel=1e-10)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical"])
+def test_taking_examples_out_is_an_m_step_without_them(covariance: str) -> None:
+    model = GaussianMixtureEM(3, covariance, floor=1e-6)
+    fitted = model.fit(IRIS, generator=torch.Generator().manual_seed(1), tol=1e-10)
+    gone = torch.arange(0, 150, 7)
+    keep = torch.ones(150, dtype=torch.bool)
+    keep[gone] = False
+    # One M-step for the others, from the responsibilities that they had, by hand.
+    sites = fitted.sites
+    weights = sites["count"][keep]
+    mean = weights.mT @ IRIS[keep] / weights.sum(0).unsqueeze(1)
+    q = fitted.without(gone)
+    torch.testing.assert_close(q.components.mean, mean)
+    torch.testing.assert_close(q.weights, weights.mean(0))
+    for k in range(3):
+        wanted = np.cov(IRIS[keep].T, bias=True, aweights=weights[:, k])
+        found = covariances(q, "full" if covariance == "full" else "diag")[k]
+        if covariance != "full":
+            wanted = wanted.diagonal()
+        if covariance == "spherical":
+            wanted = np.full_like(wanted, wanted.mean())
+        floor = 1e-6 * (np.eye(4) if covariance == "full" else 1)
+        np.testing.assert_allclose(found, wanted + floor, rtol=1e-9)
+
+
+def test_left_out_densities_follow_those_of_fitting_again() -> None:
+    """One M-step against EM to the end without the example; every third example."""
+    model = GaussianMixtureEM(3)
+    fitted = model.fit(IRIS, generator=torch.Generator().manual_seed(1), tol=1e-10)
+    chosen, again = torch.arange(0, 150, 3), []
+    for i in chosen.tolist():
+        keep = torch.arange(150) != i
+        rest = model.fit(IRIS[keep], start=fitted.q, tol=1e-8)
+        again.append(float(rest.log_predictive(IRIS[i : i + 1])))
+    drop = fitted.log_predictive(IRIS)[chosen].numpy()
+    estimated, wanted = drop - fitted.left_out()[chosen].numpy(), drop - np.array(again)
+    assert np.corrcoef(estimated, wanted)[0, 1] > 0.95
+    assert np.linalg.norm(estimated - wanted) < 0.3 * np.linalg.norm(wanted)
+
+
+def test_left_out_is_the_density_under_the_mixture_without_the_example() -> None:
+    fitted = GaussianMixtureEM(3).fit(IRIS, generator=torch.Generator().manual_seed(1))
+    left_out = fitted.left_out()
+    for i in (0, 57, 149):
+        q = fitted.without([i])
+        wanted = q.marginal.log_prob(IRIS[i : i + 1])
+        torch.testing.assert_close(left_out[i : i + 1], wanted)
+    assert bool((left_out < fitted.log_predictive(IRIS)).all())
+
+
+@pytest.mark.parametrize("place", [0.0, 1e4])
+def test_single_precision_and_a_far_origin_change_nothing(place: float) -> None:
+    data = (IRIS * 8).round() / 8 + place  # exact in single precision
+    wanted = GaussianMixtureEM(3).fit(data - place, generator=torch.Generator().manual_seed(1))
+    fitted = GaussianMixtureEM(3).fit(data.float(), generator=torch.Generator().manual_seed(1))
+    np.testing.assert_allclose(fitted.history, wanted.history, rtol=1e-9)
+    torch.testing.assert_close(fitted.q.components.mean - place, wanted.q.components.mean)
+
+
+def test_wrong_input_is_named() -> None:
+    model = GaussianMixtureEM(3)
+    holed = IRIS.clone()
+    holed[7, 1] = torch.nan
+    with pytest.raises(DataError, match="data is not finite at example 7"):
+        model.fit(holed)
+    with pytest.raises(DataError, match=r"non-empty tensor \[N, D\], got \(0, 4\)"):
+        model.fit(IRIS[:0])
+    with pytest.raises(DataError, match=r"non-empty tensor \[N, D\], got \(150,\)"):
+        model.fit(IRIS[:, 0])
+    with pytest.raises(DataError, match="3 components need as many examples, got 2"):
+        model.fit(IRIS[:2])
+    with pytest.raises(InputError, match=r"start must be responsibilities \[150, 3\]"):
+        model.fit(IRIS, start=torch.ones(150, 2) / 2)
+    with pytest.raises(InputError, match="0 or more and sum to 1"):
+        model.fit(IRIS, start=torch.ones(150, 3))
+    with pytest.raises(InputError, match="mixture of FullGaussian with means"):
+        model.fit(IRIS, start=started(IRIS, "diag", 3, 0))
+    with pytest.raises(InputError, match="max_iter must be a positive integer"):
+        model.fit(IRIS, max_iter=0)
+    with pytest.raises(InputError, match="covariance must be one of"):
+        GaussianMixtureEM(3, "tied")
+    with pytest.raises(InputError, match="two components or more"):
+        GaussianMixtureEM(1)
+    with pytest.raises(InputError, match="floor must be 0 or more"):
+        GaussianMixtureEM(2, floor=-1.0)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical"])
+def test_a_collapsed_component_is_named(covariance: str) -> None:
+    alone = torch.zeros(150, 2, dtype=torch.float64)
+    alone[1:, 0] = 1
+    alone[0, 1] = 1
+    with pytest.raises(DataError, match=r"a component has collapsed.*raise floor"):
+        GaussianMixtureEM(2, covariance, floor=0).fit(IRIS, start=alone)
+    empty = torch.zeros(150, 2, dtype=torch.float64)
+    empty[:, 0] = 1
+    with pytest.raises(DataError, match="a component has no examples left"):
+        GaussianMixtureEM(2, covariance).fit(IRIS, start=empty)

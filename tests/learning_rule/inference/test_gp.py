@@ -1,0 +1,298 @@
+"""Gaussian processes against NUTS, textbook forms, direct maximisation and refitting."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.polynomial.hermite import hermgauss
+from scipy import optimize
+from sklearn.datasets import load_breast_cancer, load_digits, load_iris
+from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families import FullGaussian
+from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
+from blr_analysis.learning_rule.inference.gp import (
+    GaussianProcess,
+    best_kernel,
+    function_values,
+    linear_kernel,
+    rbf,
+)
+from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
+
+REFERENCE = Path(__file__).with_name("nuts.npz")
+with np.load(REFERENCE, allow_pickle=False) as file:
+    TOLD = {name.partition("/")[2]: file[name] for name in file.files if name.startswith("iris/")}
+KERNEL = partial(rbf, lengthscale=float(TOLD["lengthscale"]), variance=float(TOLD["variance"]))
+
+
+def iris() -> tuple[Tensor, Tensor]:
+    """Versicolor (0) and virginica (1), standardised."""
+    x, y = load_iris(return_X_y=True)
+    x, y = x[y > 0], y[y > 0] == 2
+    return torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y, dtype=torch.float64)
+
+
+X, Y = (part[::2] for part in iris())
+HELD_X, HELD_Y = (part[1::2] for part in iris())
+
+
+@pytest.fixture(scope="module")
+def logistic() -> LatentFitted:
+    return GaussianProcess(KERNEL).fit((X, Y), tol=1e-12)
+
+
+# The optimum and the posterior
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "probit"])
+def test_optimum_of_the_elbo(name: str) -> None:
+    """Against trust-region Newton in the 2N numbers of Opper & Archambeau (2009), not whitened.
+
+    m = K α and Σ = K − K (K + diag(1/b))⁻¹ K, with KL(q ‖ p) from its formula in f.
+    """
+    fitted = GaussianProcess(KERNEL, name).fit((X, Y), tol=1e-13)
+    cover, n = KERNEL(X, X), len(Y)
+    nodes, weights = (torch.tensor(part).unsqueeze(-1) for part in hermgauss(100))
+    eye = torch.eye(n, dtype=torch.float64)
+
+    def moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        root = (0.5 * z[n:]).exp()
+        inner = eye + root.unsqueeze(-1) * cover * root
+        side = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(inner), root.unsqueeze(-1) * cover, upper=False
+        )
+        return cover @ z[:n], cover - side.mT @ side, inner
+
+    def negative(z: Tensor) -> Tensor:
+        mean, spread, inner = moments(z)
+        f = mean + (2 * spread.diagonal()).sqrt() * nodes
+        side = (2 * Y - 1) * f
+        told = torch.special.log_ndtr(side) if name == "probit" else -torch.logaddexp(-side, 0 * f)
+        data = (weights * told).sum() / math.sqrt(math.pi)
+        trace = torch.linalg.inv(inner).diagonal().sum()
+        kl = 0.5 * (trace - n + z[:n] @ mean + torch.logdet(inner))
+        return kl - data
+
+    def value_and_slope(z: np.ndarray) -> tuple[float, np.ndarray]:
+        at = torch.tensor(z, requires_grad=True)
+        value = negative(at)
+        return value.item(), torch.autograd.grad(value, at)[0].numpy()
+
+    start = np.concatenate([np.zeros(n), np.full(n, -2.0)])
+
+    def bend(z: np.ndarray) -> np.ndarray:
+        at = torch.tensor(z)
+        return torch.autograd.functional.hessian(negative, at, vectorize=True).numpy()
+
+    near = optimize.minimize(
+        value_and_slope, start, jac=True, method="L-BFGS-B", options={"maxiter": 100}
+    )
+    options = {"gtol": 1e-10, "maxiter": 40}
+    at = optimize.minimize(
+        value_and_slope, near.x, jac=True, hess=bend, method="trust-exact", options=options
+    )
+    z = torch.tensor(at.x)
+    best = negative(z)
+    mean, spread, _ = moments(z)
+    ours = function_values(fitted)
+    gaps = [float((a - b).abs().max()) for a, b in zip(ours, (mean, spread), strict=True)]
+    print(f"{name}: ELBO {fitted.history[-1]:.9f} and {-best:.9f}; mean, covariance {gaps}")
+    assert abs(fitted.history[-1] + float(best)) < 1e-8
+    assert max(gaps) < 1e-6
+
+
+def test_nuts(logistic: LatentFitted) -> None:
+    """Means within the Monte Carlo error, deviations within what KL(posterior ‖ q) allows."""
+    assert TOLD["r_hat"] < 1.01 and TOLD["ess"] > 10_000
+    mean, covariance = (part.numpy() for part in function_values(logistic))
+    deviations = np.sqrt(np.diag(TOLD["covariance"]))
+    v = logistic.q.sample(50_000, generator=torch.Generator().manual_seed(0))
+    problem = logistic.problem
+    told = problem.likelihood.log_prob(problem.targets, v @ problem.design.mT).sum(-1)
+    ratios = told + problem.prior.log_prob(v) - logistic.q.log_prob(v)
+    evidence = ratios.logsumexp(0) - math.log(len(v))
+    kl = float(ratios.softmax(0) @ (ratios - evidence))
+    assert logistic.history[-1] < float(evidence) < logistic.history[-1] + 2 * kl
+    bound = math.sqrt(2 * kl)
+    errors = np.abs(mean - TOLD["mean"])
+    spread = np.sqrt(np.diag(covariance)) / deviations
+    cross = covariance / np.outer(deviations, deviations)
+    cross -= TOLD["covariance"] / np.outer(deviations, deviations)
+    print(
+        f"|mean − NUTS| ≤ {(errors / deviations).max():.4f} sd, "
+        f"{(errors / TOLD['mean_error']).max():.2f} Monte Carlo errors; sd ratio q/NUTS "
+        f"{spread.min():.4f} … {spread.max():.4f}; largest entry of the covariance off by "
+        f"{np.abs(cross).max():.4f}; KL(p‖q) {kl:.4f}, bound {bound:.3f}"
+    )
+    assert (errors < 4 * TOLD["mean_error"]).all()
+    noise = 4 * (TOLD["variance_error"] / deviations**2).max()
+    assert (np.abs(spread - 1) < bound + noise).all()
+    assert np.abs(cross).max() < 2 * bound + bound**2 + noise
+
+
+def test_predictions_against_nuts(logistic: LatentFitted) -> None:
+    gaps = np.abs(logistic.predict(HELD_X).numpy() - TOLD["probability"])
+    noise = TOLD["probability_error"]
+    print(f"held-out probabilities: mean gap {gaps.mean():.1e}, largest {gaps.max():.1e}")
+    assert gaps.mean() < 2 * noise.mean()
+    assert (gaps < 4 * noise).all()
+
+
+# Special cases with closed forms
+
+
+def test_gaussian_likelihood_is_gp_regression() -> None:
+    y = X[:, 0] * X[:, 1] + Y
+    fitted = GaussianProcess(KERNEL, "gaussian").fit((X, y), max_iter=2, tol=1e-7)
+    kernel = ConstantKernel(float(TOLD["variance"]), "fixed") * RBF(
+        float(TOLD["lengthscale"]), "fixed"
+    )
+    peer = GaussianProcessRegressor(kernel, alpha=1.0, optimizer=None).fit(X, y)
+    mean, std = peer.predict(HELD_X, return_std=True)
+    found = fitted.latent(HELD_X)
+    assert np.allclose(found.mean, mean, rtol=0, atol=1e-9)
+    assert np.allclose(found.precision.rsqrt(), std, rtol=0, atol=1e-8)
+    assert fitted.history[0] == pytest.approx(peer.log_marginal_likelihood_value_, abs=1e-9)
+    # leave-one-out in closed form (Rasmussen & Williams, Eq. 5.12)
+    inverse = np.linalg.inv(KERNEL(X, X).numpy() + np.eye(len(y)))
+    variance = 1 / np.diag(inverse)
+    residual = inverse @ y.numpy() * variance
+    truth = -0.5 * (residual**2 / variance + np.log(2 * np.pi * variance))
+    assert np.allclose(fitted.left_out(), truth, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "probit"])
+def test_linear_kernel_is_regression(name: str) -> None:
+    """A process with a linear kernel and regression on its weights: the same f."""
+    process = GaussianProcess(partial(linear_kernel, variance=2.0, bias=1.0), name)
+    fitted = process.fit((X, Y), tol=1e-13)
+    assert fitted.problem.design.shape == (50, 5)  # the kernel's rank
+    scales = torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+    prior = FullGaussian(torch.zeros(5, dtype=torch.float64), torch.diag(1 / scales))
+    columns = [torch.cat([x.new_ones(len(x), 1), x], 1) for x in (X, HELD_X)]
+    weights = GeneralizedLinear(prior, name).fit((columns[0], Y), tol=1e-13)
+    ours, theirs = fitted.latent(HELD_X), weights.latent(columns[1])
+    assert torch.allclose(ours.mean, theirs.mean, rtol=0, atol=1e-6)
+    assert torch.allclose(ours.precision, theirs.precision, rtol=1e-6, atol=0)
+    assert fitted.history[-1] == pytest.approx(weights.history[-1], abs=1e-10)
+
+
+def test_predictions_from_sites_in_function_space(logistic: LatentFitted) -> None:
+    """f at new inputs by the textbook form, from K and the sites (a, b) alone."""
+    a, b = logistic.messages["linear"], -2 * logistic.messages["square"]
+    assert bool((b > 0).all())
+    cross = KERNEL(HELD_X, X)
+    noisy = KERNEL(X, X) + torch.diag(1 / b)
+    found = logistic.latent(HELD_X)
+    assert torch.allclose(found.mean, cross @ torch.linalg.solve(noisy, a / b), rtol=0, atol=1e-9)
+    explained = (cross * torch.linalg.solve(noisy, cross.mT).mT).sum(-1)
+    truth = KERNEL(HELD_X, HELD_X).diagonal() - explained
+    assert torch.allclose(1 / found.precision, truth, rtol=0, atol=1e-9)
+
+
+# Examples taken out
+
+
+def brute_force(process: GaussianProcess, x: Tensor, y: Tensor) -> Tensor:
+    """log p(y_i | the others), by as many fits as there are examples."""
+    scores = []
+    for i in range(len(y)):
+        kept = torch.arange(len(y)) != i
+        rest = process.fit((x[kept], y[kept]), tol=1e-8, progress=False)
+        scores.append(rest.log_predictive((x[i : i + 1], y[i : i + 1]))[0])
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("name", ["probit", pytest.param("bernoulli", marks=pytest.mark.slow)])
+def test_left_out_against_brute_force(name: str) -> None:
+    x, y = iris() if name == "bernoulli" else (X, Y)
+    process = GaussianProcess(KERNEL, name)
+    fitted = process.fit((x, y))
+    ours, inside = fitted.left_out(), fitted.log_predictive((x, y))
+    truth = brute_force(process, x, y)
+    error = (ours - truth).abs()
+    pearson = np.corrcoef(ours, truth)[0, 1]
+    print(
+        f"{name}, N = {len(y)}: Pearson {pearson:.5f}, mean error {error.mean():.4f}, largest "
+        f"{error.max():.4f} nats; sums {ours.sum():.3f} and {truth.sum():.3f}, in sample "
+        f"{inside.sum():.3f}"
+    )
+    assert pearson > 0.999
+    assert error.mean() < 0.1 * (inside - truth).abs().mean()
+
+
+# Real data
+
+
+def test_digits_against_the_laplace_approximation() -> None:
+    """3 against 5: better held-out log-probabilities than scikit-learn's Laplace at each kernel."""
+    x, y = load_digits(return_X_y=True)
+    x, y = x[(y == 3) | (y == 5)] / 16, y[(y == 3) | (y == 5)] == 5
+    x, y = torch.tensor(x), torch.tensor(y, dtype=torch.float64)
+    examples, held = (x[::2], y[::2]), (x[1::2], y[1::2])
+    kernels = [partial(rbf, lengthscale=s, variance=v) for s, v in ((1.0, 4.0), (2.0, 25.0))]
+    best, bounds = best_kernel(kernels, examples)
+    assert best is kernels[int(np.argmax(bounds))] and bounds[1] > bounds[0]
+    for kernel in kernels:
+        fitted = GaussianProcess(kernel).fit(examples, tol=1e-8)
+        scale, variance = kernel.keywords["lengthscale"], kernel.keywords["variance"]
+        peer = GaussianProcessClassifier(
+            ConstantKernel(variance, "fixed") * RBF(scale, "fixed"), optimizer=None
+        ).fit(*examples)
+        theirs = peer.predict_proba(held[0])[:, 1]
+        told = np.log(np.where(held[1] > 0, theirs, 1 - theirs)).mean()
+        ours = float(fitted.log_predictive(held).mean())
+        right = float(((fitted.predict(held[0]) > 0.5) == (held[1] > 0)).double().mean())
+        print(
+            f"ℓ {scale}, v {variance}: held-out {ours:.4f}, Laplace {told:.4f}; right {right:.4f}"
+        )
+        assert ours > told
+        assert right >= peer.score(*held) - 0.01
+
+
+def test_breast_cancer_in_single_precision() -> None:
+    x, y = load_breast_cancer(return_X_y=True)
+    x = (x - x.mean(0)) / x.std(0)
+    x, y = torch.tensor(x[:200]), torch.tensor(y[:200])
+    kernel = partial(rbf, lengthscale=5.0, variance=10.0)
+    double = GaussianProcess(kernel).fit((x, y))
+    single = GaussianProcess(kernel).fit((x.float(), y))
+    assert single.q.mean.dtype == torch.float32 and single.converged
+    assert torch.allclose(single.predict(x).double(), double.predict(x), rtol=0, atol=1e-3)
+
+
+# What is refused
+
+
+def test_bad_input(logistic: LatentFitted) -> None:
+    with pytest.raises(InputError, match="kernel must be a function"):
+        GaussianProcess("rbf")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="likelihood must be one of"):
+        GaussianProcess(rbf, "hinge")
+    with pytest.raises(InputError, match="positive semi-definite"):
+        GaussianProcess(lambda x, z: -rbf(x, z)).fit((X, Y))
+    with pytest.raises(InputError, match="positive semi-definite"):
+        GaussianProcess(lambda x, z: rbf(x, z) + x[:, :1]).fit((X, Y))
+    with pytest.raises(InputError, match=r"finite matrix \[50, 50\]"):
+        GaussianProcess(lambda x, z: x).fit((X, Y))
+    with pytest.raises(DataError, match="pair"):
+        GaussianProcess().fit(X)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="must be 0 or 1"):
+        GaussianProcess().fit((X, Y + 1))
+    broken = X.clone()
+    broken[3, 1] = math.nan
+    with pytest.raises(DataError, match="x is not finite at example 3"):
+        GaussianProcess().fit((broken, Y))
+    with pytest.raises(InputError, match="inputs have 2 columns, the examples 4"):
+        logistic.predict(HELD_X[:, :2])
+    with pytest.raises(InputError, match="at least one kernel"):
+        best_kernel([], (X, Y))

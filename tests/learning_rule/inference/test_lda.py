@@ -1,0 +1,331 @@
+"""Online LDA against scikit-learn's, against its own guarantees, and on what it must refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.decomposition import LatentDirichletAllocation
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families.dirichlet import Dirichlet
+from blr_analysis.learning_rule.inference import LDA, documents
+from blr_analysis.learning_rule.inference.documents import local_step, read_counts
+
+K, V = 4, 60
+
+
+def corpus(n: int, seed: int = 0, words: int = V) -> sp.csr_matrix:
+    """Documents of 1 to some 300 words from planted topics."""
+    rng = np.random.default_rng(seed)
+    topics = rng.dirichlet(np.full(words, 0.1), K)
+    lengths = np.maximum(1, rng.lognormal(3, 1, n).astype(int))
+    mixed = rng.dirichlet(np.full(K, 0.3), n) @ topics
+    return sp.csr_matrix(
+        np.stack([rng.multinomial(m, p) for m, p in zip(lengths, mixed, strict=True)])
+    )
+
+
+class Fixed(np.random.RandomState):
+    """Hands scikit-learn these topics to start from, and ones for its documents."""
+
+    def __init__(self, components: np.ndarray) -> None:
+        super().__init__(0)
+        self.components = components
+
+    def gamma(self, shape, scale=1.0, size=None):
+        return self.components.copy() if size == self.components.shape else np.ones(size)
+
+
+def random_topics(seed: int = 0, words: int = V) -> np.ndarray:
+    return np.random.default_rng(seed).gamma(2.0, 1.0, (K, words)) + 0.01
+
+
+def theirs(components: np.ndarray, **options) -> LatentDirichletAllocation:
+    return LatentDirichletAllocation(K, random_state=Fixed(components), **options)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("turns", [1, 7, 100])
+def test_a_step_is_scikit_learns(turns):
+    counts, start = corpus(64), random_topics()
+    model = theirs(start, total_samples=1000, batch_size=64, max_doc_update_iter=turns)
+    model.partial_fit(counts.astype(float))
+    lda = LDA(K, max_local_iter=turns)
+    q = lda.step(Dirichlet(torch.tensor(start)), counts, n_documents=1000, rho=lda.rho(1))
+    np.testing.assert_allclose(q.concentration, model.components_, rtol=1e-6)
+    assert (q.concentration / torch.tensor(start) - 1).abs().max() > 0.1
+
+
+def test_a_sequence_of_steps_is_scikit_learns():
+    counts, start = corpus(120), random_topics()
+    options = dict(doc_topic_prior=0.3, topic_word_prior=0.05)
+    schedule = dict(learning_decay=0.9, learning_offset=3.0)
+    model = theirs(start, total_samples=120, batch_size=30, **options, **schedule)
+    model.partial_fit(counts.astype(float))
+    lda, q = LDA(K, **options, **schedule), Dirichlet(torch.tensor(start))
+    for t in range(4):
+        batch = counts[30 * t : 30 * t + 30]
+        q = lda.step(q, batch, n_documents=120, rho=lda.rho(t + 1))
+    np.testing.assert_allclose(q.concentration, model.components_, rtol=1e-6)
+
+
+def test_fit_is_its_steps_in_some_order():
+    counts = corpus(50)
+    lda, start = LDA(K), Dirichlet(torch.tensor(random_topics()))
+    fitted = lda.fit(counts, passes=1, batch_size=50, start=start, progress=False)
+    q = lda.step(start, counts, n_documents=50, rho=lda.rho(1))
+    torch.testing.assert_close(fitted.q.concentration, q.concentration, rtol=1e-9, atol=0)
+
+
+def test_transform_perplexity_and_history_are_scikit_learns():
+    counts, held_out, start = corpus(80), corpus(37, seed=1), random_topics()
+    model = theirs(start, learning_method="batch", max_iter=1).fit(counts.astype(float))
+    lda, first = LDA(K), Dirichlet(torch.tensor(start))
+    fitted = lda.fit(counts, passes=1, batch_size=None, start=first, progress=False)
+    np.testing.assert_allclose(fitted.q.concentration, model.components_, rtol=1e-6)
+    np.testing.assert_allclose(fitted.transform(held_out), model.transform(held_out), rtol=1e-5)
+    assert fitted.perplexity(held_out) == pytest.approx(model.perplexity(held_out), rel=1e-8)
+    again = lda.fit(counts, passes=1, batch_size=None, start=fitted.q, progress=False)
+    assert again.history[0] == pytest.approx(-np.log(model.perplexity(counts)), rel=1e-8)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.02, 0.25, 2.0]))
+def test_in_batches_of_everything_the_elbo_never_falls(seed, alpha):
+    lda = LDA(K, doc_topic_prior=alpha, max_local_iter=10)
+    fitted = lda.fit(corpus(30, seed), passes=40, batch_size=None, seed=seed, progress=False)
+    steps = np.diff(fitted.history)
+    assert len(steps) == 39 and steps.min() >= -1e-12 * abs(fitted.history[-1])
+    assert fitted.history[-1] > fitted.history[0] + 0.05
+
+
+def test_documents_go_on_from_where_they_were_once_starting_afresh_lowers_the_elbo():
+    counts = corpus(30, seed=3)
+    found = False
+    for seed in range(4):  # afresh alone falls for some of these, so that the guard is at work
+        lda, q, scores = LDA(K, doc_topic_prior=0.02), None, []
+        for _ in range(40):
+            fitted = lda.fit(counts, passes=1, batch_size=None, seed=seed, start=q, progress=False)
+            q, scores = fitted.q, scores + fitted.history
+        guarded = lda.fit(counts, passes=40, batch_size=None, seed=seed, progress=False)
+        found |= min(np.diff(scores)) < -1e-9
+        assert min(np.diff(guarded.history)) >= -1e-12 * abs(guarded.history[-1])
+    assert found
+
+
+@pytest.fixture(scope="module")
+def settled():
+    counts = corpus(40, seed=5)
+    lda = LDA(K, topic_word_prior=0.1, local_tol=1e-11, max_local_iter=20_000)
+    fitted = lda.fit(counts, passes=3000, batch_size=None, tol=1e-13, progress=False)
+    assert fitted.converged
+    return counts, lda, fitted
+
+
+def test_sites_and_prior_add_up_to_the_posterior(settled):
+    counts, _, fitted = settled
+    sites = fitted.sites["log"]
+    assert sites.shape == (40, K, V)
+    total = fitted.prior.natural["log"] + sites.sum(0)
+    torch.testing.assert_close(total, fitted.q.natural["log"], rtol=1e-4, atol=1e-4)
+    for_each_word = torch.tensor(counts.toarray()).double()
+    torch.testing.assert_close(sites.sum(1), for_each_word, rtol=1e-12, atol=1e-12)
+
+
+def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
+    counts, lda, fitted = settled
+    for gone in ([0], [3, 17, 29]):
+        rest = np.setdiff1d(np.arange(40), gone)
+        data = read_counts(counts, torch.float64)
+        start = fitted.documents.concentration[rest]
+        local = local_step(data, torch.tensor(rest), fitted.q, lda.document_prior(), start=start)
+        wanted = 0.1 + local.expected
+        found = fitted.without(gone).concentration
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        moved = (fitted.q.concentration - found).sum()
+        assert float(moved) == pytest.approx(counts[gone].sum(), rel=1e-9)
+    mask = np.isin(np.arange(40), [3, 17, 29])
+    assert torch.equal(fitted.without(mask).concentration, found)
+    assert torch.equal(fitted.without([]).concentration, fitted.q.concentration)
+
+
+@pytest.mark.slow
+def test_taking_a_document_out_foretells_fitting_without_it():
+    rng = np.random.default_rng(5)
+    mixed = rng.dirichlet(np.full(K, 0.3), 100) @ rng.dirichlet(np.full(V, 0.05), K)
+    counts = sp.csr_matrix(np.stack([rng.multinomial(50, p) for p in mixed]))
+    lda = LDA(K, topic_word_prior=0.1, local_tol=1e-7, max_local_iter=2000)
+    fitted = lda.fit(counts, passes=2000, batch_size=None, tol=1e-10, progress=False)
+    foretold, refitted = [], []
+    for gone in range(0, 100, 10):
+        rest = counts[np.setdiff1d(np.arange(100), [gone])]
+        again = lda.fit(rest, passes=300, batch_size=None, start=fitted.q, tol=1e-8, progress=False)
+        refitted.append((again.q.mean - fitted.q.mean).flatten())
+        foretold.append((fitted.without([gone]).mean - fitted.q.mean).flatten())
+    together = torch.stack([torch.cat(foretold), torch.cat(refitted)])
+    assert float(torch.corrcoef(together)[0, 1]) > 0.9
+
+
+def test_topics_that_lag_behind_refuse_to_give_back_more_than_they_hold():
+    start = Dirichlet(torch.full((K, V), 0.01, dtype=torch.float64))
+    lda = LDA(K, learning_offset=1e6)
+    fitted = lda.fit(corpus(20), passes=1, batch_size=5, start=start, progress=False)
+    with pytest.raises(InputError, match="far from a fixed point"):
+        fitted.without(range(20))
+
+
+@pytest.mark.parametrize(("block", "turns"), [(1, 1), (700, 3), (1 << 20, 100)])
+def test_blocks_and_rounds_change_nothing(monkeypatch, block, turns):
+    data, q = read_counts(corpus(50), torch.float64), Dirichlet(torch.tensor(random_topics()))
+    rows, prior = torch.randperm(50)[:33], LDA(K).document_prior()
+    before = local_step(data, rows, q, prior)
+    monkeypatch.setattr(documents, "BLOCK", block)
+    monkeypatch.setattr(documents, "ROUND", turns)
+    after = local_step(data, rows, q, prior)
+    torch.testing.assert_close(after.gamma, before.gamma, rtol=1e-9, atol=0)
+    torch.testing.assert_close(after.bound, before.bound, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(after.expected, before.expected, rtol=1e-9, atol=1e-12)
+
+
+def test_blocks_hold_every_entry_once_and_stay_small(monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK", 500)
+    counts = corpus(50)
+    rows = torch.arange(49, 9, -1)
+    found = torch.zeros(40, V, dtype=torch.float64)
+    sizes = []
+    for at, words, number in read_counts(counts, torch.float64).blocks(rows, K):
+        found[at] += torch.zeros(len(at), V).double().scatter_add_(1, words, number)
+        sizes.append(words.shape)
+    assert torch.equal(found, torch.tensor(counts.toarray()[rows.numpy()]).double())
+    assert all(d == 1 or d * length * K <= 500 for d, length in sizes) and len(sizes) > 3
+
+
+def test_every_form_of_counts_is_read_alike():
+    counts = corpus(12)
+    dense = torch.tensor(counts.toarray())
+    wanted = LDA(2).fit(counts, passes=2, batch_size=5, progress=False)
+    forms = [counts.tocoo(), counts.tocsc(), sp.csr_array(counts.astype(np.uint16)), dense]
+    forms += [dense.to_sparse(), dense.float().to_sparse_csr(), dense.numpy(), dense.tolist()]
+    for form in forms:
+        found = LDA(2).fit(form, passes=2, batch_size=5, progress=False)
+        torch.testing.assert_close(found.q.concentration, wanted.q.concentration)
+        assert found.history == pytest.approx(wanted.history, rel=1e-12)
+
+
+def test_a_seed_is_a_fit():
+    fits = [
+        LDA(K).fit(corpus(30), passes=2, batch_size=7, seed=s, progress=False) for s in (1, 1, 2)
+    ]
+    first, same, other = (fitted.q.concentration for fitted in fits)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+def test_planted_topics_are_found_online():
+    rng = np.random.default_rng(0)
+    planted = np.kron(np.eye(K), np.full(V // K, K / V))
+    mixed = rng.dirichlet(np.full(K, 0.1), 400) @ planted
+    counts = np.stack([rng.multinomial(50, p) for p in mixed])
+    fitted = LDA(K, topic_word_prior=0.1).fit(counts, passes=15, batch_size=40, progress=False)
+    names = [str(i // (V // K)) for i in range(V)]
+    words = fitted.topics(names, top=V // K).words
+    assert sorted({*row}.pop() for row in words) == [*"0123"]
+    assert all(len({*row}) == 1 for row in words)
+    assert fitted.history[-1] > fitted.history[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_priors_that_underflow_leave_finite_answers(dtype):
+    lda = LDA(K, doc_topic_prior=1e-4, topic_word_prior=1e-4, dtype=dtype)
+    fitted = lda.fit(corpus(40), passes=5, batch_size=10, progress=False)
+    assert fitted.q.concentration.dtype == dtype
+    assert np.isfinite(fitted.history).all() and np.isfinite(fitted.perplexity(corpus(9, seed=2)))
+
+
+def test_single_precision_is_close():
+    fits = [
+        LDA(K, dtype=dtype).fit(corpus(60), passes=3, batch_size=20, progress=False)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    single, double = (fitted.perplexity(corpus(20, seed=1)) for fitted in fits)
+    assert single != double
+    start = Dirichlet(torch.tensor(random_topics()))
+    steps = [
+        LDA(K, dtype=d).step(start, corpus(60), n_documents=60, rho=0.5).concentration.double()
+        for d in (torch.float32, torch.float64)
+    ]
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-3, atol=0)
+
+
+def test_tables_of_words():
+    fitted = LDA(2).fit(corpus(20), passes=2, batch_size=None, progress=False)
+    names = [f"word{i}" for i in range(V)]
+    topics = fitted.topics(names, top=3)
+    table = topics.table
+    assert table.columns.tolist() == ["topic", "rank", "word", "probability"]
+    assert table["rank"].tolist() == [1, 2, 3, 1, 2, 3]
+    best = fitted.q.mean[1].argmax()
+    assert table.word[3] == names[int(best)]
+    assert table.probability[3] == pytest.approx(float(fitted.q.mean[1, best]))
+    assert str(topics).splitlines()[1].split() == ["1", *topics.words[1]]
+    with pytest.raises(InputError, match="vocabulary must have 60 words, got 2"):
+        fitted.topics(["one", "two"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((3, 5, -1), "word 5 in document 3 is negative: -1.0"),
+        ((2, 7, 0.5), "word 7 in document 2 is not a whole number: 0.5"),
+        ((4, 1, np.nan), "word 1 in document 4 is not finite"),
+        ((4, 1, np.inf), "word 1 in document 4 is not finite"),
+        ((6, slice(None), 0), r"1 documents have no words \(the first is document 6\)"),
+    ],
+)
+def test_bad_counts_are_named(change, message):
+    counts = np.ones((8, V))
+    row, column, value = change
+    counts[row, column] = value
+    for form in (counts, sp.csr_matrix(counts), torch.tensor(counts)):
+        with pytest.raises(DataError, match=message):
+            LDA(2).fit(form, progress=False)
+    with pytest.raises(DataError, match=message):
+        LDA(2).fit(np.ones((3, V)), passes=1, progress=False).transform(counts)
+
+
+def test_explicit_zeros_do_not_make_a_document():
+    counts = sp.csr_matrix(([0.0, 2.0], ([0, 1], [3, 4])), shape=(2, V))
+    with pytest.raises(DataError, match="document 0"):
+        LDA(2).fit(counts, progress=False)
+
+
+def test_other_mistakes_are_named():
+    fitted = LDA(2).fit(corpus(10), passes=1, progress=False)
+    for call in (fitted.transform, fitted.perplexity):
+        with pytest.raises(DataError, match=r"have 59 words, but .* vocabulary of 60"):
+            call(corpus(3)[:, :59])
+    with pytest.raises(DataError, match=r"real matrix \[N, V\]"):
+        LDA(2).fit(np.ones(3))
+    with pytest.raises(DataError, match="two words or more"):
+        LDA(2).fit(np.ones((3, 1)))
+    with pytest.raises(InputError, match=r"shape \[K, V\] = \[3, 60\], got \[2, 60\]"):
+        LDA(3).fit(corpus(10), start=fitted.q)
+    for options, name in (
+        (dict(n_topics=1), "n_topics"),
+        (dict(n_topics=2, doc_topic_prior=0.0), "doc_topic_prior"),
+        (dict(n_topics=2, local_tol=-1.0), "local_tol"),
+        (dict(n_topics=2, learning_decay=1.5), "learning_decay"),
+        (dict(n_topics=2, dtype=torch.float16), "dtype"),
+    ):
+        with pytest.raises(InputError, match=name):
+            LDA(**options)
+    for options in (dict(passes=0), dict(batch_size=0)):
+        with pytest.raises(InputError, match=next(iter(options))):
+            LDA(2).fit(corpus(10), **options)
+    with pytest.raises(InputError, match="no closed form"):
+        fitted.left_out()
+    with pytest.raises(InputError, match="example 10"):
+        fitted.without([10])

@@ -1,0 +1,204 @@
+"""Variational message passing against scikit-learn's BayesianGaussianMixture.
+
+Its lower bound leaves out a constant (the normalisers of the priors, and of the data), so that
+differences between iterations are compared; the bound itself is held from below the evidence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import multivariate_t
+from sklearn import datasets
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import BayesianGaussianMixture as Peer
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families import Dirichlet, NormalWishart
+from blr_analysis.learning_rule.inference import (
+    BayesianGaussianMixture,
+    Conjugate,
+    NotConverged,
+    gaussian,
+)
+from blr_analysis.learning_rule.inference.vmp import log_predictive
+
+IRIS = torch.from_numpy(datasets.load_iris().data)
+
+
+class SameStart(Peer):
+    """scikit-learn's mixture, started from responsibilities."""
+
+    def _initialize_parameters(self, X, random_state, xp=None) -> None:
+        self._initialize(X, self.start)
+
+
+def model_of(k: int, size: int) -> BayesianGaussianMixture:
+    generator = torch.Generator().manual_seed(3)
+    root = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    component = NormalWishart(
+        mean=torch.full((size,), 3.0, dtype=torch.float64),
+        kappa=torch.tensor(0.3, dtype=torch.float64),
+        dof=torch.tensor(size + 1.5, dtype=torch.float64),
+        rate=root @ root.mT + torch.eye(size, dtype=torch.float64),
+    )
+    return BayesianGaussianMixture(Dirichlet(torch.full((k,), 0.7, dtype=torch.float64)), component)
+
+
+def soft(n: int, k: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(2 * torch.randn(n, k, generator=generator, dtype=torch.float64), 1)
+
+
+def peer_of(model: BayesianGaussianMixture, start: Tensor, iterations: int) -> Peer:
+    prior = model.component
+    peer = SameStart(
+        n_components=start.shape[1],
+        reg_covar=0,
+        tol=0,
+        max_iter=iterations,
+        weight_concentration_prior_type="dirichlet_distribution",
+        weight_concentration_prior=float(model.weights.concentration[0]),
+        mean_prior=prior.mean.numpy(),
+        mean_precision_prior=float(prior.kappa),
+        degrees_of_freedom_prior=float(prior.dof),
+        covariance_prior=prior.rate.numpy(),
+    )
+    peer.start = start.numpy()
+    return peer
+
+
+@pytest.mark.parametrize(("k", "columns", "seed"), [(3, 4, 0), (5, 4, 1), (2, 1, 2), (4, 2, 3)])
+def test_every_iteration_equals_scikit_learn(k: int, columns: int, seed: int) -> None:
+    data, iterations = IRIS[:, :columns], 40
+    model, start = model_of(k, columns), soft(150, k, seed)
+    peer = peer_of(model, start, iterations)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        warnings.simplefilter("ignore", NotConverged)
+        peer.fit(data.numpy())
+        fitted = model.fit(data, start=start, max_iter=iterations, tol=0)
+    ours, theirs = np.diff(fitted.history), np.diff(peer.lower_bounds_)
+    n = min(len(ours), len(theirs))
+    assert n >= 10
+    np.testing.assert_allclose(ours[:n], theirs[:n], rtol=1e-6, atol=1e-8)
+    nodes = fitted.q["components"]
+    for found, wanted in (
+        (fitted.q["weights"].concentration, peer.weight_concentration_),
+        (nodes.mean, peer.means_),
+        (nodes.kappa, peer.mean_precision_),
+        (nodes.dof, peer.degrees_of_freedom_),
+        (nodes.rate, peer.covariances_ * peer.degrees_of_freedom_[:, None, None]),
+        (fitted.responsibilities(data), peer.predict_proba(data.numpy())),
+    ):
+        np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=1e-6, atol=1e-7)
+
+
+def test_the_bound_rises_and_stays_below_the_evidence() -> None:
+    """Six examples in two classes: the evidence is a sum over all 2⁶ assignments."""
+    data, model = IRIS[[0, 1, 60, 61, 120, 121], :2], model_of(2, 2)
+    of_class, of_weights = Conjugate(model.component, gaussian()), model.weights
+    terms = []
+    for classes in itertools.product([0, 1], repeat=6):
+        chosen = torch.tensor(classes)
+        counts = torch.bincount(chosen, minlength=2).double()
+        gain = Dirichlet(of_weights.concentration + counts).log_partition()
+        term = float(gain - of_weights.log_partition())
+        for k in (0, 1):
+            if counts[k]:
+                term += of_class.fit(data[chosen == k]).history[0]
+        terms.append(term)
+    evidence = float(torch.tensor(terms, dtype=torch.float64).logsumexp(0))
+    best = -np.inf
+    for seed in range(8):
+        fitted = model.fit(data, start=soft(6, 2, seed), tol=1e-10)
+        assert fitted.objective == "ELBO" and fitted.converged
+        assert np.diff(fitted.history).min() > -1e-10
+        best = max(best, fitted.history[-1])
+    assert best < evidence < best + 2
+
+
+def test_prior_and_sites_add_up_to_the_posterior() -> None:
+    fitted = model_of(3, 4).fit(IRIS, start=soft(150, 3, 5))
+    for name, node in fitted.q.items():
+        for key, value in node.natural.items():
+            total = fitted.prior[name].natural[key] + fitted.sites[name][key].sum(0)
+            torch.testing.assert_close(value, total)
+    q = fitted.without(range(150))
+    torch.testing.assert_close(q["weights"].concentration, fitted.prior["weights"].concentration)
+
+
+def test_left_out_densities_follow_those_of_fitting_again() -> None:
+    """One step of message passing against all of them without the example; every tenth one."""
+    model = BayesianGaussianMixture.for_data(IRIS, 3)  # two of the components overlap
+    fitted = model.fit(IRIS, start=soft(150, 3, 5), tol=1e-10)
+    chosen, again = torch.arange(0, 150, 10), []
+    for i in chosen.tolist():
+        keep = torch.arange(150) != i
+        rest = model.fit(IRIS[keep], start=fitted.responsibilities(IRIS[keep]), tol=1e-8)
+        again.append(float(rest.log_predictive(IRIS[i : i + 1])))
+    drop = fitted.log_predictive(IRIS)[chosen].numpy()
+    estimated, wanted = drop - fitted.left_out()[chosen].numpy(), drop - np.array(again)
+    assert np.corrcoef(estimated, wanted)[0, 1] > 0.95
+    assert np.linalg.norm(estimated - wanted) < 0.3 * np.linalg.norm(wanted)
+
+
+def test_the_predictive_is_a_mixture_of_students() -> None:
+    fitted = model_of(3, 4).fit(IRIS, start=soft(150, 3, 5))
+    weights, nodes = fitted.q["weights"].mean, fitted.q["components"]
+    wanted = 0.0
+    for k in range(3):
+        dof = float(nodes.dof[k]) - 3
+        shape = nodes.rate[k] * (1 + 1 / nodes.kappa[k]) / dof
+        density = multivariate_t(nodes.mean[k].numpy(), shape.numpy(), dof).pdf(IRIS.numpy())
+        wanted = wanted + float(weights[k]) * density
+    np.testing.assert_allclose(fitted.log_predictive(IRIS), np.log(wanted), rtol=1e-9)
+
+
+def test_left_out_is_the_predictive_without_the_example() -> None:
+    fitted = model_of(3, 4).fit(IRIS, start=soft(150, 3, 5))
+    left_out = fitted.left_out()
+    for i in (0, 77, 149):
+        q = fitted.without([i])
+        wanted = log_predictive(q, IRIS[i : i + 1])
+        torch.testing.assert_close(left_out[i : i + 1], wanted)
+    assert float(left_out.sum()) < float(fitted.log_predictive(IRIS).sum())
+
+
+def test_priors_for_the_data_are_scikit_learns() -> None:
+    peer = SameStart(
+        n_components=3, weight_concentration_prior_type="dirichlet_distribution", reg_covar=0
+    )
+    peer.start = soft(150, 3, 0).numpy()
+    peer.fit(IRIS.numpy())
+    model = BayesianGaussianMixture.for_data(IRIS, 3)
+    assert float(model.weights.concentration[0]) == pytest.approx(peer.weight_concentration_prior_)
+    np.testing.assert_allclose(model.component.mean, peer.mean_prior_)
+    assert float(model.component.kappa) == peer.mean_precision_prior_
+    assert float(model.component.dof) == peer.degrees_of_freedom_prior_
+    np.testing.assert_allclose(model.component.rate, peer.covariance_prior_)
+
+
+def test_wrong_input_is_named() -> None:
+    model = model_of(3, 4)
+    holed = IRIS.clone()
+    holed[9, 0] = torch.inf
+    with pytest.raises(DataError, match="data is not finite at example 9"):
+        model.fit(holed)
+    with pytest.raises(DataError, match="3 components need as many examples, got 2"):
+        model.fit(IRIS[:2])
+    with pytest.raises(DataError, match=r"y must be \[N, 4\], got \(150, 2\)"):
+        model.fit(IRIS[:, :2])
+    with pytest.raises(InputError, match=r"start must be responsibilities \[150, 3\]"):
+        model.fit(IRIS, start=soft(150, 4, 0))
+    with pytest.raises(InputError, match="without copies"):
+        BayesianGaussianMixture(Dirichlet(torch.ones(2, 3)), model.component)
+    with pytest.raises(InputError, match="component must be a Normal–Wishart"):
+        BayesianGaussianMixture(model.weights, model.weights)
+    with pytest.warns(NotConverged, match="the lower bound still changed"):
+        model.fit(IRIS, start=soft(150, 3, 0), max_iter=2)

@@ -1,0 +1,372 @@
+"""Dropout as a row: plain transcriptions with the same masks, and the mixture it comes from."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from numpy.polynomial.hermite_e import hermegauss
+from torch import Tensor, nn
+
+from blr_analysis import Posterior
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.learning_rule.optim import RowOptimizer
+from blr_analysis.learning_rule.optim.dropout import Dropout
+
+N, BATCH, KEEP = 120, 20, 0.6
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Tanh(), nn.Flatten())
+    return nn.Sequential(*layers, nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+DROPPED = (2, 7)
+"""Layers that see dropped units: a convolution's channels, a linear layer's inputs."""
+
+
+def groups(model: nn.Sequential, keep: float = KEEP) -> list[dict[str, Any]]:
+    dropped = [model[k].weight for k in DROPPED]
+    ids = {id(p) for p in dropped}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    return [{"params": dropped, "keep": keep}, {"params": rest}]
+
+
+def minibatches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 1, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (N,), generator=generator)
+    for step in range(steps):
+        start = BATCH * step % N
+        yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+def masks(generator: torch.Generator) -> dict[int, Tensor]:
+    """Kept units of the layers' inputs, in the order in which the optimizer draws them."""
+    return {
+        2: (torch.rand(1, 4, 1, 1, generator=generator, dtype=torch.float64) < KEEP).double(),
+        7: (torch.rand(1, 8, generator=generator, dtype=torch.float64) < KEEP).double(),
+    }
+
+
+def dropped_out(model: nn.Sequential, x: Tensor, mask: dict[int, Tensor]) -> Tensor:
+    """Units, not weights, are multiplied by z: Khan & Rue's Eq. 39."""
+    for k, layer in enumerate(model):
+        if k not in mask:
+            x = layer(x)
+        elif isinstance(layer, nn.Conv2d):
+            x = nn.functional.conv2d(x * mask[k], layer.weight, layer.bias)
+        else:
+            x = nn.functional.linear(x * mask[k], layer.weight, layer.bias)
+    return x
+
+
+def look(optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    with optimizer.sampled_params(train=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def distance(left: list[Tensor], right: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+def is_dropped(model: nn.Sequential) -> list[bool]:
+    ids = {id(model[k].weight) for k in DROPPED}
+    return [id(p) in ids for p in model.parameters()]
+
+
+def shares(model: nn.Sequential) -> list[float]:
+    return [KEEP if dropped else 1.0 for dropped in is_dropped(model)]
+
+
+# Eqs. 42 and 43 ----------------------------------------------------------------------------------
+
+
+def test_sgd_with_dropout_masks() -> None:
+    """S = I and no smoothing: ordinary dropout, with lr/π₁ for the weights that leave units."""
+    model, other = network(), network()
+    optimizer = Dropout(groups(model), lr=0.1, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    sgd = torch.optim.SGD(
+        [
+            {"params": [p], "lr": 0.1 / share}
+            for p, share in zip(other.parameters(), shares(other), strict=True)
+        ]
+    )
+    dropped = 0
+    for x, y in minibatches(100):
+        look(optimizer, model, x, y)
+        optimizer.step()
+        sgd.zero_grad()
+        mask = masks(generator)
+        nn.functional.cross_entropy(dropped_out(other, x, mask), y).backward()
+        sgd.step()
+        dropped += int(sum((1 - z).sum() for z in mask.values()))
+    assert distance(values(model), values(other)) < 1e-12
+    assert distance(values(model), values(network())) > 0.01 and dropped > 300
+
+
+def adam(model: nn.Sequential, steps: int) -> None:
+    """Eqs. 42 and 43 with a diagonal S, its square root, momentum and bias corrections."""
+    generator = torch.Generator().manual_seed(3)
+    params, kept = list(model.parameters()), shares(model)
+    u = [torch.zeros_like(p) for p in params]
+    s = [torch.zeros_like(p) for p in params]
+    for t, (x, y) in enumerate(minibatches(steps), start=1):
+        loss = nn.functional.cross_entropy(dropped_out(model, x, masks(generator)), y)
+        for k, g in enumerate(torch.autograd.grad(loss, params)):
+            u[k] = 0.9 * u[k] + 0.1 * g / kept[k]
+            s[k] = 0.99 * s[k] + 0.01 * g**2 / kept[k]
+            root = (s[k] / (1 - 0.99**t)).sqrt() + 1e-8
+            with torch.no_grad():
+                params[k] -= 0.01 * (u[k] / (1 - 0.9**t)) / root
+
+
+def gauss_newton(model: nn.Sequential, steps: int) -> None:
+    """Eqs. 42 and 43 with Σ g_i², per example by brute force, and a prior."""
+    generator = torch.Generator().manual_seed(3)
+    params, kept, decay = list(model.parameters()), shares(model), 0.02
+    h = [torch.full_like(p, 0.5) for p in params]
+    for x, y in minibatches(steps):
+        mask = masks(generator)
+        losses = nn.functional.cross_entropy(dropped_out(model, x, mask), y, reduction="none")
+        each = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+        for k, rows in enumerate(zip(*each, strict=True)):
+            g = torch.stack(rows)
+            h[k] = 0.9 * h[k] + 0.1 * g.square().mean(0) / kept[k]
+            with torch.no_grad():
+                params[k] -= 0.05 * (g.mean(0) / kept[k] + decay * params[k]) / (h[k] + decay)
+
+
+def test_adam_with_dropout() -> None:
+    model, other = network(), network()
+    settings = {"lr": 0.01, "beta2": 0.99, "generator": torch.Generator().manual_seed(3)}
+    optimizer = Dropout(groups(model), row="Adam", **settings)
+    for x, y in minibatches(50):
+        look(optimizer, model, x, y)
+        optimizer.step()
+    adam(other, 50)
+    assert distance(values(model), values(other)) < 1e-11
+    assert distance(values(model), values(network())) > 0.1
+
+
+def test_online_gauss_newton_with_dropout() -> None:
+    model, other = network(), network()
+    settings = {"lr": 0.05, "beta1": 0.0, "beta2": 0.9, "weight_decay": 0.02, "hess_init": 0.5}
+    generator = torch.Generator().manual_seed(3)
+    optimizer = Dropout(groups(model), row="OGN", model=model, generator=generator, **settings)
+    for x, y in minibatches(15):
+        look(optimizer, model, x, y)
+        optimizer.step()
+    gauss_newton(other, 15)
+    assert distance(values(model), values(other)) < 1e-12
+
+
+def test_rows_that_sample_are_dropped_out_too() -> None:
+    """IVON's row: θ = z ∘ (m + ε), ĥ = S ε ∘ z ∘ g / π₁ (App. G with its ε₁ kept)."""
+    param = nn.Parameter(torch.tensor([[0.5, -1.0, 2.0, 1.5]], dtype=torch.float64))
+    start = param.detach().clone()
+    settings = {"lr": 0.1, "ess": 4.0, "weight_decay": 0.5, "hess_init": 1.0, "beta1": 0.0}
+    optimizer = Dropout(
+        [param], row="IVON", keep=0.5, generator=torch.Generator().manual_seed(9), **settings
+    )
+    with optimizer.sampled_params(train=True):
+        theta = param.detach().clone()
+        (param**3).sum().backward()
+    optimizer.step()
+    z = (theta != 0).double()
+    assert 0 < z.sum() < 4
+    noise = torch.where(z == 1, theta - start, torch.zeros_like(theta))
+    g = 3 * theta**2 * z / 0.5
+    estimate, h, rho = 4 * 1.5 * noise * g, torch.ones_like(start), 1 - 0.999
+    h = h + rho * (estimate - h) + 0.5 * rho**2 * (estimate - h) ** 2 / 1.5
+    torch.testing.assert_close(optimizer.state[param]["hess"], h, rtol=1e-12, atol=0)
+    moved = start - 0.1 * (g + 0.5 * start) / (h + 0.5)
+    torch.testing.assert_close(param.detach(), moved, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("row", ["SGD with momentum", "RMSprop", "Adam", "AdamW", "Vadam", "IVON"])
+def test_nothing_dropped_is_the_row_itself(row: str) -> None:
+    model, other = network(), network()
+    settings = {"lr": 0.01, "ess": N, "weight_decay": 0.01, "hess_init": 0.1}
+    pair = (
+        Dropout(
+            model.parameters(), row=row, generator=torch.Generator().manual_seed(3), **settings
+        ),
+        RowOptimizer(
+            other.parameters(), row, generator=torch.Generator().manual_seed(3), **settings
+        ),
+    )
+    for x, y in minibatches(20):
+        for optimizer, net in zip(pair, (model, other), strict=True):
+            look(optimizer, net, x, y)
+            optimizer.step()
+    assert distance(values(model), values(other)) == 0
+
+
+def test_the_mean_gradient_is_that_of_the_mixture() -> None:
+    """(1/π₁) ∇_m E_q[ℓ], by enumeration of all masks (App. G, Eq. 84)."""
+    m = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    count = 40_000
+
+    def loss(w: Tensor) -> Tensor:
+        return (w.sum(-1) - 1) ** 2 + torch.sin(w[..., 0] * w[..., 1])
+
+    copies = nn.Parameter(m.expand(1, 3).clone())
+    found = []
+    optimizer = Dropout([copies], lr=0.1, keep=KEEP, generator=torch.Generator().manual_seed(3))
+    for _ in range(2000):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss(copies).sum().backward()
+        assert copies.grad is not None
+        found.append(copies.grad.clone())
+        optimizer._gathered.clear()
+    drawn = torch.cat(found)
+    count = len(drawn)
+    leaf = m.clone().requires_grad_()
+    expected = torch.zeros(())
+    for z in itertools.product([0.0, 1.0], repeat=3):
+        share = math.prod(KEEP if kept else 1 - KEEP for kept in z)
+        expected = expected + share * loss(leaf * torch.tensor(z).double())
+    (wanted,) = torch.autograd.grad(expected / KEEP, leaf)
+    assert ((drawn.mean(0) - wanted).abs() < 4 * drawn.std(0) / math.sqrt(count)).all()
+
+
+@pytest.mark.parametrize(("spike", "mean"), [(1e4, 3.0), (1e6, -2.0)])
+def test_responsibilities_vanish_from_the_rule_when_the_slab_is_far(
+    spike: float, mean: float
+) -> None:
+    """Eqs. 85 and 86: ∇_m E_q[log q] → 0 and 2 ∇_{1/S} E_q[log q] → −π₁ S, by quadrature."""
+    places, weights = (torch.from_numpy(a) for a in hermegauss(60))
+    weights = weights / weights.sum()
+    m = torch.tensor(mean, dtype=torch.float64, requires_grad=True)
+    variance = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)
+
+    def log_normal(theta: Tensor, centre: Any, spread: Any) -> Tensor:
+        spread = torch.as_tensor(spread, dtype=torch.float64)
+        return -0.5 * (theta - centre) ** 2 / spread - 0.5 * torch.log(2 * math.pi * spread)
+
+    def log_q(theta: Tensor) -> Tensor:
+        slab = math.log(KEEP) + log_normal(theta, m, variance)
+        return torch.logaddexp(slab, math.log(1 - KEEP) + log_normal(theta, 0.0, 1 / spike))
+
+    slab = (weights * log_q(m + variance.sqrt() * places)).sum()
+    narrow = (weights * log_q(spike**-0.5 * places)).sum()
+    of_mean, of_variance = torch.autograd.grad(KEEP * slab + (1 - KEEP) * narrow, [m, variance])
+    assert abs(of_mean.item()) < 1e-10
+    assert 2 * of_variance.item() == pytest.approx(-KEEP / 0.04, rel=1e-10)
+
+
+# The face ----------------------------------------------------------------------------------------
+
+
+def test_prediction_at_the_mean_and_by_draws() -> None:
+    model = network()
+    before = values(model)
+    optimizer = Dropout(groups(model), lr=0.1, generator=torch.Generator().manual_seed(3))
+    with optimizer.mean_params():
+        wanted = [s * p for s, p in zip(shares(model), before, strict=True)]
+        assert distance(values(model), wanted) == 0
+    kept = []
+    for _ in range(400):
+        with optimizer.sampled_params():
+            kept.append((model[7].weight[0] != 0).double())  # type: ignore[index]
+            assert model[0].weight.detach().equal(before[0])
+    share, error = torch.stack(kept).mean(0), math.sqrt(KEEP * (1 - KEEP) / 400)
+    assert ((share - KEEP).abs() < 4 * error).all()
+    assert distance(values(model), before) == 0
+
+
+@pytest.mark.parametrize("row", ["SGD", "Adam", "VOGN"])
+def test_training_resumes_with_the_same_bits(row: str) -> None:
+    def make(model: nn.Sequential) -> Dropout:
+        extra = {"model": model, "weight_decay": 0.1} if row == "VOGN" else {}
+        generator = torch.Generator().manual_seed(3)
+        return Dropout(groups(model), lr=0.01, row=row, ess=N, generator=generator, **extra)
+
+    model, other = network(), network()
+    optimizer = make(model)
+    batches = [*minibatches(8)]
+    for x, y in batches[:4]:
+        look(optimizer, model, x, y)
+        optimizer.step()
+    look(optimizer, model, *batches[4])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other.load_state_dict(saved[0])
+    resumed = make(other)
+    resumed.load_state_dict(saved[1])
+    for net, learner in ((model, optimizer), (other, resumed)):
+        learner.step()
+        for x, y in batches[5:]:
+            look(learner, net, x, y)
+            learner.step()
+    assert distance(values(model), values(other)) == 0
+    with pytest.raises(OptimizerError, match="not of"):
+        RowOptimizer(network().parameters(), "SGD", 0.1).load_state_dict(saved[1])
+
+
+def test_several_draws_are_averaged() -> None:
+    model, other = network(), network()
+    optimizer = Dropout(groups(model), lr=0.1, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    x, y = next(minibatches(1))
+    for half in (slice(0, 10), slice(10, 20)):
+        look(optimizer, model, x[half], y[half])
+    optimizer.step()
+    loss = sum(
+        nn.functional.cross_entropy(dropped_out(other, x[half], masks(generator)), y[half]) / 2
+        for half in (slice(0, 10), slice(10, 20))
+    )
+    found = torch.autograd.grad(loss, list(other.parameters()))  # type: ignore[arg-type]
+    wanted = [p - 0.1 * g / s for p, g, s in zip(values(other), found, shares(other), strict=True)]
+    assert distance(values(model), wanted) < 1e-14
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "biases": (lambda: Dropout(network().parameters(), 0.1, keep=0.5), "biases"),
+    "no share": (lambda: Dropout(groups(network(), 0.0), 0.1), "keep must be"),
+    "above 1": (lambda: Dropout(groups(network(), 1.5), 0.1), "keep must be"),
+    "no dimension": (
+        lambda: Dropout([nn.Parameter(torch.ones(2, 2))], 0.1, keep=0.5, dim=2),
+        "dim",
+    ),
+    "bSAM": (lambda: Dropout(groups(network()), 0.1, "bSAM"), "bSAM"),
+    "Newton": (lambda: Dropout(groups(network()), 0.1, "Newton"), "Newton"),
+    "no model": (lambda: Dropout(groups(network()), 0.1, "OGN", weight_decay=1.0), "model"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_named(case: str) -> None:
+    make, message = MISTAKES[case]
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_step_needs_a_draw_and_no_gaussian_is_read() -> None:
+    model = network()
+    optimizer = Dropout(groups(model), lr=0.1, row="Adam")
+    x, y = next(minibatches(1))
+    nn.functional.cross_entropy(model(x), y).backward()
+    before = values(model)
+    with pytest.raises(OptimizerError, match="without a draw"):
+        optimizer.step()
+    with pytest.raises(ZeroDivisionError), optimizer.sampled_params(train=True):
+        raise ZeroDivisionError
+    assert distance(values(model), before) == 0
+    look(optimizer, model, x, y)
+    optimizer.step()
+    with pytest.raises(OptimizerError, match="dropout"):
+        Posterior.from_optimizer(optimizer, model)

@@ -1,0 +1,659 @@
+"""The elementwise rows: torch's own optimizers, the rule itself, and plain transcriptions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
+from blr_analysis.learning_rule.families import DiagonalGaussian
+from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, RowOptimizer, Vadam, Vprop
+from blr_analysis.learning_rule.rule import blr_step
+from blr_analysis.learning_rule.table import ROWS, runs_elementwise
+
+N, BATCH = 120, 20
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 8), nn.Tanh())
+    return nn.Sequential(*layers, nn.Linear(8, 3)).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 1, 6, 6, generator=generator, dtype=dtype)
+    return x, torch.randint(3, (N,), generator=generator)
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def train(make: Callable[..., Any], steps: int = 100, schedule: Any = None) -> Tensor:
+    model = network()
+    optimizer = make(model.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
+    x, y = data()
+    for start in (BATCH * t % N for t in range(steps)):
+        optimizer.zero_grad()
+        batch = slice(start, start + BATCH)
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return flat(model.parameters())
+
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gradient descent": (
+        lambda p: RowOptimizer(p, "gradient descent", lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+    ),
+    "SGD": (
+        lambda p: RowOptimizer(p, "SGD", lr=0.1, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    ),
+    "SGD with momentum": (
+        lambda p: RowOptimizer(p, "SGD with momentum", lr=0.1, beta1=0.9, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "RMSprop": (
+        lambda p: RowOptimizer(p, "RMSprop", lr=0.01, beta2=0.99, weight_decay=0.01, eps=1e-3),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.99, weight_decay=0.01, eps=1e-3),
+    ),
+    "Adam": (
+        lambda p: RowOptimizer(p, "Adam", lr=0.01, beta1=0.8, beta2=0.95, weight_decay=0.01),
+        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.95), weight_decay=0.01),
+    ),
+    "AdamW": (
+        lambda p: RowOptimizer(p, "AdamW", lr=0.01, weight_decay=0.1, eps=1e-3),
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, eps=1e-3),
+    ),
+}
+
+SCHEDULES: dict[str, Any] = {
+    "no schedule": None,
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 0.05, total_steps=101, cycle_momentum=False
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_torch(name: str, schedule: str) -> None:
+    """100 steps of a convolutional network, weight decay and eps included."""
+    ours, theirs = PAIRS[name]
+    expected = train(theirs, schedule=SCHEDULES[schedule])
+    found = train(ours, schedule=SCHEDULES[schedule])
+    assert (found - flat(network().parameters())).norm() > 0.1  # it went somewhere
+    assert (found - expected).abs().max() < 1e-12
+
+
+def test_a_closure_and_a_context_are_the_same_step() -> None:
+    x, y = data()
+    results = []
+    for way in ("plain", "closure", "context"):
+        model = network()
+        optimizer = RowOptimizer(model.parameters(), "Adam", lr=0.01)
+
+        def loss(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            value = nn.functional.cross_entropy(model(x), y)
+            value.backward()
+            return value
+
+        for _ in range(3):
+            if way == "closure":
+                assert float(optimizer.step(loss)) > 0
+                continue
+            if way == "context":
+                with optimizer.sampled_params(train=True):
+                    loss()
+            else:
+                loss()
+            optimizer.step()
+        results.append(flat(model.parameters()))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_gradients_of_several_contexts_make_one_minibatch() -> None:
+    """Squared after they are averaged: Adam squares the gradient of the minibatch."""
+    x, y = data()
+    whole, parts = network(), network()
+    optimizers = [RowOptimizer(m.parameters(), "Adam", lr=0.01) for m in (whole, parts)]
+    nn.functional.cross_entropy(whole(x), y).backward()
+    optimizers[0].step()
+    for half in (slice(0, N // 2), slice(N // 2, N)):
+        with optimizers[1].sampled_params(train=True):
+            optimizers[1].zero_grad()
+            nn.functional.cross_entropy(parts(x[half]), y[half]).backward()
+    optimizers[1].step()
+    difference = flat(whole.parameters()) - flat(parts.parameters())
+    assert difference.abs().max() < 1e-9
+
+
+# The rule ------------------------------------------------------------------------------------
+
+
+def test_a_row_without_departures_is_the_rule() -> None:
+    """OGN without momentum: S and m move as blr_step moves them, at ρ = lr = 1 − beta2."""
+    rho, ess, decay = 0.3, 50.0, 0.02
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 4).double(), torch.randn(50, 1).double()
+    model = nn.Linear(4, 1, bias=False).double()
+    optimizer = OGN(
+        model.parameters(),
+        lr=rho,
+        ess=ess,
+        hess_init=0.7,
+        beta1=0.0,
+        beta2=1 - rho,
+        weight_decay=decay,
+        model=model,
+    )
+    q = DiagonalGaussian(
+        model.weight.detach()[0].clone(), torch.full((4,), ess * (0.7 + decay)).double()
+    )
+    for _ in range(5):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            (0.5 * (model(x) - y).square()).mean().backward()
+        optimizer.step()
+        gradients = (x @ q.mean - y[:, 0])[:, None] * x
+        slope = gradients.sum(0) + ess * decay * q.mean
+        hessian = gradients.square().sum(0) + ess * decay
+        q = blr_step(q, q.pull_back(slope, hessian), rho)
+        learned = ess * (optimizer.state[model.weight]["hess"][0] + decay)
+        torch.testing.assert_close(model.weight.detach()[0], q.mean, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(learned, q.precision, rtol=1e-12, atol=1e-14)
+
+
+# Rows that draw: the same noise for a plain transcription --------------------------------------
+
+
+class Quadratic:
+    """Minibatch gradients of a least-squares loss, and the noise of a generator."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(40, generator=generator, dtype=torch.float64)
+        self.start = torch.randn(5, generator=generator, dtype=torch.float64)
+        self.noise = torch.Generator().manual_seed(7)
+
+    def rows(self, t: int) -> slice:
+        return slice(8 * t % 40, 8 * t % 40 + 8)
+
+    def loss(self, theta: Tensor, t: int) -> Tensor:
+        rows = self.rows(t)
+        return 0.5 * (self.x[rows] @ theta - self.y[rows]).square().mean()
+
+    def gradient(self, theta: Tensor, t: int) -> Tensor:
+        rows = self.rows(t)
+        return self.x[rows].T @ (self.x[rows] @ theta - self.y[rows]) / 8
+
+    def epsilon(self) -> Tensor:
+        return torch.empty(5, dtype=torch.float64).normal_(generator=self.noise)
+
+
+def run(make: Callable[..., Any], steps: int) -> tuple[Tensor, Any, Quadratic]:
+    problem = Quadratic()
+    theta = nn.Parameter(problem.start.clone())
+    optimizer = make([theta], generator=torch.Generator().manual_seed(7))
+    for t in range(steps):
+        optimizer.zero_grad()
+        with optimizer.sampled_params(train=True):
+            problem.loss(theta, t).backward()
+        if isinstance(optimizer, BSAM):
+            with optimizer.adversarial_params():
+                problem.loss(theta, t).backward()
+        optimizer.step()
+    return theta.detach(), optimizer, problem
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_vadam_line_by_line() -> None:
+    """Khan et al., ICML 2018, Figure 1 (right)."""
+    n, lam, alpha, gamma1, gamma2 = 40.0, 3.0, 0.05, 0.9, 0.97
+    found, optimizer, problem = run(
+        lambda p, **k: Vadam(
+            p, lr=alpha, ess=n, weight_decay=lam / n, beta1=gamma1, beta2=gamma2, **k
+        ),
+        30,
+    )
+    mu, m, s = problem.start.clone(), torch.zeros(5).double(), torch.zeros(5).double()
+    for t in range(1, 31):
+        sigma = 1 / torch.sqrt(n * s + lam)
+        theta = mu + sigma * problem.epsilon()
+        g = problem.gradient(theta, t - 1)
+        m = gamma1 * m + (1 - gamma1) * (g + lam * mu / n)
+        s = gamma2 * s + (1 - gamma2) * (g * g)
+        m_hat, s_hat = m / (1 - gamma1**t), s / (1 - gamma2**t)
+        mu = mu - alpha * m_hat / (torch.sqrt(s_hat) + lam / n)
+    assert_same(found, mu)
+    assert_same(optimizer.state[optimizer.param_groups[0]["params"][0]]["hess"], s)
+
+
+def test_a_second_moment_that_starts_above_0_is_not_corrected() -> None:
+    """Corrected, a small gradient would be divided by the rounding error of the difference."""
+    n, lam, alpha, start = 40.0, 3.0, 0.05, 0.4
+    found, _, problem = run(
+        lambda p, **k: Vadam(p, lr=alpha, ess=n, weight_decay=lam / n, hess_init=start, **k), 3
+    )
+    mu, m, s = (
+        problem.start.clone(),
+        torch.zeros(5).double(),
+        torch.full((5,), start, dtype=torch.float64),
+    )
+    for t in range(1, 4):
+        g = problem.gradient(mu + problem.epsilon() / torch.sqrt(n * s + lam), t - 1)
+        m, s = 0.9 * m + 0.1 * (g + lam * mu / n), 0.999 * s + 0.001 * g**2
+        mu = mu - alpha * m / (1 - 0.9**t) / (torch.sqrt(s) + lam / n)
+    assert_same(found, mu)
+
+
+def test_vadam_without_noise_or_prior_is_adam() -> None:
+    expected = train(lambda p: RowOptimizer(p, "Adam", lr=0.01, eps=1e-12), steps=10)
+    model = network()
+    optimizer = Vadam(model.parameters(), lr=0.01, ess=1e30, weight_decay=1e-12)
+    x, y = data()
+    for t in range(10):
+        batch = slice(BATCH * t % N, BATCH * t % N + BATCH)
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    assert (flat(model.parameters()) - expected).abs().max() < 1e-6
+
+
+def test_vprop_line_by_line() -> None:
+    """The talk's pseudocode maximises f = −loss, a sum: ess = 1 and λ = weight_decay."""
+    lam, alpha, beta = 2.0, 0.02, 0.1
+    found, _, problem = run(
+        lambda p, **k: Vprop(p, lr=alpha, ess=1.0, weight_decay=lam, beta2=1 - beta, **k), 30
+    )
+    mu, s = problem.start.clone(), torch.zeros(5).double()
+    for t in range(30):
+        theta = mu + problem.epsilon() / torch.sqrt(s + lam)
+        g = problem.gradient(theta, t)
+        s = (1 - beta) * s + beta * g**2
+        mu = mu - alpha * (g + lam * mu) / torch.sqrt(s + lam)
+    assert_same(found, mu)
+
+
+def test_bsam_line_by_line() -> None:
+    """Möllenhoff & Khan, ICLR 2023, Algorithm 1 (right)."""
+    n, delta, gamma, rho = 40.0, 0.02, 0.1, 0.3
+    alpha, beta1, beta2 = 0.05, 0.9, 0.9
+    found, optimizer, problem = run(
+        lambda p, **k: BSAM(
+            p,
+            lr=alpha,
+            ess=n,
+            hess_init=1 - delta,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=delta,
+            radius=rho,
+            damping=gamma,
+            **k,
+        ),
+        30,
+    )
+    omega, s, g_m = problem.start.clone(), torch.ones(5).double(), torch.zeros(5).double()
+    for t in range(30):
+        theta = omega + problem.epsilon() / torch.sqrt(n * s)
+        g = problem.gradient(theta, t)
+        epsilon = rho * g / s
+        g_eps = problem.gradient(omega + epsilon, t)
+        g_m = beta1 * g_m + (1 - beta1) * (g_eps + delta * omega)
+        s = beta2 * s + (1 - beta2) * (torch.sqrt(s) * g.abs() + delta + gamma)
+        omega = omega - alpha * g_m / s
+    assert_same(found, omega)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert_same(state["hess"] + delta, s)
+
+
+def test_sam_is_bsam_without_variance() -> None:
+    """N → ∞ and s held at 1: the gradient at ω + ρ∇ℓ(ω), for every ω."""
+    rho, alpha = 0.3, 0.1
+    found, _, problem = run(
+        lambda p, **k: BSAM(
+            p,
+            lr=alpha,
+            ess=1e32,
+            hess_init=1.0,
+            beta1=0.0,
+            beta2=1.0,
+            weight_decay=0.0,
+            radius=rho,
+            **k,
+        ),
+        30,
+    )
+    omega = problem.start.clone()
+    for t in range(30):
+        omega = omega - alpha * problem.gradient(omega + rho * problem.gradient(omega, t), t)
+    torch.testing.assert_close(found, omega, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_ivons_row_is_ivon(draws: int) -> None:
+    results = []
+    for make in (
+        lambda p, **k: IVON(p, rescale_lr=False, **k),
+        lambda p, **k: RowOptimizer(p, "IVON", **k),
+    ):
+        model = network()
+        optimizer = make(
+            model.parameters(),
+            lr=0.1,
+            ess=N,
+            hess_init=0.3,
+            beta1=0.8,
+            beta2=0.9,
+            weight_decay=0.01,
+            generator=torch.Generator().manual_seed(3),
+        )
+        x, y = data()
+        for t in range(20):
+            for k in range(draws):
+                start = BATCH * (t + k) % N
+                batch = slice(start, start + BATCH)
+                with optimizer.sampled_params(train=True):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+        hess = flat(optimizer.state[p]["hess"] for p in model.parameters())
+        results.append(torch.cat([flat(model.parameters()), hess]))
+    assert_same(*results)
+
+
+def test_clipping_holds_for_the_squares_too() -> None:
+    """Gradients a tenth as long come from squares a hundredth as large."""
+    x, y = data()
+    hess = []
+    for clipped in (False, True):
+        model = network()
+        optimizer = OGN(model.parameters(), lr=0.1, ess=N, beta2=0.0, model=model)
+        with optimizer.sampled_params(train=True):
+            nn.functional.cross_entropy(model(x), y).backward()
+        if clipped:
+            for p in model.parameters():
+                p.grad.mul_(0.1)
+        optimizer.step()
+        hess.append(flat(optimizer.state[p]["hess"] for p in model.parameters()))
+    torch.testing.assert_close(hess[1], hess[0] / 100, rtol=1e-10, atol=0)
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    model = network()
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "lr": 0.0, "ess": 7.0}, {"params": rest, "weight_decay": 0.5}]
+    optimizer = Vadam(groups, lr=0.1, ess=N)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = data()
+    with optimizer.sampled_params(train=True):
+        nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, *[True] * len(rest)]
+    with pytest.raises(InputError, match="ess must be"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "ess": -1.0})
+    with pytest.raises(InputError, match="complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.cfloat))]})
+
+
+def test_devices_and_dtypes_of_their_own() -> None:
+    """A double and a single precision layer in one model, VOGN with rules for both."""
+    torch.manual_seed(0)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)).float())
+
+    model = Mixed()
+    optimizer = make_row("VOGN", model)
+    for _ in range(3):
+        with looks(optimizer, lambda: model(torch.ones(5, 3).double()).square().mean()):
+            optimizer.step()
+    kinds = {optimizer.state[p]["hess"].dtype == p.dtype for p in model.parameters()}
+    assert kinds == {True}
+
+
+# The face -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def looks(optimizer: Any, loss: Callable[[], Tensor]) -> Iterator[None]:
+    """One step's gradients, however many looks the row takes."""
+    with optimizer.sampled_params(train=True):
+        optimizer.zero_grad()
+        loss().backward()
+    if isinstance(optimizer, BSAM):
+        with optimizer.adversarial_params():
+            loss().backward()
+    yield
+
+
+def every_row() -> list[str]:
+    return [name for name, found in ROWS.items() if runs_elementwise(found)]
+
+
+def make_row(name: str, model: nn.Module, **options: Any) -> RowOptimizer:
+    settings: dict[str, Any] = {"lr": 0.01, "ess": N, "hess_init": 0.5, "weight_decay": 0.01}
+    settings |= {"generator": torch.Generator().manual_seed(5), **options}
+    if name == "bSAM":
+        return BSAM(model.parameters(), **settings)
+    if ROWS[name].curvature == GAUSS_NEWTON:
+        settings["model"] = model
+    return RowOptimizer(model.parameters(), name, **settings)
+
+
+@pytest.mark.parametrize("name", every_row())
+def test_resumes_to_the_bit(name: str, tmp_path: Any) -> None:
+    x, y = data(torch.float32)
+
+    def advance(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for t in steps:
+            batch = slice(BATCH * t % N, BATCH * t % N + BATCH)
+            with looks(optimizer, lambda b=batch: nn.functional.cross_entropy(model(x[b]), y[b])):
+                optimizer.step()
+
+    model = network(torch.float32)
+    optimizer = make_row(name, model)
+    advance(model, optimizer, range(4))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "run.pt")
+    advance(model, optimizer, range(4, 8))
+    resumed = network(torch.float32)
+    again = make_row(name, resumed, generator=torch.Generator())
+    states = torch.load(tmp_path / "run.pt", weights_only=True)
+    resumed.load_state_dict(states["model"])
+    again.load_state_dict(states["optimizer"])
+    advance(resumed, again, range(4, 8))
+    assert torch.equal(flat(resumed.parameters()), flat(model.parameters()))
+    counts = {again.state[p]["step"] for p in resumed.parameters()}
+    assert counts == {8}
+
+
+@pytest.mark.parametrize("name", every_row())
+def test_half_precision_weights_keep_a_wide_state(name: str) -> None:
+    model = network(torch.bfloat16)
+    optimizer = make_row(name, model)
+    x, y = data(torch.bfloat16)
+    before = flat(model.parameters()).clone()
+    with looks(optimizer, lambda: nn.functional.cross_entropy(model(x).float(), y)):
+        optimizer.step()
+    assert not torch.equal(flat(model.parameters()), before)
+    for param in model.parameters():
+        assert param.dtype == torch.bfloat16
+        held = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
+        assert all(v.dtype == torch.float32 and v.shape == param.shape for v in held)
+
+
+@pytest.mark.parametrize("name", every_row())
+def test_the_mean_comes_back_and_copies_train_alike(name: str) -> None:
+    x, y = data(torch.float32)
+    model = network(torch.float32)
+    optimizer = make_row(name, model)
+    before = flat(model.parameters()).clone()
+    with pytest.raises(RuntimeError, match="my own"), optimizer.sampled_params(train=True):
+        nn.functional.cross_entropy(model(x), y).backward()
+        raise RuntimeError("my own")
+    assert torch.equal(flat(model.parameters()), before)
+    results = []
+    for m, o in (copy.deepcopy((model, optimizer)), (model, optimizer)):
+        for _ in range(2):
+            with looks(o, lambda m=m: nn.functional.cross_entropy(m(x), y)):
+                o.step()
+        results.append(flat(m.parameters()))
+    assert torch.equal(*results) and not torch.equal(results[0], before)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("name", [name for name in every_row() if name != "bSAM"])
+def test_grad_scaler(name: str, unscale: bool) -> None:
+    """Powers of two change no bit of a product: scaled training is unscaled training."""
+    x, y = data()
+    results = []
+    for scaled in (False, True):
+        model = network()
+        optimizer = make_row(name, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for _ in range(3):
+            with looks(
+                optimizer, lambda m=model, s=scaler: s.scale(nn.functional.cross_entropy(m(x), y))
+            ):
+                if unscale and scaled:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        results.append(flat(model.parameters()))
+    assert_same(*results)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    """A GradScaler that finds inf: VOGN reads infinite squares, and drops them with the draw."""
+    x, y = data()
+    model = network()
+    optimizer = make_row("VOGN", model)
+    before = flat(model.parameters()).clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with looks(optimizer, lambda: scaler.scale(nn.functional.cross_entropy(model(x), y) * 1e308)):
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(flat(model.parameters()), before) and not optimizer.state
+    assert scaler.get_scale() == 2.0
+
+
+def test_bsam_refuses_a_grad_scaler() -> None:
+    x, y = data()
+    model = network()
+    optimizer = make_row("bSAM", model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with looks(optimizer, lambda: scaler.scale(nn.functional.cross_entropy(model(x), y))):
+        before = flat(model.parameters()).clone()
+        with pytest.raises(OptimizerError, match="GradScaler"):
+            scaler.step(optimizer)
+    assert torch.equal(flat(model.parameters()), before)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_bsam_by_closure(own: bool) -> None:
+    """Also a closure that opens the context itself, as IVON's may."""
+    problem = Quadratic()
+    results = []
+    for closed in (False, True):
+        theta = nn.Parameter(problem.start.clone())
+        optimizer = BSAM([theta], lr=0.1, ess=40, generator=torch.Generator().manual_seed(2))
+        for t in range(4):
+
+            def closure(t: int = t, theta: Tensor = theta, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = problem.loss(theta, t)
+                loss.backward()
+                return loss
+
+            def opening(optimizer: Any = optimizer, closure: Any = closure) -> Tensor:
+                with optimizer.sampled_params(train=True):
+                    return closure()
+
+            if closed:
+                assert float(optimizer.step(opening if own else closure)) > 0
+                continue
+            with optimizer.sampled_params(train=True):
+                closure()
+            with optimizer.adversarial_params():
+                closure()
+            optimizer.step()
+        results.append(theta.detach())
+    assert torch.equal(*results)
+
+
+def test_bsam_in_the_wrong_order() -> None:
+    problem = Quadratic()
+    theta = nn.Parameter(problem.start.clone())
+    optimizer = BSAM([theta], lr=0.1, ess=40)
+
+    def sample() -> None:
+        with optimizer.sampled_params(train=True):
+            problem.loss(theta, 0).backward()
+
+    with pytest.raises(OptimizerError, match="without a sample"), optimizer.adversarial_params():
+        pass
+    sample()
+    with pytest.raises(OptimizerError, match="two samples"):
+        sample()
+    sample()
+    with pytest.raises(OptimizerError, match="between a sample"):
+        optimizer.state_dict()
+    with pytest.raises(OptimizerError, match="without its adversary"):
+        optimizer.step()
+    assert torch.equal(theta.detach(), problem.start)
+
+
+def test_what_is_refused() -> None:
+    params = list(network().parameters())
+    for name in ("Kalman filter", "Newton", "dropout", "STE"):
+        with pytest.raises(InputError, match="no elementwise row"):
+            RowOptimizer(params, name, lr=0.1)
+    with pytest.raises(InputError, match="use BSAM"):
+        RowOptimizer(params, "bSAM", lr=0.1)
+    with pytest.raises(InputError, match="no row is called 'adamm'"):
+        RowOptimizer(params, "adamm", lr=0.1)
+    with pytest.raises(InputError, match="beta2 must be from 0 to 1"):
+        RowOptimizer(params, "Adam", lr=0.1, beta2=2.0)
+    with pytest.raises(InputError, match="starts at 0"):
+        Vadam(params, lr=0.1, ess=10, weight_decay=0.0)
+    with pytest.raises(InputError, match="pass model=model"):
+        RowOptimizer(params, "VOGN", lr=0.1, ess=10, hess_init=1.0)
+    with pytest.raises(InputError, match="leave it out"):
+        RowOptimizer(params, "Adam", lr=0.1, model=nn.Linear(1, 1))
+    with pytest.raises(InputError, match="radius must be"):
+        BSAM(params, lr=0.1, ess=10, radius=-1.0)
+    adam = RowOptimizer(params, "Adam", lr=0.1)
+    with pytest.raises(OptimizerError, match="learns no posterior"), adam.sampled_params():
+        pass
+    with pytest.raises(OptimizerError, match="no parameter has a gradient"):
+        adam.step()
+    vadam = Vadam(params, lr=0.1, ess=10)
+    with pytest.raises(OptimizerError, match="state of Vadam, not of Adam"):
+        adam.load_state_dict(vadam.state_dict())

@@ -1,0 +1,438 @@
+"""Every family: one contract, and densities, entropies and divergences of others.
+
+A new family is one line in FAMILIES: how to make a member at random and, where there is one, its
+twin of ``torch.distributions``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch import distributions as td
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import (
+    Bernoulli,
+    Beta,
+    Categorical,
+    DiagonalGaussian,
+    Dirichlet,
+    ExponentialFamily,
+    FixedGaussian,
+    FullGaussian,
+    Gamma,
+    GaussianMixture,
+    InverseGamma,
+    Natural,
+    NormalGamma,
+    NormalWishart,
+    Product,
+    Wishart,
+)
+
+
+class Parameters:
+    """Random parameters, float64, with given copies."""
+
+    def __init__(self, seed: int, copies: tuple[int, ...] = (), size: int = 3) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.copies, self.size = copies, size
+
+    def real(self, *event: int) -> Tensor:
+        shape = (*self.copies, *event)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def positive(self, *event: int, above: float = 0.0) -> Tensor:
+        return above + self.real(*event).exp()
+
+    def matrix(self, *event: int) -> Tensor:
+        root = self.real(*event, self.size, self.size)
+        return root @ root.mT + torch.eye(self.size, dtype=torch.float64)
+
+    def simplex(self, k: int) -> Tensor:
+        return torch.softmax(self.real(k), -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[Parameters], ExponentialFamily]
+    twin: Callable[[Any], Any] | None = None
+    to_twin: Callable[[Tensor], Tensor] = lambda theta: theta
+
+
+def _fixed(p: Parameters) -> FixedGaussian:
+    precision = torch.linspace(0.5, 2.0, p.size, dtype=torch.float64)
+    return FixedGaussian(p.real(p.size), precision.expand(*p.copies, p.size))
+
+
+def _mixture(kind: Callable[[Parameters], Any]) -> Callable[[Parameters], GaussianMixture]:
+    def make(p: Parameters) -> GaussianMixture:
+        weights = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).expand(*p.copies, 3)
+        inner = Parameters(0, (*p.copies, 3), p.size)
+        inner.generator = p.generator
+        return GaussianMixture(weights, kind(inner))
+
+    return make
+
+
+def _diagonal(p: Parameters) -> DiagonalGaussian:
+    return DiagonalGaussian(p.real(p.size), p.positive(p.size))
+
+
+def _full(p: Parameters) -> FullGaussian:
+    return FullGaussian(p.real(p.size), p.matrix())
+
+
+def _product(p: Parameters) -> Product:
+    factors = {"w": _full(p), "s": Gamma(p.positive(2), p.positive(2)), "z": Bernoulli(p.real(2))}
+    return Product(factors, copies=len(p.copies))
+
+
+def _normal_wishart(p: Parameters) -> NormalWishart:
+    return NormalWishart(p.real(p.size), p.positive(), p.positive(above=p.size + 1), p.matrix())
+
+
+FAMILIES = {
+    "FixedGaussian": Case(_fixed, lambda q: _independent(td.Normal(q.mean, q.precision.rsqrt()))),
+    "DiagonalGaussian": Case(
+        _diagonal, lambda q: _independent(td.Normal(q.mean, q.precision.rsqrt()))
+    ),
+    "FullGaussian": Case(
+        _full, lambda q: td.MultivariateNormal(q.mean, precision_matrix=q.precision)
+    ),
+    "Bernoulli": Case(
+        lambda p: Bernoulli(p.real(p.size)),
+        lambda q: _independent(td.Bernoulli(logits=2 * q.half_logit)),
+        lambda t: (t + 1) / 2,
+    ),
+    "Categorical": Case(
+        lambda p: Categorical(p.real(p.size)), lambda q: td.Categorical(logits=q.log_probs)
+    ),
+    "Beta": Case(lambda p: Beta(p.positive(), p.positive()), lambda q: td.Beta(q.a, q.b)),
+    "Dirichlet": Case(
+        lambda p: Dirichlet(p.positive(p.size + 1)), lambda q: td.Dirichlet(q.concentration)
+    ),
+    "Gamma": Case(lambda p: Gamma(p.positive(), p.positive()), lambda q: td.Gamma(q.shape, q.rate)),
+    "InverseGamma": Case(
+        lambda p: InverseGamma(p.positive(above=2), p.positive()),
+        lambda q: td.InverseGamma(q.shape, q.scale),
+    ),
+    "NormalGamma": Case(lambda p: NormalGamma(p.real(), p.positive(), p.positive(), p.positive())),
+    "Wishart": Case(
+        lambda p: Wishart(p.positive(above=p.size + 1), p.matrix()),
+        lambda q: td.Wishart(q.dof, precision_matrix=q.rate),
+    ),
+    "NormalWishart": Case(_normal_wishart),
+    "GaussianMixture, full": Case(_mixture(_full)),
+    "GaussianMixture, diagonal": Case(_mixture(_diagonal)),
+    "Product": Case(_product),
+}
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+WITH_A_TWIN = [k for k, case in FAMILIES.items() if case.twin]
+NO_DIVERGENCE = ("Wishart", "InverseGamma")  # in torch.distributions
+few = settings(max_examples=6, deadline=None)
+members = given(
+    seed=st.integers(0, 10**6), copies=st.sampled_from([(), (2,), (2, 3)]), size=st.integers(1, 4)
+)
+
+
+def _independent(inner: td.Distribution) -> td.Distribution:
+    return td.Independent(inner, 1)
+
+
+def make(name: str, seed: int, copies: tuple[int, ...] = (), size: int = 3) -> Any:
+    return FAMILIES[name].make(Parameters(seed, copies, size))
+
+
+def leaves(given: Natural) -> Natural:
+    return {k: v.detach().clone().requires_grad_() for k, v in given.items()}
+
+
+def gradients(value: Tensor, at: Natural) -> Natural:
+    if not value.requires_grad:
+        return {k: torch.zeros_like(v) for k, v in at.items()}
+    found = torch.autograd.grad(value, list(at.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(at, found, strict=True))
+
+
+def assert_same(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def tree(value: Any, f: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return f(value)
+    return {k: tree(v, f) for k, v in value.items()}
+
+
+def one_copy(value: Any, i: int) -> Any:
+    """The i-th copy of a member: every tensor in it, at i."""
+    if isinstance(value, Tensor):
+        return value[i]
+    if isinstance(value, int):
+        return value - 1  # Product.copies
+    if isinstance(value, dict):
+        return {k: one_copy(v, i) for k, v in value.items()}
+    return replace(value, **{f.name: one_copy(getattr(value, f.name), i) for f in fields(value)})
+
+
+class TestContract:
+    @every_family
+    @few
+    @members
+    def test_natural_and_expectation_parameters_determine_the_member(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        q = make(name, seed, copies, size)
+        for again in (q.with_natural(q.natural), q.with_expectation(q.expectation)):
+            assert_same(again.natural, q.natural, 1e-9)
+            assert_same(again.expectation, q.expectation, 1e-9)
+        assert q.log_partition().shape == q.entropy().shape == copies
+
+    @every_family
+    @few
+    @members
+    def test_the_gradient_of_the_log_partition_is_the_expectation(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        q = make(name, seed, copies, size)
+        natural = leaves(q.natural)
+        found = gradients(q.with_natural(natural).log_partition().sum(), natural)
+        assert_same(found, q.expectation)
+
+    @every_family
+    @few
+    @members
+    def test_the_gradient_of_the_entropy(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        q = make(name, seed, copies, size)
+        expectation = leaves(q.expectation)
+        moved = q.with_expectation(expectation)
+        found = gradients(moved.entropy().sum(), expectation)
+        base = q.base_gradient()
+        assert_same(found, {k: -v - base[k] for k, v in q.natural.items()}, 1e-8)
+        moved = q.with_expectation(expectation)
+        assert_same(gradients(moved.expected_log_base().sum(), expectation), base)
+
+    @every_family
+    @few
+    @members
+    def test_the_density_is_of_the_family(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        q = make(name, seed, copies, size)
+        theta = q.sample(4, generator=torch.Generator().manual_seed(seed))
+        found = q._inner(q.natural, q.statistics(theta)) + q.log_base(theta) - q.log_partition()
+        assert q.log_prob(theta).shape == (4, *copies)
+        assert_same(q.log_prob(theta), found)
+        inner = q._inner(q.natural, q.expectation)
+        assert_same(q.entropy(), q.log_partition() - inner - q.expected_log_base())
+
+    @every_family
+    @few
+    @members
+    def test_kl_is_the_bregman_divergence_of_the_log_partition(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        p = Parameters(seed, copies, size)
+        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        gap = {k: other.natural[k] - v for k, v in q.natural.items()}
+        bregman = other.log_partition() - q.log_partition() - q._inner(gap, q.expectation)
+        assert_same(q.kl(other), bregman, 1e-9)
+        assert bool((q.kl(other) > 0).all())
+        assert_same(q.kl(q), torch.zeros(copies, dtype=torch.float64))
+
+    @every_family
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_the_natural_gradient_is_the_gradient_in_the_expectation_parameters(
+        self, name: str, size: int
+    ) -> None:
+        q = make(name, 7, (), size)
+        keys, shapes = list(q.natural), [v.shape for v in q.natural.values()]
+        counts = [v.numel() for v in q.natural.values()]
+
+        def unflat(vector: Tensor) -> Natural:
+            parts = zip(keys, vector.split(counts), shapes, strict=True)
+            return {k: part.reshape(shape) for k, part, shape in parts}
+
+        def flat(given: Natural) -> Tensor:
+            return torch.cat([given[k].reshape(-1) for k in keys])
+
+        def symmetric(vector: Tensor) -> Tensor:
+            # μ holds symmetric matrices entry by entry: through the member, off-diagonal
+            # entries count alike
+            parts = unflat(vector)
+            square = [v.ndim > 1 and v.shape[-1] == v.shape[-2] for v in parts.values()]
+            pairs = zip(parts.items(), square, strict=True)
+            return flat({k: 0.5 * (v + v.mT) if s and _is_matrix(k) else v for (k, v), s in pairs})
+
+        def _is_matrix(key: str) -> bool:
+            return torch.equal(q.natural[key], q.natural[key].mT)
+
+        weights = Parameters(8, (), 1).real(3, sum(counts))
+
+        def loss(mu: Tensor) -> Tensor:
+            return torch.sin(weights @ symmetric(mu) / 10).sum()
+
+        lam, mu = flat(q.natural), flat(q.expectation)
+        fisher = torch.autograd.functional.hessian(
+            lambda v: q.with_natural(unflat(v)).log_partition().sum(), lam
+        )
+        in_natural = torch.func.grad(lambda v: loss(flat(q.with_natural(unflat(v)).expectation)))
+        found = torch.linalg.pinv(fisher, rtol=1e-12, hermitian=True) @ in_natural(lam)
+        assert_same(found, torch.func.grad(loss)(mu), 1e-7)
+
+    @every_family
+    def test_copies_are_independent(self, name: str) -> None:
+        p = Parameters(3, (2, 3))
+        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        theta = q.sample(5, generator=torch.Generator().manual_seed(0))
+        for i in range(2):
+            for j in range(3):
+                alone, other_alone = (one_copy(one_copy(x, i), j) for x in (q, other))
+                here = tree(theta, lambda t, i=i, j=j: t[:, i, j])
+                assert_same(alone.entropy(), q.entropy()[i, j], 1e-12)
+                assert_same(alone.kl(other_alone), q.kl(other)[i, j], 1e-12)
+                assert_same(alone.log_prob(here), q.log_prob(theta)[:, i, j], 1e-12)
+                again = q.with_expectation(q.expectation)
+                found = alone.with_expectation(alone.expectation)
+                assert_same(found.natural, one_copy(one_copy(again.natural, i), j), 1e-9)
+
+    @every_family
+    def test_draws(self, name: str) -> None:
+        """Mean statistics, entropy and divergence within five standard errors; seeded."""
+        n, p = 20_000, Parameters(5, (2,), 2)
+        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        theta = q.sample(n, generator=torch.Generator().manual_seed(0))
+        found, wanted = dict(q.statistics(theta)), dict(q.expectation)
+        log_q = q.log_prob(theta)
+        found |= {"entropy": -log_q, "divergence": log_q - other.log_prob(theta)}
+        wanted |= {"entropy": q.entropy(), "divergence": q.kl(other)}
+        for key, values in found.items():
+            error = values.std(0) / math.sqrt(n)
+            assert bool(((values.mean(0) - wanted[key]).abs() <= 5 * error + 1e-12).all()), key
+
+    @every_family
+    def test_draws_follow_the_generator_and_have_no_leading_dimension_without_n(
+        self, name: str
+    ) -> None:
+        q = make(name, 2, (2,))
+        one, same, next_one = (
+            q.sample(generator=g)
+            for g in [torch.Generator().manual_seed(1)] + 2 * [torch.Generator().manual_seed(2)]
+        )
+        again = q.sample(generator=torch.Generator().manual_seed(2))
+        assert_same(same, again, 0)
+        assert q.log_prob(one).shape == (2,)
+        flat = [q.log_prob(t) for t in (one, same, next_one)]
+        assert len({tuple(f.tolist()) for f in flat}) > 1
+
+    @every_family
+    def test_float32_stays_float32(self, name: str) -> None:
+        q = make(name, 4)
+        narrow = _narrow(q)
+        assert {v.dtype for v in narrow.expectation.values()} == {torch.float32}
+        assert narrow.with_expectation(narrow.expectation).entropy().dtype == torch.float32
+        theta = narrow.sample(3, generator=torch.Generator().manual_seed(0))
+        assert narrow.log_prob(theta).dtype == torch.float32
+
+    @every_family
+    def test_wrong_parameters_are_named(self, name: str) -> None:
+        q = make(name, 6, (2,))
+        for kind in ("natural", "expectation"):
+            right = getattr(q, kind)
+            take = q.with_natural if kind == "natural" else q.with_expectation
+            with pytest.raises(InputError, match="takes a dictionary of"):
+                take({"other": torch.zeros(1)})
+            for key in right:
+                with pytest.raises(InputError):
+                    take({**right, key: torch.full_like(right[key], math.nan)})
+        with pytest.raises(InputError, match="takes a dictionary of"):
+            q.with_expectation({})
+        with pytest.raises(InputError, match="divergence"):
+            q.kl(_Stranger())
+
+
+class _Stranger:
+    pass
+
+
+def _narrow(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float()
+    if isinstance(value, int):
+        return value
+    if isinstance(value, dict):
+        return {k: _narrow(v) for k, v in value.items()}
+    return replace(value, **{f.name: _narrow(getattr(value, f.name)) for f in fields(value)})
+
+
+def _twin(name: str, q: Any) -> td.Distribution:
+    twin = FAMILIES[name].twin
+    assert twin is not None
+    return twin(q)
+
+
+class TestTwins:
+    """Against torch.distributions."""
+
+    @pytest.mark.parametrize("name", WITH_A_TWIN)
+    @few
+    @members
+    def test_density_and_entropy(
+        self, name: str, seed: int, copies: tuple[int, ...], size: int
+    ) -> None:
+        case, q = FAMILIES[name], make(name, seed, copies, size)
+        twin = _twin(name, q)
+        theta = q.sample(5, generator=torch.Generator().manual_seed(seed))
+        assert_same(q.log_prob(theta), twin.log_prob(case.to_twin(theta)), 1e-9)
+        assert_same(q.entropy(), twin.entropy(), 1e-9)
+
+    @pytest.mark.parametrize("name", [k for k in WITH_A_TWIN if k not in NO_DIVERGENCE])
+    @few
+    @members
+    def test_divergence(self, name: str, seed: int, copies: tuple[int, ...], size: int) -> None:
+        p = Parameters(seed, copies, size)
+        q, other = FAMILIES[name].make(p), FAMILIES[name].make(p)
+        wanted = td.kl_divergence(_twin(name, q), _twin(name, other))
+        assert_same(q.kl(other), wanted, 1e-9)
+
+    def test_divergence_of_inverses_is_that_of_the_gammas(self) -> None:
+        p = Parameters(2, (3,))
+        q, other = FAMILIES["InverseGamma"].make(p), FAMILIES["InverseGamma"].make(p)
+        gammas = (td.Gamma(x.shape, x.scale) for x in (q, other))
+        assert_same(q.kl(other), td.kl_divergence(*gammas))
+
+    def test_divergence_of_wisharts_in_one_dimension_is_that_of_gammas(self) -> None:
+        p = Parameters(2, (3,), 1)
+        q, other = FAMILIES["Wishart"].make(p), FAMILIES["Wishart"].make(p)
+        gammas = (td.Gamma(0.5 * x.dof, 0.5 * x.rate[:, 0, 0]) for x in (q, other))
+        assert_same(q.kl(other), td.kl_divergence(*gammas))
+
+    def test_normal_gamma_and_normal_wishart_are_their_two_halves(self) -> None:
+        p = Parameters(1, (3,), 2)
+        q = _normal_wishart(p)
+        theta = q.sample(4, generator=p.generator)
+        given = td.MultivariateNormal(
+            q.mean, precision_matrix=q.kappa[:, None, None] * theta["precision"]
+        )
+        of_precision = td.Wishart(q.dof, precision_matrix=q.rate).log_prob(theta["precision"])
+        assert_same(q.log_prob(theta), given.log_prob(theta["mean"]) + of_precision)
+        r = FAMILIES["NormalGamma"].make(p)
+        theta = r.sample(4, generator=p.generator)
+        given = td.Normal(r.mean, (r.kappa * theta["precision"]).rsqrt())
+        of_precision = td.Gamma(r.shape, r.rate).log_prob(theta["precision"])
+        assert_same(r.log_prob(theta), given.log_prob(theta["mean"]) + of_precision)
+        one = NormalWishart(r.mean[:, None], r.kappa, 2 * r.shape, 2 * r.rate[:, None, None])
+        assert_same(one.entropy(), r.entropy())
+        assert_same(one.log_partition() - r.log_partition(), r.shape * 0)

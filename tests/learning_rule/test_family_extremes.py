@@ -1,0 +1,309 @@
+"""Families at the edges of their domains, against fifty digits of mpmath; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import (
+    Bernoulli,
+    Beta,
+    Categorical,
+    DiagonalGaussian,
+    Dirichlet,
+    FixedGaussian,
+    FullGaussian,
+    Gamma,
+    InverseGamma,
+    NormalGamma,
+    NormalWishart,
+    Product,
+    Wishart,
+    special,
+)
+
+EPS = 2.0**-52
+EXTREMES = [1e-3, 0.02, 0.7, 1.0, 3.3, 19.999, 20.0, 1e3, 1e6]
+
+
+@pytest.fixture(autouse=True)
+def _digits():
+    with mpmath.workdps(50):
+        yield
+
+
+def t(*values: float) -> Tensor:
+    found = torch.tensor(values, dtype=torch.float64)
+    return found[0] if len(values) == 1 else found
+
+
+def close(found: Tensor, wanted: Any, relative: float = 16 * EPS, absolute: float = 0) -> bool:
+    return abs(mpmath.mpf(found.item()) - wanted) <= relative * abs(wanted) + absolute
+
+
+class TestSpecialFunctions:
+    @pytest.mark.parametrize("x", EXTREMES)
+    def test_values(self, x: float) -> None:
+        a = mpmath.mpf(x)
+        stirling = (
+            mpmath.loggamma(a) - (a - 0.5) * mpmath.log(a) + a - mpmath.log(2 * mpmath.pi) / 2
+        )
+        slack = 64 * EPS if x < 20 else 0  # a few units in the last place of terms near 1
+        assert close(
+            special.log_minus_digamma(t(x)), mpmath.log(a) - mpmath.digamma(a), absolute=slack
+        )
+        assert close(special.stirling_remainder(t(x)), stirling, absolute=slack)
+        assert close(special.trigamma_excess(t(x)), mpmath.psi(1, a) - 1 / a, absolute=slack)
+        assert close(
+            special.inverse_digamma(special.digamma(t(x))), a, 64 * EPS * max(1, math.log(x))
+        )
+
+    @pytest.mark.parametrize("x", EXTREMES)
+    def test_derivatives(self, x: float) -> None:
+        at = t(x).requires_grad_()
+        (first,) = torch.autograd.grad(special.lgamma(at), at, create_graph=True)
+        (second,) = torch.autograd.grad(first, at, create_graph=True)
+        (third,) = torch.autograd.grad(second, at)
+        for order, found in enumerate((first, second, third)):
+            assert close(found, mpmath.psi(order, x)), order
+
+    @pytest.mark.parametrize("size", [1, 2, 5])
+    @pytest.mark.parametrize("above", EXTREMES)
+    def test_excess_logarithm_and_its_inverse(self, size: int, above: float) -> None:
+        x = t(above + 0.5 * (size - 1))
+        a = mpmath.mpf(x.item())
+        wanted = size * mpmath.log(a) - sum(
+            mpmath.digamma(a - mpmath.mpf(j) / 2) for j in range(size)
+        )
+        found = special.excess_logarithm(x, size)
+        rest = above / x.item()  # what x's own rounding does to its distance from the edge
+        assert close(found, wanted, 64 * EPS / rest)
+        again = special.invert_excess_logarithm(found, size)
+        assert again.item() == pytest.approx(x.item(), rel=256 * EPS)
+
+    def test_derivatives_of_the_inverse(self) -> None:
+        at = t(1e-2, 0.3, 2.0, 40.0).requires_grad_()
+        for size in (1, 3):
+            assert torch.autograd.gradcheck(
+                lambda e, s=size: special.invert_excess_logarithm(e, s), at
+            )
+            assert torch.autograd.gradgradcheck(
+                lambda e, s=size: special.invert_excess_logarithm(e, s), at, atol=1e-4, rtol=1e-5
+            )
+
+    @pytest.mark.parametrize("old", EXTREMES)
+    @pytest.mark.parametrize("factor", [1e-3, 0.9, 1 + 2.0**-20, 1.5, 1e3])
+    def test_divergence(self, old: float, factor: float) -> None:
+        new = old * factor
+        a, b = mpmath.mpf(new), mpmath.mpf(old)
+        wanted = mpmath.loggamma(a) - mpmath.loggamma(b) - (a - b) * mpmath.digamma(b)
+        # the terms that are added up, each right to a unit in its last place
+        terms = abs(a * mpmath.log(a / b)) + abs(a - b) + 1 / min(a, b)
+        if min(new, old) < 20:
+            terms += sum(abs(z * mpmath.log(z)) + abs(mpmath.loggamma(z)) for z in (a, b))
+        assert close(special.lgamma_divergence(t(new), t(old)), wanted, 0, 4 * EPS * terms)
+
+    def test_under_vmap_and_forward_mode(self) -> None:
+        x = t(0.5, 2.0)
+        slopes = torch.func.vmap(torch.func.grad(special.lgamma))(x)
+        torch.testing.assert_close(slopes, torch.digamma(x), rtol=1e-15, atol=0)
+        tangent = torch.func.jvp(special.digamma, (x,), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(tangent, special.trigamma(x), rtol=1e-15, atol=0)
+
+
+class TestBernoulli:
+    @pytest.mark.parametrize("lam", [-40.0, -3.0, 0.0, 1e-9, 20.0, 40.0, 300.0])
+    def test_numbers(self, lam: float) -> None:
+        mpmath.mp.dps = 400
+        q, other = Bernoulli(t(lam)[None]), Bernoulli(t(0.5 * lam - 1)[None])
+        x, y = mpmath.mpf(lam), mpmath.mpf(0.5 * lam - 1)
+        p, r = [1 / (1 + mpmath.exp(-2 * z)) for z in (x, y)]
+        m, s = [1 / (1 + mpmath.exp(2 * z)) for z in (x, y)]
+        assert close(q.log_partition(), mpmath.log(2 * mpmath.cosh(x)))
+        assert close(q.entropy(), -p * mpmath.log(p) - m * mpmath.log(m), 64 * EPS)
+        assert close(q.kl(other), p * mpmath.log(p / r) + m * mpmath.log(m / s), 64 * EPS)
+        assert close(q.log_prob(t(1.0)[None]), mpmath.log(p))
+        assert close(q.log_prob(t(-1.0)[None]), mpmath.log(m))
+
+    def test_second_derivative_at_zero(self) -> None:
+        curvature = torch.func.grad(torch.func.grad(lambda z: Bernoulli(z[None]).log_partition()))
+        assert curvature(t(0.0)).item() == 1.0
+
+
+class TestConcentrations:
+    @pytest.mark.parametrize("a", EXTREMES)
+    @pytest.mark.parametrize("b", EXTREMES)
+    def test_beta_entropy(self, a: float, b: float) -> None:
+        x, y = mpmath.mpf(a), mpmath.mpf(b)
+        wanted = mpmath.log(mpmath.beta(x, y)) + (x + y - 2) * mpmath.digamma(x + y)
+        wanted -= (x - 1) * mpmath.digamma(x) + (y - 1) * mpmath.digamma(y)
+        assert close(Beta(t(a), t(b)).entropy(), wanted, 64 * EPS, 256 * EPS)
+        assert close(Dirichlet(t(a, b)).entropy(), wanted, 64 * EPS, 256 * EPS)
+
+    @pytest.mark.parametrize("a", EXTREMES)
+    def test_gamma_entropies(self, a: float) -> None:
+        x = mpmath.mpf(a)
+        wanted = x + mpmath.loggamma(x) + (1 - x) * mpmath.digamma(x)
+        assert close(Gamma(t(a), t(1.0)).entropy(), wanted, 64 * EPS, 64 * EPS)
+        inverse = wanted - 2 * mpmath.digamma(x)
+        assert close(InverseGamma(t(a), t(1.0)).entropy(), inverse, 64 * EPS, 64 * EPS)
+
+    @pytest.mark.parametrize("a", EXTREMES)
+    @pytest.mark.parametrize("b", [1e-8, 1.0, 1e8])
+    def test_gamma_maps(self, a: float, b: float) -> None:
+        q = Gamma(t(a), t(b))
+        again = q.with_expectation(q.expectation)
+        # relative error of a ≈ that of log a/b − E[log θ], which is 1/(2a) for large a
+        slack = 64 * EPS * max(1.0, a) * (1 + abs(math.log(b)))
+        assert again.shape.item() == pytest.approx(a, rel=slack)
+        for key, value in q.expectation.items():
+            assert again.expectation[key].item() == pytest.approx(
+                value.item(), rel=32 * EPS, abs=1e-13
+            )
+
+    @pytest.mark.parametrize(
+        "alpha",
+        [(1e-3, 1e-3), (1e-3,) * 50, (1e6, 1e6), (1e6, 1e-3), (1e-3, 1.0, 1e3, 1e6), (1e3,) * 5,
+         (0.1, 5e5, 3.0), (1.0,) * 1000],
+    )  # fmt: skip
+    def test_dirichlet_maps(self, alpha: tuple[float, ...]) -> None:
+        q = Dirichlet(t(*alpha))
+        again = q.with_expectation(q.expectation)
+        torch.testing.assert_close(again.expectation, q.expectation, rtol=64 * EPS, atol=64 * EPS)
+        # F⁻¹ times the rounding of the ψ that make up μ
+        inverse = [1 / mpmath.psi(1, mpmath.mpf(x)) for x in alpha]
+        total = mpmath.fsum(mpmath.mpf(x) for x in alpha)
+        shared = 1 + sum(inverse) / (1 / mpmath.psi(1, total) - sum(inverse))
+        rounding = EPS * max(abs(mpmath.digamma(x)) for x in (*alpha, total))
+        for found, wanted, own in zip(again.concentration, alpha, inverse, strict=True):
+            assert close(found, mpmath.mpf(wanted), 8 * EPS, 2 * own * shared * rounding)
+
+    def test_derivatives_of_the_inverse(self) -> None:
+        at = Dirichlet(t(0.3, 2.0, 7.0)).expectation["log"].requires_grad_()
+
+        def inverse(logs: Tensor) -> Tensor:
+            return Dirichlet(t(1.0, 1.0, 1.0)).with_expectation({"log": logs}).concentration
+
+        assert torch.autograd.gradcheck(inverse, at)
+        assert torch.autograd.gradgradcheck(inverse, at, atol=1e-4, rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        "make",
+        [lambda a: Gamma(a, a), lambda a: Beta(a, a), lambda a: Dirichlet(torch.stack([a, a], -1))],
+    )
+    def test_draws_stay_inside(self, make: Callable[[Tensor], Gamma]) -> None:
+        for a in (1e-3, 1e6):
+            q = make(t(a))
+            draws = q.sample(1000, generator=torch.Generator().manual_seed(0))
+            assert bool(torch.isfinite(q.log_prob(draws)).all())
+
+    def test_wishart_with_few_or_many_degrees_of_freedom(self) -> None:
+        rate = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+        for dof in (1.001, 1.5, 3.0, 1e6):
+            q = Wishart(t(dof), rate)
+            again = q.with_expectation(q.expectation)
+            assert again.dof.item() == pytest.approx(dof, rel=1e-14 * max(dof, 10))
+            n, d = mpmath.mpf(dof), mpmath.mpf(1.75)
+            digamma = mpmath.digamma(n / 2) + mpmath.digamma((n - 1) / 2)
+            log_gamma = (
+                mpmath.loggamma(n / 2) + mpmath.loggamma((n - 1) / 2) + mpmath.log(mpmath.pi) / 2
+            )
+            wanted = -1.5 * mpmath.log(d) + 3 * mpmath.log(2) + log_gamma
+            wanted += -(n - 3) / 2 * digamma + n
+            assert close(q.entropy(), wanted, 1e-12)
+
+
+class TestGaussians:
+    def test_far_from_the_origin_nothing_cancels(self) -> None:
+        m, s = 1e8, 1e8
+        wanted = 0.5 * math.log(s / (2 * math.pi)) - 0.5
+        at = t(m)[None] + 1e-4
+        exact = 0.5 * math.log(s / (2 * math.pi)) - 0.5 * s * (at.item() - m) ** 2
+        for q in (
+            FixedGaussian(t(m)[None], t(s)[None]),
+            DiagonalGaussian(t(m)[None], t(s)[None]),
+            FullGaussian(t(m)[None], t(s)[None, None]),
+        ):
+            assert q.log_prob(at).item() == pytest.approx(exact, rel=1e-14)
+            assert q.entropy().item() == pytest.approx(-wanted, rel=1e-14)
+            moved = type(q)(q.mean + 1, q.precision)
+            assert q.kl(moved).item() == pytest.approx(0.5 * s, rel=1e-14)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Bernoulli(t(1.0)), "at least 1 dimension"),
+    (lambda: Bernoulli(torch.tensor([1])), "floating-point"),
+    (lambda: Bernoulli([0.0]), "got list"),
+    (lambda: Bernoulli(t(0.0, math.inf)), "1 of 2 entries"),
+    (lambda: Bernoulli(t(0.0, 1.0)).with_expectation({"linear": t(0.0, 1.0)}), "between −1 and 1"),
+    (lambda: Categorical(torch.zeros(2, 0)), "two classes"),
+    (lambda: Categorical(t(0.0, 1.0)).with_expectation({"indicator": t(0.5, 0.5)}), "sum below 1"),
+    (lambda: Categorical(t(0.0, 1.0)).log_prob(torch.tensor(3)), "from 0 to 2"),
+    (lambda: Dirichlet(t(1.0, 0.0)), "above 0"),
+    (lambda: Dirichlet(t(1.0)[None]), "two classes"),
+    (lambda: Dirichlet(t(1.0, 1.0)).with_natural({"log": t(-1.0, 0.0)}), "above 0"),
+    (lambda: Dirichlet(t(1.0, 1.0)).with_expectation({"log": t(-0.1, -0.2)}), "less than 1"),
+    (lambda: Dirichlet(t(1.0, 1.0)).log_prob(t(0.5, 0.6)), "sum to 1"),
+    (lambda: Beta(t(1.0), t(1.0, 1.0)), "agree in shape"),
+    (lambda: Beta(t(1.0), t(1.0)).log_prob(t(1.0)), "strictly between 0 and 1"),
+    (lambda: Gamma(t(1.0), t(1.0)).with_natural({"log": t(0.0), "linear": t(0.0)}), "rate"),
+    (lambda: Gamma(t(1.0), t(1.0)).with_expectation({"log": t(0.1), "linear": t(1.0)}), "no Gamma"),
+    (lambda: Gamma(t(1.0), t(1.0)).with_expectation({"log": t(-1.0), "linear": t(-1.0)}),
+     "no Gamma"),
+    (lambda: Gamma(t(1.0), t(1.0)).log_prob(t(-1.0)), "points of a Gamma"),
+    (lambda: InverseGamma(t(1.0), t(-1.0)), "scale"),
+    (lambda: NormalGamma(t(0.0), t(0.0), t(1.0), t(1.0)), "kappa"),
+    (lambda: NormalGamma(t(0.0), t(1.0), t(1.0), t(1.0)).log_prob(t(1.0)), "mean, precision"),
+    (lambda: Wishart(t(1.0), torch.eye(2, dtype=torch.float64)), "above 1"),
+    (lambda: Wishart(t(3.0), torch.ones(2, 2, dtype=torch.float64)), "positive definite"),
+    (lambda: Wishart(t(3.0), torch.eye(2, dtype=torch.float64).triu() + t(0.0, 1.0)), "symmetric"),
+    (lambda: Wishart(t(3.0), torch.ones(2, 3, dtype=torch.float64)), "square"),
+    (lambda: Wishart(t(3.0, 3.0), torch.eye(2, dtype=torch.float64)), "copies"),
+    (lambda: NormalWishart(t(0.0, 0.0, 0.0), t(1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
+     "does not go with"),
+    (lambda: NormalWishart(t(0.0, 0.0), t(1.0, 1.0), t(3.0), torch.eye(2, dtype=torch.float64)),
+     "kappa and dof"),
+    (lambda: DiagonalGaussian(t(0.0, math.nan), t(1.0, 1.0)), "mean must be finite"),
+    (lambda: DiagonalGaussian(t(0.0, 1.0), t(1.0, 1.0)).with_expectation(
+        {"linear": t(0.0, 1.0), "square": t(1.0, 1.0)}), "above E"),
+    (lambda: FullGaussian(t(0.0, 1.0), torch.eye(2, dtype=torch.float64)).with_expectation(
+        {"linear": t(0.0, 1.0), "square": torch.zeros(2, 2, dtype=torch.float64)}),
+     "no FullGaussian"),
+    (lambda: FixedGaussian(t(0.0, 1.0), t(1.0, 1.0)).kl(FixedGaussian(t(0.0, 1.0), t(1.0, 2.0))),
+     "one precision"),
+    (lambda: Product({}), "one factor or more"),
+    (lambda: Product({"a.b": Bernoulli(t(0.0, 1.0))}), "without dots"),
+    (lambda: Product({"a": t(1.0)}), "member of a family"),
+    (lambda: Product({"a": Bernoulli(torch.zeros(2, 3)), "b": Bernoulli(torch.zeros(3))}, copies=1),
+     "share their first"),
+    (lambda: Product({"a": Bernoulli(t(0.0, 1.0))})["b"], "no factor is called"),
+    (lambda: Product({"a": Bernoulli(t(0.0, 1.0))}).with_factors(b=Bernoulli(t(0.0, 1.0))),
+     "no factor is called"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attempt", "words"), REFUSED)
+def test_what_is_outside_of_the_domain_is_named(attempt: Callable[[], object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        attempt()
+
+
+def test_a_product_sums_over_the_parts_of_its_factors() -> None:
+    a, b = (
+        Bernoulli(torch.tensor([[0.1, 0.2], [0.3, 0.4]])),
+        Gamma(t(1.0, 2.0, 3.0), t(1.0, 1.0, 1.0)),
+    )
+    q = Product({"a": a, "b": b})
+    theta = q.sample(generator=torch.Generator().manual_seed(0))
+    wanted = a.log_prob(theta["a"]).sum() + b.log_prob(theta["b"]).sum()
+    torch.testing.assert_close(q.log_prob(theta), wanted, rtol=1e-7, atol=0)
+    replaced = q.with_factors(b=Gamma(t(5.0), t(1.0)))
+    assert replaced["a"] is a
+    assert replaced.natural["b.log"].item() == 4.0

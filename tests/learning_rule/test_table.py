@@ -1,0 +1,164 @@
+"""Table 1: every row of the paper, and the code that it names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.expectations import AT_MEAN, AT_SAMPLES
+from blr_analysis.learning_rule.moves import Move
+from blr_analysis.learning_rule.optim import BSAM, RowOptimizer
+from blr_analysis.learning_rule.table import ROWS, row, runs_elementwise
+
+# Khan & Rue's Table 1, algorithm → section, in this table's words.
+PAPER = {
+    "gradient descent": "1.3.1",
+    "Newton": "1.3.2",
+    "multimodal optimisation": "3.2",
+    "SGD": "4.1",
+    "RMSprop": "4.2",
+    "Adam": "4.2",
+    "dropout": "4.3",
+    "STE": "4.5",
+    "OGN": "4.4",
+    "VOGN": "4.4",
+    "BayesBiNN": "4.5",
+    "conjugate Bayes": "5.1",
+    "Laplace": "4.4",
+    "EM": "5.2",
+    "SVI": "5.3",
+    "VMP": "5.3",
+    "non-conjugate VMP": "5.3",
+    "non-conjugate VI": "5.4",
+}
+BEYOND = {
+    "ridge regression",
+    "SGD with momentum",
+    "AdamW",
+    "Kalman filter",
+    "Vprop",
+    "Vadam",
+    "IVON",
+    "bSAM",
+}
+
+# Rows whose module is still to be written; a row that leaves this list must resolve.
+PENDING = {
+    "ridge regression",
+    "multimodal optimisation",
+    "dropout",
+    "STE",
+    "BayesBiNN",
+    "conjugate Bayes",
+    "Kalman filter",
+    "EM",
+    "SVI",
+    "VMP",
+    "non-conjugate VMP",
+    "non-conjugate VI",
+}
+
+
+def exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_every_row_of_the_paper_is_there() -> None:
+    assert set(ROWS) == set(PAPER) | BEYOND
+    for name, section in PAPER.items():
+        assert ROWS[name].section.split(",")[0] == section
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_module_that_runs_a_row_is_there(name: str) -> None:
+    module = ROWS[name].runs
+    if name in PENDING and not exists(module):
+        pytest.skip(f"{module} is still to be written")
+    assert importlib.import_module(module).__doc__
+
+
+@pytest.mark.parametrize("name", [name for name, found in ROWS.items() if runs_elementwise(found)])
+def test_an_elementwise_row_steps(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x, y = torch.randn(10, 3), torch.randn(10, 2)
+    settings = {"lr": 0.1, "ess": 10.0, "hess_init": 1.0, "weight_decay": 0.1}
+    if name == "bSAM":
+        optimizer: RowOptimizer = BSAM(model.parameters(), **settings)
+    else:
+        needs = {"model": model} if ROWS[name].curvature.method == "ggn" else {}
+        optimizer = RowOptimizer(model.parameters(), name, **settings, **needs)
+    before = float(nn.functional.mse_loss(model(x), y))
+    for _ in range(20):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+        if isinstance(optimizer, BSAM):
+            with optimizer.adversarial_params():
+                nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert float(nn.functional.mse_loss(model(x), y)) < before
+
+
+def test_what_makes_a_row_another_one() -> None:
+    """Neighbours in the table differ in what their names say, and in nothing else."""
+
+    def differences(one: str, two: str) -> set[str]:
+        a, b = row(one), row(two)
+        kept = ("family", "look", "curvature", "move")
+        return {name for name in kept if getattr(a, name) != getattr(b, name)}
+
+    assert differences("gradient descent", "SGD") == set()  # but for the minibatch
+    assert differences("SGD", "SGD with momentum") == {"move"}
+    assert differences("OGN", "VOGN") == {"look"}
+    assert (row("OGN").look, row("VOGN").look) == (AT_MEAN, AT_SAMPLES)
+    assert differences("Adam", "AdamW") == {"move"}
+    assert differences("RMSprop", "Adam") == {"move"}
+    assert differences("Adam", "Vadam") == {"look", "move"}
+    assert differences("VOGN", "IVON") == {"curvature", "move"}
+    assert differences("STE", "BayesBiNN") == {"look"}
+
+
+def test_departures_in_words() -> None:
+    assert Move().departures == []
+    assert row("Adam").move.departures[0] == "square root"
+    assert "precision kept positive (retraction)" in row("IVON").move.departures
+    moves = {found.move for found in ROWS.values()}
+    assert len({tuple(move.departures) for move in moves}) == len(moves)
+
+
+def test_the_dataframe() -> None:
+    table = blr.table1()
+    columns = "algorithm family loss hessian departures approximations section analysable"
+    assert list(table) == [*columns.split(), "through", "runs"]
+    assert table.algorithm.tolist() == list(ROWS)
+    by_name = table.set_index("algorithm")
+    assert by_name.loc["VOGN", "through"] == "Posterior.from_optimizer"
+    assert by_name.analysable.dtype == bool
+    assert not by_name.loc["STE", "analysable"] and by_name.loc["EM", "analysable"]
+
+
+def test_an_unknown_name() -> None:
+    assert row("ADAM") is ROWS["Adam"]
+    for name in ("adamax", None):
+        with pytest.raises(InputError, match=r"no row is called .* there are gradient descent"):
+            row(name)
+
+
+def test_the_named_optimizers_are_their_rows() -> None:
+    for name in ("VOGN", "OGN", "Vadam", "Vprop"):
+        made = getattr(blr, name)
+        model = nn.Linear(1, 1)
+        needs = {"model": model} if "model" in inspect.signature(made).parameters else {}
+        optimizer = made(model.parameters(), lr=0.1, ess=10, **needs)
+        assert isinstance(optimizer, RowOptimizer) and optimizer.row is ROWS[name]

@@ -1,0 +1,42 @@
+"""``blr-analysis algorithms``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from blr_analysis.cli import main
+from blr_analysis.cli.commands import app
+from blr_analysis.learning_rule.table import ROWS, table1
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["algorithms", *words], env={"COLUMNS": "140"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_whole_table() -> None:
+    text = run()
+    assert all(name in text for name in ROWS)
+    assert "square-root" in text and "from_optimizer" in text and "its sites" in text
+
+
+def test_one_algorithm() -> None:
+    text = run("adam")
+    assert "squared minibatch gradient" in text and "blr_analysis.learning_rule.optim" in text
+    assert "BayesBiNN" not in text
+
+
+def test_files(tmp_path: Path) -> None:
+    run("--out", str(tmp_path / "new"))
+    stored = pd.read_parquet(tmp_path / "new" / "table1.parquet")
+    pd.testing.assert_frame_equal(stored, table1())
+
+
+def test_an_unknown_name(capsys: pytest.CaptureFixture) -> None:
+    assert main(["algorithms", "adamax"]) == 2
+    assert "no row is called 'adamax'" in capsys.readouterr().err

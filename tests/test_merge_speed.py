@@ -1,0 +1,219 @@
+"""The speed benchmark of merging: the same result from everyone, and honest figures; no timing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import blr_analysis as blr
+from benchmarks.merging import child, speed
+from benchmarks.merging.agreement import difference
+from benchmarks.merging.checkpoints_made import (
+    DELTA,
+    WEIGHTS,
+    Checkpoints,
+    bytes_needed,
+    make,
+    shape_of,
+)
+from benchmarks.merging.contenders import ARITHMETIC, MATCHING, Contender, contenders
+
+TINY = 500_000
+HOLD = "import time; x = b'1' * 200_000_000; time.sleep(0.2)"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make(tmp_path_factory.mktemp("speed"), TINY)
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the results are right does not hang on threads, and busy cores are slow with them."""
+    monkeypatch.setattr(child, "LEFT_TO_EACH", ())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def in_memory(made: Checkpoints, method: str) -> dict[str, torch.Tensor]:
+    base, *models = (load_file(f / "model.safetensors") for f in (made.base, *made.models))
+    extra: dict[str, Any] = {}
+    if method == MATCHING:
+        first, *others = (
+            load_file(made.precision(f) / "precision.safetensors")
+            for f in (made.base, *made.models)
+        )
+        extra = {"precisions": others, "base_precision": first, "delta": DELTA}
+    return blr.merge(base, models, weights=list(WEIGHTS), method=method, **extra)
+
+
+@pytest.mark.slow
+def test_all_contenders_write_the_same_model(
+    made: Checkpoints, one_thread: None, tmp_path: Path
+) -> None:
+    expected = {}
+    for method in (MATCHING, ARITHMETIC):
+        expected[method] = tmp_path / f"{method}.safetensors"
+        save_file(in_memory(made, method), expected[method])
+    seen = []
+
+    def after(found: list[speed.Measured]) -> None:
+        for method, file in expected.items():
+            ours = made.root / f"ours_{method}" / "model.safetensors"
+            seen.append(difference(ours, file))
+
+    found = speed.measure(made, contenders(made, made.root / "no peers"), 1, after=after)
+    assert [one.error for one in found] == [""] * len(found)
+    assert [(d.share, d.largest) for d in seen] == [(0.0, 0.0)] * 2  # streamed or not: the same
+    names = [one.contender.name for one in found if one.contender.method == MATCHING]
+    assert names == ["raw", "raw, flushed", "ours", "ours, blr-analysis merge", "all in memory"]
+    for one in found:
+        if one.contender.merges:
+            assert one.apart is not None
+            # bfloat16 keeps 8 bits: sums in another order are rounded to another neighbour at most
+            assert one.apart.share < 1e-3 and one.apart.largest <= 2**-7
+        else:
+            assert one.apart is None
+    shown = speed.table(found)
+    assert [row["× raw"] for row in shown if row["contender"] == "raw"] == ["1.00"] * 2
+    assert all(row["inner"] for row in shown if row["contender"] in ("ours", "all in memory"))
+    assert any("faster than all in memory" in line for line in speed.remarks(found))
+    assert not (made.root / "out").exists() and not list(made.root.glob("ours_*_*/"))
+
+
+def test_a_wrong_result_shows(made: Checkpoints, tmp_path: Path) -> None:
+    tensors = load_file(made.base / "model.safetensors")
+    name = max(tensors, key=lambda n: tensors[n].numel())
+    total = sum(t.numel() for t in tensors.values())
+    top = float(tensors[name].abs().max())
+    tensors[name].view(-1)[0] = 3 * top
+    save_file(tensors, tmp_path / "other.safetensors")
+    found = difference(tmp_path / "other.safetensors", made.base / "model.safetensors")
+    assert found.share == pytest.approx(1 / total)
+    assert 2 <= found.largest <= 4
+    save_file({"another": tensors[name]}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="different names"):
+        difference(tmp_path / "foreign.safetensors", made.base / "model.safetensors")
+
+
+def test_checkpoints_are_of_the_size_that_was_asked_for(made: Checkpoints) -> None:
+    large = shape_of(int(551e6))
+    assert large.parameters == pytest.approx(551e6, rel=1e-3)
+    assert large.parameters * (1 + 3) * (2 + 4) == bytes_needed(large)
+    assert bytes_needed(large) == pytest.approx(13.2e9, rel=1e-2)
+    on_disk = sum(f.stat().st_size for f in made.inputs(True))
+    headers = 1e5
+    assert bytes_needed(made.shape) <= on_disk <= bytes_needed(made.shape) + 8 * headers
+    base = load_file(made.base / "model.safetensors")
+    assert sum(t.numel() for t in base.values()) == made.shape.parameters
+    config = json.loads((made.base / "config.json").read_text())
+    assert tuple(base["lm_head.weight"].shape) == (config["vocab_size"], config["hidden_size"])
+
+
+def test_mergekit_gets_precisions_as_models_after_the_fine_tunes(
+    made: Checkpoints, tmp_path: Path
+) -> None:
+    python = tmp_path / "mergekit" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    theirs = [c for c in contenders(made, tmp_path) if c.name.startswith("mergekit")]
+    assert [c.label for c in theirs] == [
+        "gradient_matching, mergekit",
+        "task_arithmetic, mergekit",
+        "task_arithmetic, mergekit in bfloat16",
+    ]
+    command = theirs[0].command(tmp_path / "out")
+    recipe = json.loads(Path(command[-2]).read_text())
+    listed = [Path(entry["model"]) for entry in recipe["models"]]
+    assert listed[:3] == list(made.models)
+    held = [load_file(folder / "model.safetensors") for folder in listed[3:]]
+    for found, folder in zip(held, (made.base, *made.models), strict=True):
+        own = load_file(made.precision(folder) / "precision.safetensors")
+        assert all(torch.equal(found[n], own[n]) for n in own) and found.keys() == own.keys()
+    weights = [entry["parameters"]["weight"] for entry in recipe["models"][:3]]
+    assert weights == list(WEIGHTS) and recipe["dtype"] == "float32"
+
+
+def test_a_child_is_measured_by_itself() -> None:
+    held = torch.zeros(30_000_000)  # of this process, and none of the child's
+    assert held.sum() == 0
+    small = child.run([sys.executable, "-I", "-S", "-c", "print('{\"inner\": 0.5}')"])
+    assert small.inner == 0.5 and small.seconds > 0
+    assert 1e6 < small.peak < 60e6
+    large = child.run([sys.executable, "-I", "-S", "-c", HOLD])
+    assert large.inner is None and large.peak > 200e6
+    assert 200e6 < large.own <= large.peak
+    with pytest.raises(child.ChildError, match=r"ended with 3:\s+no luck"):
+        child.run(["sh", "-c", "echo no luck; exit 3"])
+    with pytest.raises(child.ChildError, match="could not be started"):
+        child.run(["no-such-program-anywhere"])
+
+
+def test_modules_are_compiled_once_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "compiled_once.py").write_text("x = 1")
+    command = [sys.executable, "-c", "import compiled_once"]
+    child.run(command, [tmp_path / "here"], tmp_path / "bytecode")
+    assert len(list((tmp_path / "bytecode").rglob("compiled_once.*.pyc"))) == 1
+    assert [p.name for p in (tmp_path / "here").iterdir()] == ["compiled_once.py"]
+
+
+def test_files_are_warm_after_they_were_read(made: Checkpoints) -> None:
+    files = made.inputs(True)
+    child.warm(files)
+    assert child.resident(files) > 0.9
+
+
+def test_who_fails_or_does_not_fit_is_left_out_and_named(
+    made: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Contender(ARITHMETIC, "broken", lambda out: ["sh", "-c", "echo no luck; exit 1"])
+    greedy = replace(broken, name="greedy", memory=2**61)
+    raw = contenders(made, made.root)[0]
+    found = speed.measure(made, [raw, broken, greedy], 2)
+    assert [len(one.runs) for one in found] == [2, 0, 0]
+    assert [row["contender"] for row in speed.table(found)] == ["raw"]
+    first, second = speed.remarks(found)
+    assert first.startswith("task_arithmetic, broken:") and "no luck" in first
+    assert "GB of memory" in second
+    capsys.readouterr()
+
+
+def test_the_command_writes_tables_and_clears_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "table.md", tmp_path / "table.csv"]
+    room = tmp_path / "room"
+    room.mkdir()
+    options = {
+        "--parameters": TINY, "--rounds": 2, "--only": "raw", "--folder": room, "--peers": tmp_path,
+        "--out": files[0], "--csv": files[1],
+    }  # fmt: skip
+    speed.main([str(part) for pair in options.items() for part in pair])
+    assert files[0].read_text() in capsys.readouterr().out
+    with files[1].open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contender"] for row in rows] == ["raw", "raw, flushed"] * 2
+    assert all(float(r["lowest"]) <= float(r["seconds"]) <= float(r["highest"]) for r in rows)
+    assert list(room.iterdir()) == []
+
+
+def test_too_little_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    with pytest.raises(SystemExit, match=r"1\.0 GB free, the benchmark takes 17\.6 GB"):
+        speed.main(["--folder", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
