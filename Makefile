@@ -42,7 +42,7 @@ bench: parity-deps $(VENV)-peers/kronfluence/.done
 fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
 
-peers: $(foreach peer,kronfluence dattri traker captum pydvl,$(VENV)-peers/$(peer)/.done)
+peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit,$(VENV)-peers/$(peer)/.done)
 
 lint: parity-deps
 	$(RUN) -m ruff check .

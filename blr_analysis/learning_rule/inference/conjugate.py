@@ -38,6 +38,9 @@ class Conjugate(Generic[Q]):
         prior: a member of the family; its dtype and device are those of the computation.
         factor: one of :mod:`blr_analysis.learning_rule.inference.factors`.
 
+    Raises:
+        InputError: a prior of another family than the factor's, or with copies.
+
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
         >>> from blr_analysis.learning_rule.inference import linear
@@ -56,6 +59,8 @@ class Conjugate(Generic[Q]):
                 f"this factor is conjugate to {self.factor.family.__name__}, got the prior "
                 f"{type(self.prior).__name__}"
             )
+        if self.prior.log_partition().ndim:
+            raise InputError("the prior must be a single distribution, without copies")
 
     def fit(self, data: Any) -> Fitted[Q]:
         """The posterior, by one step of the rule; its history is the log evidence.

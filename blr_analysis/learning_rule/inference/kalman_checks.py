@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import instance
 from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families.gaussian import FullGaussian
 
 # Every matrix or offset: how many dimensions it has at one time, and whether it moves the state
 # from one time to the next (so that a series of T observations has T − 1 of them).
@@ -28,8 +30,12 @@ def checked_matrices(model: Any) -> dict[str, Tensor]:
         InputError: shapes that do not fit each other, values that are not finite, or noise whose
             covariance is no covariance.
     """
+    instance("prior", model.prior, FullGaussian, "a FullGaussian")
     if model.prior.mean.ndim != 1:
         raise InputError("the prior of the first state is one distribution, not copies")
+    for name, (rank, _) in PARTS.items():
+        if rank == 2 or getattr(model, name) is not None:
+            instance(name, getattr(model, name), Tensor, "a tensor")
     if model.observation.ndim < 2:
         raise InputError(f"observation must be a matrix, got {tuple(model.observation.shape)}")
     size, seen = model.prior.mean.shape[0], model.observation.shape[-2]

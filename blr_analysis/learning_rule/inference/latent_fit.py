@@ -47,7 +47,7 @@ class LatentFitted(Fitted[FullGaussian]):
         >>> x = torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64)
         >>> fitted = GaussianProcess().fit((x, torch.tensor([0.0, 0.0, 1.0])))
         >>> fitted.predict(torch.tensor([[0.5]])), fitted.left_out().exp()
-        (tensor([0.4927], dtype=torch.float64), tensor([0.5, 0.5, 0.4], dtype=torch.float64))
+        (tensor([0.4820], dtype=torch.float64), tensor([0.5452, 0.5000, 0.4425], dtype=torch.float64))
     """
 
     problem: Problem

@@ -277,6 +277,8 @@ def test_wrong_data_are_named(name: str, data: Any, match: str) -> None:
 def test_wrong_models_are_named() -> None:
     with pytest.raises(InputError, match="factor is conjugate to Gamma, got the prior Beta"):
         Conjugate(CASES["bernoulli"].prior, poisson())
+    with pytest.raises(InputError, match="single distribution, without copies"):
+        Conjugate(Beta(torch.ones(3), torch.ones(3)), bernoulli())
     with pytest.raises(InputError, match="the prior is over 3 classes, not 4"):
         Conjugate(CASES["categorical"].prior, categorical(4)).fit(torch.tensor([1]))
     for variance in (0.0, -1.0, math.nan, math.inf):
