@@ -97,24 +97,27 @@ def test_transform_perplexity_and_history_are_scikit_learns():
 @given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.02, 0.25, 2.0]))
 def test_in_batches_of_everything_the_elbo_never_falls(seed, alpha):
     lda = LDA(K, doc_topic_prior=alpha, max_local_iter=10)
-    fitted = lda.fit(corpus(30, seed), passes=40, batch_size=None, seed=seed, progress=False)
+    fitted = lda.fit(corpus(30, seed), passes=25, batch_size=None, seed=seed, progress=False)
     steps = np.diff(fitted.history)
-    assert len(steps) == 39 and steps.min() >= -1e-12 * abs(fitted.history[-1])
+    assert len(steps) == 24 and steps.min() >= -1e-12 * abs(fitted.history[-1])
     assert fitted.history[-1] > fitted.history[0] + 0.05
 
 
 def test_documents_go_on_from_where_they_were_once_starting_afresh_lowers_the_elbo():
-    counts = corpus(30, seed=3)
-    found = False
-    for seed in range(4):  # afresh alone falls for some of these, so that the guard is at work
-        lda, q, scores = LDA(K, doc_topic_prior=0.02), None, []
-        for _ in range(40):
-            fitted = lda.fit(counts, passes=1, batch_size=None, seed=seed, start=q, progress=False)
-            q, scores = fitted.q, scores + fitted.history
-        guarded = lda.fit(counts, passes=40, batch_size=None, seed=seed, progress=False)
-        found |= min(np.diff(scores)) < -1e-9
-        assert min(np.diff(guarded.history)) >= -1e-12 * abs(guarded.history[-1])
-    assert found
+    fresh = []
+
+    class Worsening(LDA):
+        """Its local step stops after one turn when it starts afresh for the sixth time."""
+
+        def local(self, data, rows, q, *, start=None, expected="sum"):
+            fresh.append(start is None)
+            hasty = start is None and sum(fresh) > 5
+            model = LDA(K, max_local_iter=1) if hasty else LDA(K)
+            return model.local(data, rows, q, start=start, expected=expected)
+
+    fitted = Worsening(K).fit(corpus(30), passes=9, batch_size=None, progress=False)
+    assert fresh == [True] * 6 + [False] * 4
+    assert np.diff(fitted.history).min() > 0
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +207,7 @@ def test_blocks_hold_every_entry_once_and_stay_small(monkeypatch):
     assert all(d == 1 or d * length * K <= 500 for d, length in sizes) and len(sizes) > 3
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_every_form_of_counts_is_read_alike():
     counts = corpus(12)
     dense = torch.tensor(counts.toarray())
