@@ -67,7 +67,7 @@ class Contestant:
 
 def bayes(ess: float, lr: float, temperature: float, floor: float, beta1: float) -> Any:
     """BayesBiNN with these settings; ``ess`` in training sets."""
-    settings = {"temperature": temperature, "floor": floor, "beta1": beta1}
+    settings: dict[str, Any] = {"temperature": temperature, "floor": floor, "beta1": beta1}
     return lambda params, n: BayesBiNN(params, lr, ess * n, **settings)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from scipy.stats import spearmanr
 
 from benchmarks.merging import sentiment_train as training
@@ -138,6 +139,9 @@ def picture(mismatches: pd.DataFrame, path: Path) -> None:
         ax.axhline(0, color="0.8", lw=0.8, zorder=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=150)
 
 

@@ -46,8 +46,10 @@ class LatentFitted(Fitted[FullGaussian]):
         >>> from blr_analysis.learning_rule.inference import GaussianProcess
         >>> x = torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64)
         >>> fitted = GaussianProcess().fit((x, torch.tensor([0.0, 0.0, 1.0])))
-        >>> fitted.predict(torch.tensor([[0.5]])), fitted.left_out().exp()
-        (tensor([0.4820], dtype=torch.float64), tensor([0.5452, 0.5000, 0.4425], dtype=torch.float64))
+        >>> fitted.predict(torch.tensor([[0.5]]))
+        tensor([0.4820], dtype=torch.float64)
+        >>> fitted.left_out().exp()
+        tensor([0.5452, 0.5000, 0.4425], dtype=torch.float64)
     """
 
     problem: Problem

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class FittedTopics(Fitted[Dirichlet]):
     """Topics: ``q`` has a copy for each, ``[K, V]``; examples are documents.
 
-    A document's site is n_dw φ_dwk ``[K, V]``, with φ found anew under the topics as they are.
+    A document's site is n_dw φ_dwk ``[K, V]``, with φ found anew under the topics as they are. It
+    is dense: ask ``site_of`` for few documents where ``sites`` of all would not fit in memory.
 
     Attributes:
         model: the settings.

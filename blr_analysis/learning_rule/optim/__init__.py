@@ -1,9 +1,23 @@
 """The rows of the Bayesian learning rule that train networks, as ``torch.optim.Optimizer``."""
 
+from blr_analysis.learning_rule.optim.binary import STE, BayesBiNN
 from blr_analysis.learning_rule.optim.bsam import BSAM
+from blr_analysis.learning_rule.optim.dropout import Dropout
 from blr_analysis.learning_rule.optim.ivon import IVON
 from blr_analysis.learning_rule.optim.newton import Newton
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.variational import OGN, VOGN, Vadam, Vprop
 
-__all__ = ["BSAM", "IVON", "OGN", "VOGN", "Newton", "RowOptimizer", "Vadam", "Vprop"]
+__all__ = [
+    "BSAM",
+    "IVON",
+    "OGN",
+    "STE",
+    "VOGN",
+    "BayesBiNN",
+    "Dropout",
+    "Newton",
+    "RowOptimizer",
+    "Vadam",
+    "Vprop",
+]

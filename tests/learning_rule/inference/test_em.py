@@ -218,3 +218,13 @@ def test_a_collapsed_component_is_named(covariance: str) -> None:
     empty[:, 0] = 1
     with pytest.raises(DataError, match="a component has no examples left"):
         GaussianMixtureEM(2, covariance).fit(IRIS, start=empty)
+
+
+def test_a_variance_of_rounding_errors_is_no_variance() -> None:
+    """A third of one example: 0.3 y² / 0.3 − y² is 0 but for rounding, up or down."""
+    count = torch.tensor([1.0, 0.3], dtype=torch.float64)
+    for y in IRIS[:, 0] - IRIS[:, 0].mean():
+        told = {"count": count, "linear": count[:, None] * y, "square": count[:, None] * y**2}
+        told["square"][0] += 1
+        with pytest.raises(DataError, match="a component has collapsed"):
+            GaussianMixtureEM(2, "diag", floor=0).maximise(told)

@@ -496,6 +496,21 @@ def test_groups_have_their_own_settings_and_frozen_weights_stay() -> None:
     assert second.equal(copied[1]) and not first.detach().equal(copied[0])
 
 
+def test_a_copy_is_an_optimizer_of_its_own() -> None:
+    model = network()
+    other, optimizer = copy.deepcopy((model, bayes(model.parameters(), temperature=0.5)))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    assert optimizer.param_groups[1]["temperature"] == 0.5
+    look(optimizer, other, *next(minibatches(1)))
+    optimizer.step()
+    assert distance(values(model), values(network())) == 0
+    assert distance(values(model), values(other)) > 0
+
+
+def test_zero_is_shown_as_one() -> None:
+    assert signs(torch.tensor([0.0, -0.0, -1e-30])).tolist() == [1.0, 1.0, -1.0]
+
+
 def test_the_rule_forgets_towards_the_prior() -> None:
     """With no loss, λ ← λ + α (λ₀ − λ)."""
     param = nn.Parameter(torch.ones(4, dtype=torch.float64))
