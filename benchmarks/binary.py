@@ -7,10 +7,14 @@ the hidden layer is normalised without parameters and over its own units only (s
 running statistics, which would suit one way of prediction better than another), and the logits
 are divided by √100 / 2 (of 1, 2 and 3 the one that suits STE best). All contestants see the same
 images in the same order and start at the same signs, with a cosine schedule from their own
-learning rate to 0. Settings were chosen by NLL on 5,000 other training images at seed 0 and 10,000
-images to train on (``--held-out`` shows them), and kept for the 1,000 images. The tables are about
-the 10,000 test images, mean ± standard deviation over seeds. For reference there is the same
-network with real weights, trained by Adam.
+learning rate to 0. The tables are about the 10,000 test images, mean ± standard deviation over
+seeds.
+
+Settings were chosen by the NLL of the signs on 5,000 other training images (``--held-out``) at
+seed 0 and 10,000 images, with uneven effort: three learning rates for STE, some thirty-five
+settings for BayesBiNN, eight of them with these logits. The published settings are as published,
+for a wider network and 500 epochs. At 1,000 images nothing was changed, but held-out results had
+been seen there too before that size was chosen for the table.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +76,6 @@ def bayes(ess: float, lr: float, temperature: float, floor: float, beta1: float)
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    "real weights, Adam": Contestant(lambda params, n: torch.optim.Adam(params, lr=1e-3)),
     "STE, Adam": Contestant(lambda params, n: STE(params, lr=1e-3, row="Adam")),
     "BayesBiNN, ess = N": Contestant(bayes(1, 0.1, 1.0, 0.1, 0.9)),
     "BayesBiNN, ess = 300 N": Contestant(bayes(300, 0.003, 0.5, 0.1, 0.9)),
@@ -102,11 +105,10 @@ def train(contestant: Contestant, data: Data, epochs: int, seed: int) -> tuple[N
     optimizer = contestant.make(model.parameters(), len(data[0]))
     steps = epochs * len(data[0]) // BATCH
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    look = getattr(optimizer, "sampled_params", lambda train: nullcontext())
     begin = time.perf_counter()
     for _ in range(epochs):
         for batch in torch.randperm(len(data[0]), generator=order).split(BATCH):
-            with look(train=True):
+            with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(data[0][batch]), data[1][batch]).backward()
             optimizer.step()
@@ -116,9 +118,6 @@ def train(contestant: Contestant, data: Data, epochs: int, seed: int) -> tuple[N
 
 def ways(optimizer: Any) -> Iterator[tuple[str, Callable[[], AbstractContextManager[None]], int]]:
     """How this optimizer's model can predict: name, context, number of contexts to average."""
-    if not hasattr(optimizer, "mode_params"):
-        yield "as it is", nullcontext, 1
-        return
     yield "signs", optimizer.mode_params, 1
     if hasattr(optimizer, "mean_params"):
         yield f"{DRAWS} binary draws", optimizer.sampled_params, DRAWS
