@@ -13,6 +13,7 @@ from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection, select_prior_precision
 from blr_analysis.sensitivity.scores import Scores, sensitivity
 from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
+from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.subsets import subset_posterior
 from blr_analysis.sensitivity.suspicious import Suspicions, suspicious
 from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
@@ -28,6 +29,8 @@ __all__ = [
     "Scores",
     "SequenceLeaveOneOut",
     "SequenceScores",
+    "SiteLeaveOneOut",
+    "SiteScores",
     "Suspicions",
     "TokenScores",
     "TopInfluence",

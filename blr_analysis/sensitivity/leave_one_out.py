@@ -26,6 +26,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import WORDS, bound_of, left_out_by, taken
 from blr_analysis.sensitivity.refinement import refined
 from blr_analysis.sensitivity.scores import Scores, check_finite, fitted
+from blr_analysis.sensitivity.sites import SumOfSites, site_leave_one_out
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -112,7 +113,8 @@ def leave_one_out(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data.
+        posterior: learned on those data. Or, with None for the task, a fitted probabilistic model
+            of :mod:`blr_analysis.learning_rule.inference`, whose sites are subtracted.
         correction: "first_order", "cavity", or "auto": what the posterior was calibrated for
             (:func:`blr_analysis.calibrate`); else the cavity for structures that can bear it
             ("full", "lowrank"), first order for those that overstate V_i ("diag", "kron"). Where
@@ -129,7 +131,8 @@ def leave_one_out(
 
     Returns:
         The left-out predictions; of sequences (likelihood "tokens", "causal_lm")
-        :class:`~blr_analysis.sensitivity.sequences.SequenceLeaveOneOut`, to first order.
+        :class:`~blr_analysis.sensitivity.sequences.SequenceLeaveOneOut`, to first order; of a sum
+        of sites :class:`~blr_analysis.sensitivity.sites.SiteLeaveOneOut`.
 
     Raises:
         InputError: an unknown correction, the cavity or refinement of sequences, scores of other
@@ -153,6 +156,9 @@ def leave_one_out(
         True
     """
     one_of("correction", correction, CORRECTIONS)
+    if isinstance(posterior, SumOfSites):
+        options = dict(correction=correction, scores=scores, refine=refine)
+        return site_leave_one_out(task, posterior, options)  # type: ignore[return-value]
     q = fitted(task, posterior)
     if isinstance(refine, bool) or not isinstance(refine, int) or not 0 <= refine <= task.n_data:
         raise InputError(f"refine must be a number of examples, 0 … {task.n_data}, got {refine!r}")

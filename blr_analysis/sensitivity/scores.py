@@ -23,6 +23,7 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.sites import SumOfSites, site_sensitivity
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -91,7 +92,8 @@ def sensitivity(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data.
+        posterior: learned on those data. Or, with None for the task, a fitted probabilistic model
+            of :mod:`blr_analysis.learning_rule.inference`, whose sites are subtracted.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence.
         chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
@@ -99,7 +101,8 @@ def sensitivity(
 
     Returns:
         The scores; of sequences (likelihood "tokens", "causal_lm")
-        :class:`~blr_analysis.sensitivity.sequences.SequenceScores`, without V_i.
+        :class:`~blr_analysis.sensitivity.sequences.SequenceScores`, without V_i; of a sum of sites
+        :class:`~blr_analysis.sensitivity.sites.SiteScores`.
 
     Raises:
         InputError: ``variance=True`` for sequences.
@@ -119,6 +122,8 @@ def sensitivity(
         >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """
+    if isinstance(posterior, SumOfSites):
+        return site_sensitivity(task, posterior, dict(variance=variance))  # type: ignore[return-value]
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)

@@ -27,6 +27,7 @@ from blr_analysis.sensitivity.monitor import Histories, Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.scores import Scores
 from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
+from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.suspicious import Suspicions
 from blr_analysis.sensitivity.tokens import TokenScores
 from blr_analysis.sensitivity.what_if import ByClass, WhatIf
@@ -49,6 +50,7 @@ from blr_analysis.tables.sequences import (
     sequence_scores_table,
     token_scores_table,
 )
+from blr_analysis.tables.sites import site_leave_one_out_table, site_scores_table
 from blr_analysis.tables.suspicious import suspicious_table
 from blr_analysis.tables.topics import topics_table
 from blr_analysis.views import GroupRows, make_table
@@ -74,6 +76,8 @@ __all__ = [
     "scores_table",
     "sequence_leave_one_out_table",
     "sequence_scores_table",
+    "site_leave_one_out_table",
+    "site_scores_table",
     "suspicious_table",
     "token_scores_table",
     "top_influence_table",
@@ -85,6 +89,8 @@ __all__ = [
 make_table.register(Scores, scores_table)
 make_table.register(SequenceScores, sequence_scores_table)
 make_table.register(SequenceLeaveOneOut, sequence_leave_one_out_table)
+make_table.register(SiteLeaveOneOut, site_leave_one_out_table)
+make_table.register(SiteScores, site_scores_table)
 make_table.register(Suspicions, suspicious_table)
 make_table.register(TokenScores, token_scores_table)
 make_table.register(LeaveOneOut, leave_one_out_table)

@@ -1,0 +1,109 @@
+"""The same questions to posteriors that are sums of sites, one per example.
+
+    λ = λ_prior + Σ_i λ̃_i,      λ^{\\i} = λ − λ̃_i          (Khan & Rue, Eqs. 5 and 54)
+
+What fits such a posterior (conjugate models, message passing, conjugate-computation VI) keeps its
+data and its sites; here only what it answers is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.views import Tabular
+
+
+@runtime_checkable
+class SumOfSites(Protocol):
+    """A fitted posterior from which every example can be subtracted."""
+
+    data: Any
+
+    def left_out(self) -> Tensor:
+        """log p(y_i | λ − λ̃_i), in nats, ``[N]``."""
+        ...
+
+    def log_predictive(self, data: Any, /) -> Tensor:
+        """log p(y_j | λ), in nats, ``[M]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class SiteLeaveOneOut(Tabular):
+    """What :func:`blr_analysis.leave_one_out` found for a sum of sites.
+
+    Exact for conjugate models; elsewhere the sites of the other examples stay as they are.
+
+    Attributes:
+        losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse.
+        losses_before: −log p(y_i | λ), ``[N]``.
+    """
+
+    losses: Tensor
+    losses_before: Tensor
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    @property
+    def nll(self) -> float:
+        """The mean: the estimate of the loss on new data."""
+        return float(self.losses.double().mean())
+
+    def __repr__(self) -> str:
+        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)})"
+
+
+@dataclass(frozen=True)
+class SiteScores(Tabular):
+    """What :func:`blr_analysis.sensitivity` found for a sum of sites.
+
+    Attributes:
+        losses: −log p(y_i | λ), in nats, ``[N]``.
+        deviation: how far the example's own log-predictive falls without it, in nats, ``[N]``;
+            larger shapes the model more.
+    """
+
+    losses: Tensor
+    deviation: Tensor
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __repr__(self) -> str:
+        return f"SiteScores(N={len(self)}, mean deviation {float(self.deviation.mean()):.4g} nats)"
+
+
+def site_leave_one_out(task: Any, fitted: SumOfSites, options: dict[str, Any]) -> SiteLeaveOneOut:
+    """Leave-one-out of a sum of sites; ``task`` is None, for the fit keeps its data."""
+    before, after = _log_predictives(task, fitted, options)
+    return SiteLeaveOneOut(losses=-after, losses_before=-before)
+
+
+def site_sensitivity(task: Any, fitted: SumOfSites, options: dict[str, Any]) -> SiteScores:
+    """Sensitivity of a sum of sites."""
+    before, after = _log_predictives(task, fitted, options)
+    return SiteScores(losses=-before, deviation=before - after)
+
+
+def _log_predictives(
+    task: Any, fitted: SumOfSites, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    if task is not None:
+        raise InputError(
+            f"a fitted {type(fitted).__name__} keeps its own data: pass None in the place of the "
+            "task"
+        )
+    named = [name for name, value in options.items() if value not in (None, 0, "auto")]
+    if named:
+        raise InputError(
+            f"{named[0]} is for posteriors over a network's weights, not for a sum of sites"
+        )
+    after = fitted.left_out()
+    if fitted.data is None:
+        raise InputError("the examples were not kept with the fit, so their losses are not known")
+    return fitted.log_predictive(fitted.data).cpu(), after.cpu()

@@ -1,0 +1,97 @@
+"""Leave-one-out and sensitivity of posteriors that are sums of sites."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import FullGaussian
+from blr_analysis.learning_rule.inference import (
+    Conjugate,
+    Fitted,
+    GaussianProcess,
+    linear,
+    rbf,
+)
+
+F64 = torch.float64
+
+
+def regression() -> tuple[Conjugate, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(25, 3, dtype=F64, generator=generator)
+    y = x.sum(1) + 0.5 * torch.randn(25, dtype=F64, generator=generator)
+    prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+    return Conjugate(prior, linear(0.25)), x, y
+
+
+def test_conjugate_models_are_exact() -> None:
+    """Against fitting again without each example."""
+    model, x, y = regression()
+    loo = blr.leave_one_out(None, model.fit((x, y)))
+    for i in range(len(y)):
+        rest = torch.arange(len(y)) != i
+        again = model.fit((x[rest], y[rest]))
+        exact = -again.log_predictive((x[i : i + 1], y[i : i + 1]))
+        torch.testing.assert_close(loo.losses[i : i + 1], exact, rtol=1e-10, atol=1e-10)
+    assert loo.nll == pytest.approx(float(loo.losses.mean()))
+    assert bool((loo.losses > loo.losses_before).all())
+
+
+def test_it_agrees_with_the_networks_road() -> None:
+    """Linear regression as a torch model: the cavity's outputs give the same squared errors."""
+    model, x, y = regression()
+    fitted = model.fit((x, y))
+    net = torch.nn.Linear(3, 1, bias=False).double()
+    net.weight.data = fitted.q.mean[None].clone()
+    task = blr.Task(net, (x, y), likelihood=blr.Gaussian(0.25))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    cavity = blr.leave_one_out(task, q, progress=False)
+    left = torch.stack([x[i] @ fitted.without([i]).mean for i in range(len(y))])
+    torch.testing.assert_close(cavity.logits.flatten(), left, rtol=1e-9, atol=1e-9)
+
+
+def test_sensitivity_is_what_an_example_tells_about_itself() -> None:
+    model, x, y = regression()
+    y[7] += 20.0  # an outlier shapes the fit most
+    fitted = model.fit((x, y))
+    scores = blr.sensitivity(None, fitted)
+    loo = blr.leave_one_out(None, fitted)
+    torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
+    assert int(scores.deviation.argmax()) == 7
+    assert list(scores.table.columns) == ["index", "loss", "deviation"]
+    assert list(loo.table.columns) == ["index", "loss", "loss_before"]
+    assert len(loo.table) == 25
+
+
+def test_a_gaussian_process_classifier() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(30, 2, dtype=F64, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(30, dtype=F64, generator=generator) > 0).to(F64)
+    model = GaussianProcess(partial(rbf, lengthscale=1.5, variance=4.0))
+    loo = blr.leave_one_out(None, model.fit((x, y)))
+    for i in (0, 11, 29):
+        rest = torch.arange(30) != i
+        probability = float(model.fit((x[rest], y[rest])).predict(x[i : i + 1]))
+        exact = -torch.tensor(probability if y[i] else 1 - probability).log()
+        assert float(loo.losses[i]) == pytest.approx(float(exact), abs=0.02)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model, x, y = regression()
+    fitted = model.fit((x, y))
+    task = blr.Task(torch.nn.Linear(3, 1).double(), (x, y), likelihood="gaussian")
+    with pytest.raises(InputError, match="keeps its own data"):
+        blr.leave_one_out(task, fitted)
+    with pytest.raises(InputError, match="refine"):
+        blr.leave_one_out(None, fitted, refine=3)
+    with pytest.raises(InputError, match="correction"):
+        blr.leave_one_out(None, fitted, correction="cavity")
+    with pytest.raises(InputError, match="variance"):
+        blr.sensitivity(None, fitted, variance=True)
+    with pytest.raises(InputError, match="no sites"):
+        blr.leave_one_out(None, Fitted(fitted.q, [0.0], "log evidence"))
