@@ -57,7 +57,7 @@ def plain(kind: Any) -> Make:
 
 
 def bayes(kind: Any) -> Make:
-    """One with a posterior; ``temper`` multiplies ess = N."""
+    """One with a posterior; ``by_batch`` multiplies ess = N by the size of the minibatch."""
 
     def make(model: nn.Module, n: int, batch: int, settings: Settings) -> Any:
         rest = dict(settings)

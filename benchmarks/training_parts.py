@@ -115,8 +115,8 @@ def resnet20(norm: Norm) -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(1, 16, 3, padding=1, bias=False)]
     before = 16
     for channels in (16, 32, 64):
-        for block in range(3):
-            layers.append(Residual(norm, before, channels, 2 if block == 0 < channels - 16 else 1))
+        for _ in range(3):
+            layers.append(Residual(norm, before, channels, stride=channels // before))
             before = channels
     pooled = [norm(64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES)]
     return nn.Sequential(*layers, *pooled)

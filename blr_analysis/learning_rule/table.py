@@ -164,7 +164,7 @@ _ROWS = (
     Row("VMP", MEAN_FIELD, EXACTLY, EXACT, RULE, "learning rate 1 for all nodes",
         "5.3", SITES, f"{INFERENCE}.vmp"),
     Row("non-conjugate VMP", MEAN_FIELD, BY_NODES, EXACT, RULE, "learning rate 1 for all nodes",
-        "5.3", SITES, f"{INFERENCE}.cvi"),
+        "5.3", SITES, f"{INFERENCE}.nonconjugate"),
     Row("non-conjugate VI", "mixture of exponential families", BY_NODES, EXACT, RULE, "none",
         "5.4", SITES, f"{INFERENCE}.cvi"),
 )

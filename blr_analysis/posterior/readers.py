@@ -150,7 +150,20 @@ def _reader_of_row(groups: Sequence[State]) -> Reader | None:
     names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
     if not names:
         return None
-    if len(names) > 1 or not names <= set(ROWS):
+    other = sorted(names - set(ROWS))
+    if other and other[0].startswith(("STE", "BayesBiNN")):
+        raise OptimizerError(
+            f"{other[0]} learns weights of ±1, which no Gaussian describes. Draw binary networks "
+            "with `optimizer.sampled_params()`, or take one from `optimizer.mode_params()`; the rest of "
+            "such a network can be analysed by fit_laplace with the binary weights frozen."
+        )
+    if other and other[0].startswith("dropout"):
+        raise OptimizerError(
+            f"{other[0]} learns a mixture of spike and slab, no Gaussian. Draw from it with "
+            "`optimizer.sampled_params()`, or call fit_laplace on the weights of "
+            "`optimizer.mean_params()`."
+        )
+    if len(names) > 1 or other:
         raise OptimizerError(f"{', '.join(sorted(names))} keeps no diagonal precision. {ADVICE}")
     return ROWS[names.pop()]
 

@@ -49,41 +49,10 @@ BEYOND = {
     "bSAM",
 }
 
-# Rows whose module is still to be written; a row that leaves this list must resolve.
-PENDING = {
-    "ridge regression",
-    "multimodal optimisation",
-    "dropout",
-    "STE",
-    "BayesBiNN",
-    "conjugate Bayes",
-    "Kalman filter",
-    "EM",
-    "SVI",
-    "VMP",
-    "non-conjugate VMP",
-    "non-conjugate VI",
-}
-
-
-def exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def test_every_row_of_the_paper_is_there() -> None:
-    assert set(ROWS) == set(PAPER) | BEYOND
-    for name, section in PAPER.items():
-        assert ROWS[name].section.split(",")[0] == section
-
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_module_that_runs_a_row_is_there(name: str) -> None:
     module = ROWS[name].runs
-    if name in PENDING and not exists(module):
-        pytest.skip(f"{module} is still to be written")
     assert importlib.import_module(module).__doc__
 
 

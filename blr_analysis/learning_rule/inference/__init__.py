@@ -13,11 +13,13 @@ from blr_analysis.learning_rule.inference.factors import (
     poisson,
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
+from blr_analysis.learning_rule.inference.functions import VariationalNewton
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA
+from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
 from blr_analysis.learning_rule.inference.skew_normal import SkewNormal, fit_skew_normal
 from blr_analysis.learning_rule.inference.topics import FittedTopics, TopicWords
@@ -38,16 +40,19 @@ __all__ = [
     "GeneralizedLinear",
     "LatentFitted",
     "MeanFieldRegression",
+    "MultimodalOptimisation",
     "NotConverged",
     "SkewNormal",
     "StateSpace",
     "TopicWords",
+    "VariationalNewton",
     "bernoulli",
     "categorical",
     "fit_skew_normal",
     "gaussian",
     "linear",
     "linear_kernel",
+    "minima",
     "poisson",
     "rbf",
 ]

@@ -1,0 +1,119 @@
+"""The comparison of optimizers: its scores, its steps, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+
+from benchmarks import training
+from benchmarks.training_parts import MODELS, Data, auroc, scores
+
+
+def probabilities(n: int, seed: int) -> torch.Tensor:
+    """``[n, 4]`` in float64, rounded so that some confidences tie."""
+    draws = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rough = (draws.softmax(-1) * 20).round() + 1
+    return rough / rough.sum(-1, keepdim=True)
+
+
+def images(n: int) -> Data:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * n, 1, 28, 28, generator=made)
+    y = torch.randint(10, (2 * n,), generator=made)
+    return Data(x[:n], y[:n], x[n:], y[n:], -x[n:])
+
+
+def planned(optimizer: str, *options: str) -> training.Run:
+    given = ["--optimizers", optimizer, "--train", "20", "--batch", "10", "--draws", "3"]
+    (run,) = training.plan(training.arguments([*given, "--epochs", "1", "--seeds", "1", *options]))
+    return run
+
+
+def test_scores_against_scikit_learn() -> None:
+    probs, other = probabilities(200, 0), probabilities(150, 1)
+    y = torch.randint(4, (200,), generator=torch.Generator().manual_seed(2))
+    found = scores(probs, y, other)
+    confidence = np.concatenate([probs.amax(-1), other.amax(-1)])
+    kind = np.repeat([1, 0], [200, 150])
+    brier = np.mean(np.sum((probs.numpy() - np.eye(4)[y.numpy()]) ** 2, axis=1))
+    expected = {
+        "accuracy": accuracy_score(y, probs.argmax(-1)),
+        "nll": log_loss(y, probs.numpy(), labels=range(4)),
+        "brier": brier,
+        "auroc": roc_auc_score(kind, confidence),
+    }
+    assert {k: found[k] for k in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_scores_by_hand() -> None:
+    probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.3, 0.7]], dtype=torch.float64)
+    found = scores(probs, torch.tensor([0, 1, 1, 1]), torch.tensor([[0.5, 0.5], [0.8, 0.2]]))
+    # one of the two at 0.9 is right, both at 0.7 are
+    assert found["ece"] == pytest.approx((2 * abs(0.5 - 0.9) + 2 * abs(1 - 0.7)) / 4, abs=1e-12)
+    assert found["brier"] == pytest.approx((0.02 + 1.62 + 0.18 + 0.18) / 4, abs=1e-12)
+    assert found["auroc"] == pytest.approx((2 + 2 + 1 + 1) / 8, abs=1e-12)
+
+
+def test_auroc_counts_ties_half() -> None:
+    assert auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])) == 0.5
+    assert auroc(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == (0.5 + 2) / 4
+
+
+@pytest.mark.parametrize("name", training.MAKE)
+def test_every_optimizer_trains_and_predicts(name: str) -> None:
+    run, data = planned(name), images(20)
+    torch.manual_seed(run.seed)
+    untrained = MODELS["lenet5"]()
+    start = training.predict(untrained, training.nullcontext, 1, data.x)
+    found = training.measure(run, data)
+    assert found["train_nll"] != scores(start, data.y, start)["nll"]
+    plain = name in ("SGD", "Adam", "AdamW")
+    assert list(found["ways"]) == ["at the mean"] + ["average of 3"] * (not plain)
+    if not plain:
+        assert found["ways"]["average of 3"] != found["ways"]["at the mean"]
+    for way in found["ways"].values():
+        assert 0 <= way["ece"] <= 1 and 0 < way["nll"] < float("inf")
+
+
+@pytest.mark.parametrize("name", ["resnet20-gn", "resnet20-frn"])
+def test_residual_networks_treat_images_apart(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name](), images(2).x
+    found = model(x)
+    assert found.shape == (2, 10)
+    torch.testing.assert_close(found[1:], model(x[1:]), rtol=1e-4, atol=1e-5)
+    optimizer = training.MAKE["VOGN"](model, 2, 2, {"lr": 0.01})
+    before = model[0].weight.detach().clone()
+    training.step(model, optimizer, x, torch.tensor([0, 1]))
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_a_run_is_kept_and_is_one_of_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLR_CACHE", str(tmp_path))
+    first = training.result(planned("SGD"), lambda: images(20))
+
+    def gone() -> Data:
+        raise AssertionError("trained again")
+
+    assert training.result(planned("SGD"), gone) == first
+    assert json.loads(planned("SGD").path.read_text())["settings"] == training.SETTINGS["SGD"][0]
+    with pytest.raises(AssertionError, match="trained again"):
+        training.result(planned("SGD", "--epochs", "2"), gone)
+
+
+def test_table_is_mean_and_standard_deviation() -> None:
+    way = {"accuracy": 0.8, "nll": 0.5, "ece": 0.1, "brier": 0.3, "auroc": 0.7}
+    other = way | {"accuracy": 0.9}
+    rows = [
+        {"optimizer": "SGD", "ways": {"at the mean": w}, "train_nll": 0.4, "seconds_per_epoch": 2.0}
+        for w in (way, other)
+    ]
+    assert training.table(rows)[2].startswith("| SGD | at the mean | 85.00 ± 7.07 | 0.500 ± 0.000")
+    assert training.table(rows)[2].endswith("| 0.400 | 2.0 | 2 |")
