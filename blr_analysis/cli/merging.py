@@ -86,6 +86,8 @@ def merge(
     for note in found.notes:
         say(f"{found.path.name}, {note}")
     plan = plan_of(found.job, max_memory=memory, threads=threads)
+    for note in plan.notes:
+        say(note)
     if out is not None:
         check_room(out.expanduser(), plan.bytes_written)
     if dry_run or out is None:

@@ -168,6 +168,8 @@ def _chosen_text(
     matches = [m for m in matches if not any(set(m) < set(other) for other in matches)]
     if len(matches) == 1:
         return matches[0]
+    if not held:
+        raise DataError(f"{str(path)!r} holds no examples")
     what = "several columns that could be the text" if matches else "no column of a usual name"
     raise DataError(
         f"{str(path)!r} has {what}; its columns are {some(list(held), 12)}: name the text's "

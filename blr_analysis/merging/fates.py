@@ -69,6 +69,7 @@ def fates(
     divide: bool,
     missing_precision: str,
     out_dtype: torch.dtype | None,
+    based: bool,
 ) -> tuple[Item, ...]:
     """Every tensor of ``reference`` as an item of the plan.
 
@@ -78,7 +79,7 @@ def fates(
         PosteriorError: precisions are missing and ``missing_precision`` is "error".
     """
     items = tuple(
-        _item(name, reference, parts, [r[name] for r in reads], method, divide, out_dtype)
+        _item(name, reference, parts, [r[name] for r in reads], method, divide, out_dtype, based)
         for name in reference.specs
     )
     if method.uses_precisions and missing_precision == "error":
@@ -95,6 +96,7 @@ def _item(
     method: Method,
     divide: bool,
     out_dtype: torch.dtype | None,
+    based: bool,
 ) -> Item:
     spec = reference.specs[name]
     alphas = [_alpha(part, name) for part in parts]
@@ -110,7 +112,10 @@ def _item(
                 f"the weights of {name!r} sum to {total:g}, and {method.name!r} divides by their "
                 "sum: give weights that sum to something else, or normalize: false"
             )
-        alphas = [a / total for a in alphas] if divide else alphas
+        # The Fisher average does not change with a factor of all weights; without a base the
+        # average must stand where nobody has a precision.
+        divided = divide or (method.uses_precisions and not based)
+        alphas = [a / total for a in alphas] if divided else alphas
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
@@ -118,6 +123,8 @@ def _item(
 
 def _copied(name: str, reference: Source, parts: Sequence[Part], reads: Sequence[str]) -> str:
     """Why a tensor that is not merged may be copied; an error where it may not."""
+    if reference.specs[name].numel == 0:
+        return "without entries"
     other = [
         part.source.name
         for part, read in zip(parts, reads, strict=True)
@@ -143,10 +150,15 @@ def _provenance(source: Source, name: str, read: str) -> str:
 
 
 def _alpha(part: Part, name: str) -> float:
-    alpha = float(part.weight(name) if callable(part.weight) else part.weight)
+    given = part.weight(name) if callable(part.weight) else part.weight
+    try:
+        alpha = float(given)
+    except (TypeError, ValueError):
+        alpha = math.nan
     if not math.isfinite(alpha):
         raise InputError(
-            f"the weight of {part.source.name!r} for {name!r} is {alpha}: expected a finite number"
+            f"the weight of {part.source.name!r} for {name!r} is {given!r}: expected a "
+            "finite number"
         )
     return alpha
 

@@ -94,6 +94,8 @@ def draft_of(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _claim(draft, out)
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(
             f"cannot write {str(out)!r}: {error.strerror or error}. Name another place."
@@ -117,7 +119,11 @@ def draft_of(out: Path) -> Iterator[Path]:
 
 def check_free(out: Path) -> None:
     """Raise :class:`StorageError` unless ``out`` is new, or an empty folder."""
-    if out.is_dir():
+    try:
+        there = out.is_dir()
+    except OSError as error:
+        raise StorageError(f"{str(out)!r:.80} cannot be written: {error.strerror}.") from error
+    if there:
         held = sorted(p.name for p in out.iterdir())
         if held:
             raise StorageError(

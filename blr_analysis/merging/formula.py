@@ -20,6 +20,7 @@ there instead, and the entry is counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +46,8 @@ def combine(
     """Merge one tensor of several models; see the module for the formula.
 
     Args:
-        base: θ_0, any shape; None: the reference is the average of the models, Σα θ / Σα.
+        base: θ_0, any shape; None: the average of the models, Σα θ / Σα, is the reference of
+            precisions; without precisions the result is the plain sum Σα θ.
         models: θ_t, of the same shape, any floating dtype.
         weights: α_t; 1 each if None.
         precisions: H_t ≥ 0, tensors of that shape or one number each; 0 each if None.
@@ -73,6 +75,14 @@ def combine(
             f"one weight and one precision per model: got {count} models, {len(alphas)} weights "
             f"and {len(curved)} precisions"
         )
+    if not all(math.isfinite(a) for a in alphas) or not 0 <= delta < math.inf:
+        raise InputError(f"weights must be finite and delta ≥ 0, got {alphas} and {delta!r}")
+    if base is None and precisions is not None:
+        if not abs(sum(alphas)) > 1e-12:
+            raise InputError(
+                "without a base the weights must not sum to 0, by which they are divided"
+            )
+        alphas = [a / sum(alphas) for a in alphas]
     start: Curvature = 0.0 if base_precision is None else base_precision
     for other in (base, *models, *curved, start):
         if isinstance(other, Tensor) and other.shape != models[0].shape:
@@ -201,7 +211,13 @@ class _Block:
             step.addcmul_(both, gap, value=alpha)
             so_far = total
         undefined = 0
-        if not bool(total.amin() > 0):
+        low, high = total.aminmax()
+        if bool(high == torch.inf):
+            raise InputError(
+                f"the precisions add up to more than {total.dtype} holds: scale them all (and "
+                "delta) by one factor, which changes nothing, or compute with dtype=torch.float64"
+            )
+        if not bool(low > 0):
             bad = total <= 0
             undefined = int(bad.sum())
             arithmetic = torch.zeros_like(step)

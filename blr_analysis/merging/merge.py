@@ -106,6 +106,7 @@ def execute(
     positive_int("max_shard_bytes", max_shard_bytes)
     target = Path(out).expanduser()
     check_free(target)
+    target = Path(os.path.realpath(target))
     check_room(target, plan.bytes_written)
     reference = reference_folder(plan.job)
     source = plan.job.tokenizer_source
@@ -192,7 +193,10 @@ def merge(
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")
-    models = list(models)
+    try:
+        models = list(models)
+    except TypeError as error:
+        raise InputError(f"models must be a list of models, got {models!r:.60}") from error
     every = models if base is None else [*models, base]
     on_disk = [isinstance(m, str | os.PathLike) for m in every]
     if any(on_disk) and not all(on_disk):

@@ -20,6 +20,16 @@ from blr_analysis.merging.precisions import open_precision
 from blr_analysis.weights import Folder, Source
 
 CONFIG = "config.json"
+# What changes a model's outputs and not the shapes of its weights.
+SAME = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "hidden_act",
+    "activation_function",
+    "rope_theta",
+    "rope_scaling",
+)
 
 
 def plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> Plan:
@@ -106,6 +116,7 @@ def _compare_configs(job: Job) -> None:
     if job.base is not None:
         folders.insert(0, job.base)
     kinds: dict[str, Path] = {}
+    first: tuple[Path, Mapping[str, Any]] | None = None
     for folder in folders:
         config = read_config(folder)
         if config.get("quantization_config"):
@@ -113,6 +124,15 @@ def _compare_configs(job: Job) -> None:
                 f"{str(folder)!r} is quantised (its config.json has a quantization_config): merge "
                 "the models as they were before, then quantise the result"
             )
+        if config:
+            first = first or (folder, config)
+            odd = [k for k in SAME if first[1].get(k) != config.get(k)]
+            if odd and first[1].get("model_type") == config.get("model_type"):
+                raise ModelError(
+                    f"{str(folder)!r} computes otherwise than {str(first[0])!r} with the same "
+                    f"weights: in config.json {odd[0]} is {config.get(odd[0])!r} and "
+                    f"{first[1].get(odd[0])!r}"
+                )
         if "model_type" in config:
             kinds.setdefault(str(config["model_type"]), folder)
     if len(kinds) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +62,24 @@ class Plan(Tabular):
     @property
     def notes(self) -> list[str]:
         """What a user should be told about the models."""
-        return [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
+        notes = [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
+        used = [p.precision for p in self.parts if p.precision is not None]
+        kinds = sorted({p.kind for p in used if p.kind})
+        if len(kinds) > 1:
+            notes.append(
+                f"precisions of different kinds weigh against each other: {', '.join(kinds)}; "
+                "their units may differ"
+            )
+        for part in self.parts:
+            unused = getattr(part.weight, "unused", None)
+            for word in [] if unused is None else unused(self.reference.specs):
+                notes.append(f"{part.source.name}: no tensor's name holds the filter {word!r}")
+        names = [p.name for p in used]
+        notes += [
+            f"the precision {name!r} stands for several models"
+            for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+        return notes
 
     @property
     def bytes_written(self) -> int:
@@ -104,9 +120,13 @@ def make_plan(
         PosteriorError: precisions of another model, of other shapes, or missing.
     """
     _check_settings(method, base, parts, delta, missing_precision, dtype, out_dtype)
+    if base is not None and not method.uses_base:
+        match(base, parts[0].source)  # which gives configuration and tokenizer all the same
     base = base if method.uses_base else None
     curved = method.uses_base_precision
     reference = parts[0].source if base is None else base
+    if not reference.specs:
+        raise ModelError(f"{reference.name!r} holds no tensors")
     reads = [match(reference, part.source) for part in parts]
     for part, names in zip(parts, reads, strict=True):
         if base is not None and not differs_somewhere(base, part.source, names):
@@ -128,6 +148,7 @@ def make_plan(
         divide=divide,
         missing_precision=missing_precision,
         out_dtype=out_dtype,
+        based=base is not None,
     )
     plan = Plan(
         method=method,
@@ -157,8 +178,8 @@ def _check_settings(
         raise InputError("models is empty: name at least one fine-tuned model")
     if base is None and method.needs_base:
         raise InputError(f"method {method.name!r} needs the base that the models started from")
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < math.inf:
-        raise InputError(f"delta must be a finite number ≥ 0, got {delta!r}")
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < 1e38:
+        raise InputError(f"delta must be a number ≥ 0 that float32 can hold, got {delta!r}")
     if missing not in MISSING:
         raise InputError(f"missing_precision must be one of {MISSING}, got {missing!r}")
     if dtype not in (torch.float32, torch.float64):
@@ -198,7 +219,7 @@ def _within(plan: Plan, max_memory: int, threads: int | None) -> Plan:
         return workers * (chunk * each + fixed)
 
     longest = max((i.spec.numel for i in plan.items), default=1)
-    chunk = min(CHUNK, -(-longest // BLOCK) * BLOCK)
+    chunk = min(CHUNK, max(1, -(-longest // BLOCK)) * BLOCK)
     while need(workers, chunk) > max_memory and chunk > BLOCK:
         chunk = max(BLOCK, chunk // 2 // BLOCK * BLOCK)
     while need(workers, chunk) > max_memory and workers > 1:

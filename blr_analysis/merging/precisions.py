@@ -34,6 +34,7 @@ class Precision:
         prior: δ by parameter name, where it is not 0.
         scale: 1, or n_data for averages over examples.
         frozen: parameters that were not trained: H = 0 by intention.
+        kind: what the numbers are, as the record says it.
     """
 
     source: Source
@@ -41,6 +42,7 @@ class Precision:
     prior: Mapping[str, float] = field(default_factory=dict)
     scale: float = 1.0
     frozen: frozenset[str] = frozenset()
+    kind: str = ""
 
     @property
     def name(self) -> str:
@@ -113,13 +115,22 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
             f"{str(path)!r} says that it is a sum over n_data={known} examples, not {n_data}: "
             "leave n_data out"
         )
-    names = record.get("parameters") or [n for n in source.specs if not n.endswith(".mean")]
-    return Precision(
-        source,
-        _stored(source, names, record.get("tied") or {}),
-        _priors(path, _scaled_prior(record.get("prior_precision", 0.0), record), names, source),
-        frozen=frozenset(record.get("frozen") or ()),
-    )
+    try:
+        names = record.get("parameters") or [n for n in source.specs if not n.endswith(".mean")]
+        prior = prior_inside(record.get("prior_precision", 0.0), record)
+        return Precision(
+            source,
+            _stored(source, names, record.get("tied") or {}),
+            _priors(path, prior, names, source),
+            frozen=frozenset(record.get("frozen") or ()),
+            kind=str(record.get("kind", "")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise StorageError(
+            f"the record of {str(path)!r} is malformed ({error!r}): compute the precision again."
+        ) from error
 
 
 def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision:
@@ -134,7 +145,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
         source = Loaded(label, tensors)
         tied = given.record.get("tied") or {}
         frozen = frozenset(given.record.get("frozen") or ())
-        prior = _scaled_prior(given.prior_precision, given.record)
+        prior = prior_inside(given.prior_precision, given.record)
         if isinstance(prior, Mapping) and any(
             isinstance(p, Tensor) and p.ndim > 0 for p in prior.values()
         ):
@@ -155,7 +166,10 @@ def _spread(prior: Any, like: Tensor) -> Tensor:
 def _record(path: Path, source: Folder) -> dict[str, Any] | None:
     config = path / CONFIG_FILE
     if path.is_dir() and config.is_file():
-        return decode_record(config.read_text(encoding="utf-8"), config)
+        try:
+            return decode_record(config.read_text(encoding="utf-8"), config)
+        except UnicodeDecodeError as error:
+            raise StorageError(f"{str(config)!r} is no text in UTF-8 ({error}).") from error
     if RECORD_KEY in source.metadata:
         return decode_record(source.metadata[RECORD_KEY], path)
     return None
@@ -184,7 +198,7 @@ def _priors(path: Path, prior: Any, names: Iterable[str], source: Source) -> dic
     return _by_name(prior, names)
 
 
-def _scaled_prior(prior: Any, record: Mapping[str, Any]) -> Any:
+def prior_inside(prior: Any, record: Mapping[str, Any]) -> Any:
     """δ as it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
     factor = (record.get("calibration") or {}).get("scale", 1.0)
     if factor == 1:
@@ -196,8 +210,12 @@ def _scaled_prior(prior: Any, record: Mapping[str, Any]) -> Any:
 
 def _by_name(prior: Any, names: Iterable[str]) -> dict[str, float]:
     if isinstance(prior, Mapping):
-        return {n: float(prior[n]) for n in names}
-    return dict.fromkeys(names, float(prior))
+        found = {n: float(prior[n]) for n in names}
+    else:
+        found = dict.fromkeys(names, float(prior))
+    if not all(0 <= value < float("inf") for value in found.values()):
+        raise ValueError("a prior precision is ≥ 0")
+    return found
 
 
 def check_fits(precision: Precision, reference: Source) -> None:

@@ -21,6 +21,7 @@ from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError
 from blr_analysis.merging.at_weights import State, named_states, state_of
 from blr_analysis.merging.methods import method_of
+from blr_analysis.merging.precisions import prior_inside
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import prior_of
 
@@ -138,6 +139,12 @@ def suggest_weights(
     states = named_states(models, "models")
     curvatures = matched_precisions(precisions, list(states))
     prior = None if base_precision is None else data_precision(base_precision, "base_precision")
+    for name, h in (prior or {}).items():
+        if name not in start or start[name].shape != h.shape:
+            raise InputError(
+                f"base_precision: {name!r} ({list(h.shape)}) is no weight of the base, or one of "
+                "another shape"
+            )
     if not isinstance(delta, (int, float)) or not math.isfinite(delta) or delta < 0:
         raise InputError(f"delta must be a finite number, at least 0, got {delta!r}")
     size = len(states)
@@ -183,9 +190,9 @@ def data_precision(precision: Any, name: str) -> State:
         InputError: neither tensors by name nor a posterior; NaN, inf or negative entries.
     """
     if isinstance(precision, Posterior):
+        prior = prior_inside(precision.prior_precision, precision.record)
         found = {
-            n: (precision.precision(n) - prior_of(precision.prior_precision, n)).clamp_min(0)
-            for n in precision.mean
+            n: (precision.precision(n) - prior_of(prior, n)).clamp_min(0) for n in precision.mean
         }
     else:
         found = state_of(precision, name)

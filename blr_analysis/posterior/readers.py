@@ -154,8 +154,8 @@ def _reader_of_row(groups: Sequence[State]) -> Reader | None:
     if other and other[0].startswith(("STE", "BayesBiNN")):
         raise OptimizerError(
             f"{other[0]} learns weights of ±1, which no Gaussian describes. Draw binary networks "
-            "with `optimizer.sampled_params()`, or take one from `optimizer.mode_params()`; the rest of "
-            "such a network can be analysed by fit_laplace with the binary weights frozen."
+            "with `optimizer.sampled_params()`, or take one from `optimizer.mode_params()`; the "
+            "rest of such a network can be analysed by fit_laplace with those weights frozen."
         )
     if other and other[0].startswith("dropout"):
         raise OptimizerError(

@@ -279,3 +279,46 @@ def test_models_with_batch_norm() -> None:
     assert int(merged["1.num_batches_tracked"]) == 1
     mean = sum(m.state_dict()["1.running_mean"] for m in models) / 2
     torch.testing.assert_close(merged["1.running_mean"], mean)
+
+
+def test_without_a_base_the_average_stands_where_nobody_has_a_precision() -> None:
+    """Frozen tensors of a Fisher average: their mean, and never their sum."""
+    models = [near(state(0), t) for t in (1, 2)]
+    known = [{n: h for n, h in curved(t).items() if n != "embed.weight"} for t in (1, 2)]
+    merged = blr.merge(
+        None, models, precisions=known, method="fisher", missing_precision="zero", weights=[3, 1]
+    )
+    mean = (3 * models[0]["embed.weight"] + models[1]["embed.weight"]) / 4
+    torch.testing.assert_close(merged["embed.weight"], mean)
+    nobody = blr.merge(
+        None, models, precisions=[None, None], method="fisher", missing_precision="zero"
+    )
+    for n in SHAPES:
+        torch.testing.assert_close(nobody[n], (models[0][n] + models[1][n]) / 2)
+    alone = combine(None, [torch.ones(1), 3 * torch.ones(1)], precisions=[0.0, 0.0])
+    assert float(alone) == 2.0
+
+
+def test_kinds_of_precisions_and_filters_are_spoken_of(tmp_path: Path) -> None:
+    family = write_family(tmp_path)
+    write_model(family["models"][1], near(state(0), 2), precision=curved(2), kind="adam_v")
+    (family["models"][1] / "model.safetensors").unlink()
+    report = blr.merge(**family, out=tmp_path / "out")
+    assert any("adam_v, fisher_mc" in note for note in report.plan.notes)
+    family["precisions"][1] = family["precisions"][0]
+    report = blr.merge(**family, out=tmp_path / "two")
+    assert any("stands for several models" in note for note in report.plan.notes)
+
+
+def test_an_output_named_through_a_link_or_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = write_family(tmp_path / "in")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    blr.merge(**family, out=tmp_path / "link")
+    assert (tmp_path / "real" / "model.safetensors").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    blr.merge(**family, out=".")
+    assert (tmp_path / "here" / "model.safetensors").is_file()

@@ -13,6 +13,7 @@ from merging.models_on_disk import (
     curved,
     family_in_memory,
     near,
+    record,
     state,
     write_family,
     write_model,
@@ -120,6 +121,29 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
         ),
         "structure 'kron'",
     ),
+    "another number of heads": (
+        lambda f: [
+            config(folder, num_attention_heads=k)
+            for k, folder in enumerate([f["base"], *f["models"]])
+        ],
+        "num_attention_heads is 1 and 0",
+    ),
+    "a record that is no text": (
+        lambda f: (f["precisions"][0] / "precision_config.json").write_bytes(b"\xff\xfe"),
+        "UTF-8",
+    ),
+    "a malformed record": (
+        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
+            json.dumps(record(prior_precision={"zz": 1.0}))
+        ),
+        "malformed",
+    ),
+    "a negative prior": (
+        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
+            json.dumps(record(prior_precision=-1.0))
+        ),
+        "malformed",
+    ),
     "another architecture": (lambda f: config(f["models"][0], model_type="other"), "architectures"),
     "a quantised model": (
         lambda f: config(f["models"][0], quantization_config={"bits": 4}),
@@ -159,6 +183,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no precision": ({"precisions": None}, r"precision of 'models\[0\]' is missing"),
     "a negative delta": ({"delta": -1.0}, "delta must be"),
     "a delta of NaN": ({"delta": float("nan")}, "delta must be"),
+    "a huge delta": ({"delta": 1e39}, "delta must be"),
+    "a weight of None": ({"weights": [1.0, None]}, "expected a finite number"),
+    "a weight in words": ({"weights": ["a", "b"]}, "expected a finite number"),
+    "models that are none": ({"models": 5}, "models must be a list"),
     "an unknown method": ({"method": "ties"}, "method must be one of"),
     "no base": ({"base": None}, "needs the base"),
     "an odd dtype": ({"dtype": torch.bfloat16}, "dtype"),
@@ -212,3 +240,27 @@ def test_an_adapter_needs_its_base(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(BLRError, match="is an adapter"):
         blr.merge(None, [folder], method="linear", out=tmp_path / "out")
+
+
+def test_precisions_that_add_up_to_more_than_float32_holds() -> None:
+    base, models = {"w": torch.zeros(2)}, [{"w": torch.full((2,), x)} for x in (0.5, 0.25)]
+    huge = [{"w": torch.full((2,), 2e38)}] * 2
+    with pytest.raises(BLRError, match="float64"):
+        blr.merge(base, models, precisions=huge)
+    merged = blr.merge(base, models, precisions=huge, dtype=torch.float64)
+    torch.testing.assert_close(merged["w"], torch.full((2,), 0.375))
+
+
+def test_tensors_without_entries() -> None:
+    base = {"w": torch.zeros(0, 4)}
+    with pytest.raises(BLRError, match="equals its base"):
+        blr.merge(base, [{"w": torch.zeros(0, 4)}], method="task_arithmetic")
+    merged = blr.merge(None, [base, {"w": torch.zeros(0, 4).half()}], method="linear")
+    assert merged["w"].shape == (0, 4)
+
+
+def test_a_base_that_only_gives_its_files_must_fit_all_the_same(tmp_path: Path) -> None:
+    family = write_family(tmp_path)
+    write_model(tmp_path / "other", {"odd": torch.ones(2, 2)})
+    with pytest.raises(BLRError, match="not the same model"):
+        blr.merge(tmp_path / "other", family["models"], method="linear", out=tmp_path / "out")

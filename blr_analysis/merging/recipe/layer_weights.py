@@ -84,6 +84,12 @@ class LayerWeights:
                 return rule.at(depth_of(name, self.depths))
         return self.default
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """The filters that no tensor's name holds."""
+        held = list(names)
+        rules = [rule for setting in self.settings for rule in setting]
+        return [str(r.filter) for r in rules if not any(r.fits(name) for name in held)]
+
     def __repr__(self) -> str:
         rules = [rule for setting in self.settings for rule in setting]
         last = next((i for i, rule in enumerate(rules) if rule.filter in (None, EVERY)), None)
@@ -125,6 +131,10 @@ class Scaled:
                 f"the weights{f' of {name!r}' if name else ''} sum to 0: nothing to normalize by"
             )
         return _at(self.weight, name) * _at(self.factor, name) / total
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """The filters of the weight that no tensor's name holds."""
+        return self.weight.unused(names) if isinstance(self.weight, LayerWeights) else []
 
     def __repr__(self) -> str:
         shown = [f"({w!r})" if callable(w) else repr(w) for w in (self.factor, self.weight)]
