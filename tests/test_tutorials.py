@@ -83,6 +83,20 @@ def test_what_is_wrong(tmp_path: Path) -> None:
         check_picture(tmp_path / f"{name}.png")
 
 
+def test_flat_minima(tmp_path: Path) -> None:
+    """Newton has the lower loss where it stands, the variational solution all around."""
+    said = run_tutorial("05_flat_minima.py", BLR_OUT=tmp_path)
+    assert "variational" in said
+    table = pd.read_csv(tmp_path / "minima.csv").set_index(["loss", "method"])
+    for panel in ("wall", "two wells"):
+        newton, bayes = table.loc[(panel, "Newton")], table.loc[(panel, "variational")]
+        assert newton["loss there"] < bayes["loss there"]  # type: ignore[operator]
+        around = "mean loss after a push"
+        assert bayes[around] < newton[around] - 0.3  # type: ignore[operator]
+    assert table.loc[("wall", "variational"), "place"] == pytest.approx(0.5, abs=1e-3)
+    assert imread(tmp_path / "minima.png").std() > 0.05
+
+
 @pytest.mark.slow
 def test_merging(tmp_path: Path) -> None:
     """Merges lie between the base and joint training, and a team is forgotten more than others."""
