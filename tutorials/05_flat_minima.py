@@ -84,8 +84,8 @@ table = pd.DataFrame(rows)
 print(table.to_string(index=False, float_format="{:.3f}".format))
 
 # %% [markdown]
-# Newton finds the lower loss. The variational solution finds the lower mean loss after a random push
-# of the posterior's size: it pays a little at its place for what it saves all around.
+# Newton finds the lower loss. The variational solution finds the lower mean loss after a random
+# push of the posterior's size: it pays a little at its place for what it saves all around.
 
 
 # %%
