@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
@@ -39,7 +40,8 @@ class SiteLeaveOneOut(Tabular):
     Exact for conjugate models; elsewhere the sites of the other examples stay as they are.
 
     Attributes:
-        losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse.
+        losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse; NaN where nothing was
+            observed.
         losses_before: −log p(y_i | λ), ``[N]``.
     """
 
@@ -51,8 +53,8 @@ class SiteLeaveOneOut(Tabular):
 
     @property
     def nll(self) -> float:
-        """The mean: the estimate of the loss on new data."""
-        return float(self.losses.double().mean())
+        """The mean over what was observed: the estimate of the loss on new data."""
+        return float(self.losses.double().nanmean())
 
     def __repr__(self) -> str:
         return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)})"
@@ -106,4 +108,10 @@ def _log_predictives(
     after = fitted.left_out()
     if fitted.data is None:
         raise InputError("the examples were not kept with the fit, so their losses are not known")
-    return fitted.log_predictive(fitted.data).cpu(), after.cpu()
+    before = fitted.log_predictive(fitted.data)
+    if isinstance(fitted.data, Tensor) and fitted.data.is_floating_point():
+        unseen = (
+            fitted.data.isnan().flatten(1).all(1) if fitted.data.ndim > 1 else (fitted.data.isnan())
+        )
+        before, after = (t.masked_fill(unseen.to(t.device), torch.nan) for t in (before, after))
+    return before.cpu(), after.cpu()

@@ -14,6 +14,7 @@ from blr_analysis.learning_rule.inference import (
     Conjugate,
     Fitted,
     GaussianProcess,
+    StateSpace,
     linear,
     rbf,
 )
@@ -79,6 +80,15 @@ def test_a_gaussian_process_classifier() -> None:
         probability = float(model.fit((x[rest], y[rest])).predict(x[i : i + 1]))
         exact = -torch.tensor(probability if y[i] else 1 - probability).log()
         assert float(loo.losses[i]) == pytest.approx(float(exact), abs=0.02)
+
+
+def test_times_without_an_observation_have_no_loss() -> None:
+    y = torch.tensor([[1.0], [torch.nan], [4.0], [3.0]], dtype=F64)
+    one = torch.eye(1, dtype=F64)
+    states = StateSpace(one, one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one))
+    loo = blr.leave_one_out(None, states.fit(y))
+    assert loo.losses.isnan().tolist() == [False, True, False, False]
+    assert loo.nll == pytest.approx(float(loo.losses[[0, 2, 3]].mean()))
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -7,9 +7,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import positive_int
+
 
 def many(like: Tensor, n: int | None) -> Tensor:
-    """``like``, n times along a new leading dimension."""
+    """``like``, n times along a new leading dimension.
+
+    Raises:
+        InputError: ``n`` is no positive integer.
+    """
+    if n is not None:
+        positive_int("n", n)
     return like if n is None else like.expand(n, *like.shape)
 
 

@@ -93,6 +93,12 @@ def check_loadable(
         raise OptimizerError(
             f"the state has groups of {sizes} parameters, this optimizer of {own}; {hint}"
         )
+    rows = [
+        {g["algorithm"] for g in groups if "algorithm" in g}
+        for groups in (saved_groups, param_groups)
+    ]
+    if rows[0] - rows[1]:
+        raise OptimizerError(f"this is the state of {', '.join(sorted(rows[0] - rows[1]))}; {hint}")
     missing = [key for key in REQUIRED if any(key not in group for group in saved_groups)]
     if missing:
         raise OptimizerError(f"the state's groups have no {', '.join(missing)}; {hint}")

@@ -98,6 +98,11 @@ class PerExample:
     # Reading ---------------------------------------------------------------------------------
 
     def _read(self, heard: Sequence[Pass]) -> dict[Tensor, Tensor]:
+        if all(p.grad is None for p in self._params.values()):
+            raise OptimizerError(
+                "no parameter has a gradient at the end of sampled_params(train=True); call "
+                "loss.backward() inside the context"
+            )
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
         values = {name: p.detach() for name, p in self.model.named_parameters()}
         squares: dict[str, Tensor] = {}
