@@ -106,12 +106,11 @@ def execute(
     positive_int("max_shard_bytes", max_shard_bytes)
     target = Path(out).expanduser()
     check_free(target)
-    target = Path(os.path.realpath(target))
     check_room(target, plan.bytes_written)
     reference = reference_folder(plan.job)
     source = plan.job.tokenizer_source
     tokenizer = reference if source == "base" else Path(source)
-    with draft_of(target) as draft:
+    with draft_of(Path(os.path.realpath(target))) as draft:
         shards = Shards(draft, plan.items, max_shard_bytes)
         shards.begin()
         with _bar(plan.bytes_read, progress) as bar:

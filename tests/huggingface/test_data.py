@@ -116,8 +116,8 @@ def test_labels_out_of_range_are_named(label: object, tmp_path: Path) -> None:
 BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
     ("d.xlsx", "", DataError, r"none of \.jsonl"),
     ("d.json", "[]", DataError, r"none of \.jsonl"),
-    ("d.jsonl", "", DataError, "no column"),
-    ("d.csv", "", DataError, "no column"),
+    ("d.jsonl", "", DataError, "no examples"),
+    ("d.csv", "", DataError, "no examples"),
     ("d.csv", "text,label\n", DataError, "no examples"),
     ("d.txt", "\n \n", DataError, "no examples"),
     ("d.csv", "tekst,label\na,1\n", DataError, r"'tekst', 'label'.*--text"),
