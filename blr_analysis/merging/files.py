@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from blr_analysis.errors import StorageError
+from blr_analysis.posterior.placing import flush
 
 # What tells a model how to run, or its user what it is allowed to do.
 CONFIG = (
@@ -105,7 +106,7 @@ def draft_of(out: Path) -> Iterator[Path]:
         try:
             for path in sorted(draft.rglob("*")):
                 if path.is_file():
-                    _flush(path)
+                    flush(path)
             if out.exists():
                 out.rmdir()
             os.rename(draft, out)
@@ -166,8 +167,3 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
     key = "torch_dtype" if "torch_dtype" in document else "dtype"
     document[key] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())

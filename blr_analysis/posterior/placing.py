@@ -32,7 +32,7 @@ def place(draft: Path, target: Path) -> None:
     killed between them leaves none, and one that fails there puts the old one back.
     """
     for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
-        _flush(file)
+        flush(file)
     if not (draft.is_dir() and target.exists()):
         os.replace(draft, target)
         return
@@ -45,6 +45,7 @@ def place(draft: Path, target: Path) -> None:
         raise
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Let the disk have what was written to a file."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
