@@ -30,7 +30,7 @@ class Curvature:
         method: the evidence that is averaged over draws: ``"none"``, ``"gradsq"`` (squared
             minibatch gradients ḡ²), ``"ggn"`` (means over examples of g_i²), ``"price"``
             (noise · gradient), ``"abs"`` (|ḡ|). Empty: not an elementwise estimate.
-        estimate: (evidence, h, settings) → ĥ, lists of tensors; None: no Hessian.
+        estimate: (evidence, h + δ, settings) → ĥ, lists of tensors; None: no Hessian.
     """
 
     name: str
@@ -38,27 +38,34 @@ class Curvature:
     estimate: Callable[[Tensors, Tensors, Mapping[str, Any]], Tensors] | None = None
 
 
-def _as_it_is(evidence: Tensors, hess: Tensors, group: Mapping[str, Any]) -> Tensors:
+def _as_it_is(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     return evidence
 
 
-def _price(evidence: Tensors, hess: Tensors, group: Mapping[str, Any]) -> Tensors:
-    """ĥ = S · (θ − m) · g / ess with S = ess (h + δ), by Price's theorem (K&R 11)."""
-    precision = torch._foreach_add(hess, group["weight_decay"])
-    torch._foreach_mul_(precision, group["ess"])
-    return torch._foreach_mul(precision, evidence)  # type: ignore[return-value]
+def _times_ess(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = ess · ḡ²: the squared gradient as IVON scales it."""
+    return list(torch._foreach_mul(evidence, group["ess"]))
 
 
-def _root_magnitude(evidence: Tensors, hess: Tensors, group: Mapping[str, Any]) -> Tensors:
+def _price(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = ess (h + δ) · (θ − m) · g, by Price's theorem (K&R 11)."""
+    found = list(torch._foreach_mul(evidence, precision))
+    torch._foreach_mul_(found, group["ess"])
+    return found
+
+
+def _root_magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     """ĥ = √(h + δ) · |g| + γ (Möllenhoff & Khan, ICLR 2023, Algorithm 1, line 8)."""
-    root = torch._foreach_sqrt(torch._foreach_add(hess, group["weight_decay"]))
-    torch._foreach_mul_(root, evidence)
-    return torch._foreach_add(root, group["damping"])  # type: ignore[return-value]
+    found = list(torch._foreach_sqrt(precision))
+    torch._foreach_mul_(found, evidence)
+    torch._foreach_add_(found, group["damping"])
+    return found
 
 
 NO_CURVATURE = Curvature("none", "none")
 EXACT = Curvature("exact")
 SQUARED_GRADIENT = Curvature("squared minibatch gradient", "gradsq", _as_it_is)
+SQUARED_TIMES_ESS = Curvature("squared minibatch gradient · ess", "gradsq", _times_ess)
 GAUSS_NEWTON = Curvature("Gauss–Newton: sum of squared gradients", "ggn", _as_it_is)
 PRICE = Curvature("reparameterised (Price)", "price", _price)
 ROOT_MAGNITUDE = Curvature("√s · |gradient|", "abs", _root_magnitude)

@@ -14,6 +14,7 @@ For any family there is natural momentum (Khan & Rue, App. F): :func:`natural_mo
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -97,7 +98,8 @@ def step(
     """One step of the row (curvature, move), in place.
 
     Args:
-        group: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, and what curvature and move need.
+        group: ``lr``, ``beta1``, ``beta2``, ``weight_decay``, and what curvature and move need;
+            ``clip_radius``, if it is there, bounds each element of the step before ``lr``.
         count: t, this step's number, from 1.
     """
     grad, decay = block.grad, group["weight_decay"]
@@ -107,29 +109,46 @@ def step(
         evidence = block.evidence
         if curvature.method == "gradsq" and not evidence:
             evidence = _squares(grad if move.decay == "gradient" else block.grad)
-        advance(block.hess, curvature.estimate(evidence, block.hess, group), move, group)
-    direction = _direction(block, grad, move, group, count)
+        precision = list(torch._foreach_add(block.hess, decay))
+        advance(block.hess, curvature.estimate(evidence, precision, group), precision, move, group)
+    direction, factor = _direction(block, grad, move, group, count)
     if move.decay == "step" and decay:
-        direction = _plus(direction, block.theta, decay)
-    if block.hess:
-        scales = divisor(block.hess, move, group, count)
-        direction = list(torch._foreach_div(direction, scales))
+        direction = _plus(direction, block.theta, decay / factor)
     lr = float(group["lr"])
     if move.decay == "decoupled" and decay:
         torch._foreach_mul_(block.theta, 1 - lr * decay)
-    torch._foreach_add_(block.theta, direction, alpha=-lr)
+    scales = divisor(block.hess, move, group, count) if block.hess else []
+    _walk(block.theta, direction, scales, lr * factor, group.get("clip_radius", math.inf) / factor)
 
 
-def advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, Any]) -> None:
-    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ))."""
+def _walk(theta: Tensors, direction: Tensors, scales: Tensors, lr: float, clip: float) -> None:
+    """θ ← θ − lr · clip(direction / scales), without ``scales`` where there are none."""
+    if scales and math.isinf(clip) and theta[0].dtype == direction[0].dtype:
+        torch._foreach_addcdiv_(theta, direction, scales, value=-lr)
+        return
+    if scales:
+        direction = list(torch._foreach_div(direction, scales))
+    if not math.isinf(clip):
+        direction = list(torch._foreach_clamp_min(direction, -clip))
+        torch._foreach_clamp_max_(direction, clip)
+    torch._foreach_add_(theta, direction, alpha=-lr)
+
+
+def advance(
+    hess: Tensors, estimate: Tensors, precision: Tensors, move: Move, group: Mapping[str, Any]
+) -> None:
+    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ)).
+
+    ``precision`` is h + δ; ``estimate`` is used up.
+    """
     rho = 1.0 - group["beta2"]
     if not move.positive:
         torch._foreach_lerp_(hess, estimate, rho)
         return
-    precision = torch._foreach_add(hess, group["weight_decay"])
-    gap = torch._foreach_sub(estimate, hess)
-    torch._foreach_add_(hess, gap, alpha=rho)
-    torch._foreach_addcdiv_(hess, torch._foreach_mul(gap, gap), precision, value=0.5 * rho**2)
+    torch._foreach_sub_(estimate, hess)
+    torch._foreach_add_(hess, estimate, alpha=rho)
+    torch._foreach_mul_(estimate, estimate)
+    torch._foreach_addcdiv_(hess, estimate, precision, value=0.5 * rho**2)
 
 
 def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> Tensors:
@@ -150,19 +169,17 @@ def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> 
 
 def _direction(
     block: Block, grad: Tensors, move: Move, group: Mapping[str, Any], count: int
-) -> Tensors:
-    """The gradient, or its momentum."""
+) -> tuple[Tensors, float]:
+    """The gradient or its momentum, and what that is still to be multiplied by."""
     if not block.momentum:
-        return grad
+        return grad, 1.0
     beta1 = group["beta1"]
     if move.momentum == "heavy ball":
         torch._foreach_mul_(block.momentum, beta1)
         torch._foreach_add_(block.momentum, grad)
     else:
         torch._foreach_lerp_(block.momentum, grad, 1.0 - beta1)
-    if not move.debias:
-        return block.momentum
-    return list(torch._foreach_div(block.momentum, 1 - beta1**count))
+    return block.momentum, 1 / (1 - beta1**count) if move.debias else 1.0
 
 
 def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:

@@ -15,7 +15,6 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
 from blr_analysis.learning_rule.expectations import AT_SIGN
 from blr_analysis.learning_rule.moves import Move
-from blr_analysis.learning_rule.optim.ivon_checks import check_range
 from blr_analysis.learning_rule.optim.relaxed import (
     draw_signs,
     logistic_noise,
@@ -24,6 +23,7 @@ from blr_analysis.learning_rule.optim.relaxed import (
     signs,
 )
 from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
+from blr_analysis.learning_rule.optim.settings import check_range
 from blr_analysis.learning_rule.table import ROWS, Row
 
 HALF = (torch.float16, torch.bfloat16)

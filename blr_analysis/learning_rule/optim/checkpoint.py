@@ -88,17 +88,20 @@ def check_loadable(
         saved = [list(group["params"]) for group in saved_groups]
     except (KeyError, TypeError) as error:
         raise OptimizerError(f"this is no optimizer state ({error!r} is missing); {hint}") from None
+    found, own_row = (
+        {str(group.get("algorithm", "IVON")) for group in groups}  # IVON's once had no name
+        for groups in (saved_groups, param_groups)
+    )
+    if found - own_row:
+        raise OptimizerError(
+            f"this is the state of {', '.join(sorted(found))}, not of "
+            f"{', '.join(sorted(own_row))}; {hint}"
+        )
     sizes, own = [len(ids) for ids in saved], [len(group["params"]) for group in param_groups]
     if sizes != own:
         raise OptimizerError(
             f"the state has groups of {sizes} parameters, this optimizer of {own}; {hint}"
         )
-    rows = [
-        {g["algorithm"] for g in groups if "algorithm" in g}
-        for groups in (saved_groups, param_groups)
-    ]
-    if rows[0] - rows[1]:
-        raise OptimizerError(f"this is the state of {', '.join(sorted(rows[0] - rows[1]))}; {hint}")
     missing = [key for key in REQUIRED if any(key not in group for group in saved_groups)]
     if missing:
         raise OptimizerError(f"the state's groups have no {', '.join(missing)}; {hint}")

@@ -14,8 +14,8 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import Curvature, Tensors
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.ivon_checks import check_range
 from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
+from blr_analysis.learning_rule.optim.settings import check_range
 from blr_analysis.learning_rule.table import ROWS, Row
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.optim.ivon_checks import (
-    check_hyperparameters,
-    check_mc_samples,
-    check_parameters,
-)
-from blr_analysis.learning_rule.optim.ivon_rule import start_state, update_group
-from blr_analysis.learning_rule.optim.sampled import SampledOptimizer
+from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.settings import HESS_APPROX, POSITIVE, check_range
+from blr_analysis.learning_rule.optim.update import Law
+from blr_analysis.learning_rule.table import ROWS
 
 
-class IVON(SampledOptimizer):
+class IVON(RowOptimizer):
     r"""Learn a Gaussian q(θ) = N(m, 1/S) over the weights at about the cost of AdamW.
 
     The weights of the model are the mean m. The precision is
@@ -29,8 +28,14 @@ class IVON(SampledOptimizer):
     examples and ``weight_decay`` = δ/N for prior precision δ, when the loss is a mean over
     examples. Each step averages, over the draws θ = m + ε since the last step, the gradient and
     the curvature estimate ess·(hess + weight_decay)·ε·gradient (``"price"``) or ess·gradient²
-    (``"gradsq"``), and moves ``hess`` and m (:mod:`~blr_analysis.learning_rule.optim.ivon_rule`
-    has the equations).
+    (``"gradsq"``), and moves ``hess`` = h and m. With the mean gradient ĝ over the draws ε,
+    ρ₁ = 1 − beta1, ρ₂ = 1 − beta2, δ = weight_decay and s = h + δ:
+
+        ĥ = ess · s · mean(ε · gradient)      "price"  (reparameterisation)
+        ĥ = ess · mean(gradient²)             "gradsq"
+        h ← h + ρ₂ (ĥ − h) + ρ₂² (ĥ − h)² / (2 s)         keeps h + δ at s/2 or more
+        u ← u + ρ₁ (ĝ − u)
+        m ← m − lr · clip( (u / (1 − beta1^t) + δ m) / (h + δ) )
 
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Linear(3, 1)
@@ -118,7 +123,7 @@ class IVON(SampledOptimizer):
         *,
         generator: torch.Generator | None = None,
     ) -> None:
-        defaults = {
+        settings = {
             "lr": lr,
             "ess": ess,
             "hess_init": hess_init,
@@ -130,29 +135,19 @@ class IVON(SampledOptimizer):
             "debias": debias,
             "rescale_lr": rescale_lr,
         }
-        check_hyperparameters(defaults)
-        check_mc_samples(mc_samples)
-        if not isinstance(params, Tensor):
-            params = list(params)
-            if not params:
-                raise InputError("params is empty; pass model.parameters()")
-        super().__init__(params, defaults, mc_samples, sync, generator)
+        self._set_up(params, ROWS["IVON"], settings, mc_samples, sync, generator)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, with every hyperparameter and parameter checked (:class:`InputError`)."""
-        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), set):
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group = {**param_group, "params": params}
-            check_parameters(params)
-            check_hyperparameters({**self.defaults, **param_group})
-        self._buffers.clear()
-        super().add_param_group(param_group)
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        check_range(settings, "hess_init", *POSITIVE)
+        if settings["hess_approx"] not in HESS_APPROX:
+            found = settings["hess_approx"]
+            raise InputError(f"hess_approx must be one of {HESS_APPROX}, not {found!r}")
+        super()._check_settings(settings)
 
-    def _update(self, inverse_scale: float) -> None:
-        estimates = self._gathered.estimates
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in estimates and param not in self.state:
-                    self.state[param] = start_state(param, group["hess_init"])
-            update_group(group, self.state, estimates, inverse_scale)
+    def _law(self, group: Mapping[str, Any]) -> Law:
+        law, settings = super()._law(group), dict(group)
+        if group["rescale_lr"]:
+            settings["lr"] = float(group["lr"]) * (group["hess_init"] + group["weight_decay"])
+        curvature = PRICE if group["hess_approx"] == "price" else SQUARED_TIMES_ESS
+        move = replace(law.move, debias=bool(group["debias"]))
+        return replace(law, curvature=curvature, move=move, settings=settings)

@@ -42,6 +42,14 @@ class Pass:
     counts: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class Ears:
+    """Whether hooks listen. They hold this and a list of gradients, nothing that leads back to the
+    graph: a graph whose hooks know it is never freed."""
+
+    deaf: bool = False
+
+
 class Listener:
     """Hooks on a model and on those of its layers that own certain parameters.
 
@@ -62,7 +70,7 @@ class Listener:
         self._before, self._after = before, after
         self._handles: list[Any] = []
         self._current: Pass | None = None
-        self._deaf = False
+        self._ears = Ears()
 
     def start(self, wanted: Mapping[int, str]) -> None:
         """Put hooks on every layer with a parameter whose id is a key of ``wanted``."""
@@ -85,11 +93,11 @@ class Listener:
     @contextmanager
     def deaf(self) -> Iterator[None]:
         """What runs inside is not listened to."""
-        self._deaf = True
+        self._ears.deaf = True
         try:
             yield
         finally:
-            self._deaf = False
+            self._ears.deaf = False
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.model or not torch.is_grad_enabled():
@@ -111,7 +119,7 @@ class Listener:
     def _hook(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             ours = module is unit.module  # a copy of the model has copies of its hooks
-            if ours and torch.is_grad_enabled() and not self._deaf and not _in_backward():
+            if ours and torch.is_grad_enabled() and not self._ears.deaf and not _in_backward():
                 self._catch(unit, args, kwargs, output)
 
         return hook
@@ -133,16 +141,19 @@ class Listener:
         values = [leaf.detach() for leaf in leaves]
         seen = Seen(Visit(unit, occurrence, args, kwargs, values, edges), [None] * len(leaves))
         for position, leaf in enumerate(leaves):
-            leaf.register_hook(self._receiver(seen, position))
+            leaf.register_hook(_receiver(seen.grads, position, self._ears))
         passed.seen.append(seen)
 
-    def _receiver(self, seen: Seen, position: int) -> Any:
-        def receive(grad: Tensor) -> None:
-            if not self._deaf:
-                before = seen.grads[position]
-                seen.grads[position] = grad.detach() if before is None else before + grad.detach()
 
-        return receive
+def _receiver(grads: list[Tensor | None], position: int, ears: Ears) -> Any:
+    """A hook that adds up what comes back to an output."""
+
+    def receive(grad: Tensor) -> None:
+        if not ears.deaf:
+            before = grads[position]
+            grads[position] = grad.detach() if before is None else before + grad.detach()
+
+    return receive
 
 
 def units_of(model: nn.Module, wanted: Mapping[int, str]) -> list[Unit]:

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.optim.ivon_checks import check_parameters
-from blr_analysis.learning_rule.optim.row_checks import check_settings
+from blr_analysis.learning_rule.optim.settings import (
+    check_closure,
+    check_parameters,
+    check_range,
+    check_settings,
+    listed,
+    read_group,
+)
 from blr_analysis.learning_rule.rule import blr_step
 
 MOST = 5000
@@ -63,27 +69,39 @@ class Newton(torch.optim.Optimizer):
             "hess_init": hess_init,
             "algorithm": "Newton",
         }
-        check_settings(defaults, "Newton", samples=True)
-        super().__init__(params, defaults)
-        held = self.param_groups[0]["params"]
-        check_parameters(held, "Newton")
-        kinds = {(p.device, p.dtype) for p in held}
-        if len(self.param_groups) > 1 or len(kinds) > 1:
+        _check(defaults)
+        super().__init__(listed(params), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One group, checked (:class:`InputError`); a second one is refused."""
+        group = read_group(param_group)
+        check_parameters(group["params"], "Newton")
+        held = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+        kinds = {(p.device, p.dtype) for p in held if isinstance(p, Tensor)}
+        if self.param_groups or len(kinds) > 1:
             raise InputError("Newton takes one group of parameters, of one device and dtype")
-        if (count := sum(p.numel() for p in held)) > MOST:
+        if {dtype for _, dtype in kinds} & {torch.float16, torch.bfloat16}:
+            raise InputError("Newton solves linear systems: make the model float32 or float64")
+        if (count := sum(p.numel() for p in held if isinstance(p, Tensor))) > MOST:
             raise InputError(
                 f"Newton keeps a matrix of {count:,}² numbers; for more than {MOST} parameters "
                 "take OGN or fit_laplace"
             )
+        super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
         if closure is None:
             raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
+        check_closure(closure)
         (group,) = self.param_groups
+        _check(group)
         params = [p for p in group["params"] if p.requires_grad]
+        if not params:
+            raise OptimizerError("every parameter is frozen: set requires_grad")
         with torch.enable_grad():
             loss = closure()
+            _check_loss(loss)
             gradient, hessian = _derivatives(loss, params)
         with torch.no_grad():
             mean = torch.cat([p.reshape(-1) for p in params])
@@ -106,6 +124,21 @@ class Newton(torch.optim.Optimizer):
                 return self.state[param]["precision"]
         start = group["ess"] * (group["hess_init"] + group["weight_decay"])
         return start * torch.eye(len(mean)).to(mean)
+
+
+def _check(settings: dict[str, Any]) -> None:
+    check_range(settings, "lr", "above 0 and at most 1", lambda x: 0 < x <= 1)
+    check_settings(settings, "Newton", samples=True)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)
+        raise OptimizerError(
+            f"the closure must return the loss, a tensor of one number; got {found}"
+        )
+    if not loss.isfinite():
+        raise OptimizerError(f"the loss is {float(loss)}; parameters and state are as they were")
 
 
 def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:

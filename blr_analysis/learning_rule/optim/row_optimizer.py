@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE
 from blr_analysis.learning_rule.expectations import AT_ADVERSARY
-from blr_analysis.learning_rule.moves import Block, step
-from blr_analysis.learning_rule.optim.blocks import for_blocks, group_by
-from blr_analysis.learning_rule.optim.draws import GIVEN, Draw, state_dtype
-from blr_analysis.learning_rule.optim.gathered import DEGREES, Estimate
-from blr_analysis.learning_rule.optim.ivon_checks import check_mc_samples, check_parameters
+from blr_analysis.learning_rule.optim.draws import Draw
 from blr_analysis.learning_rule.optim.per_example import PerExample
-from blr_analysis.learning_rule.optim.row_checks import check_settings
 from blr_analysis.learning_rule.optim.sampled import SampledOptimizer
+from blr_analysis.learning_rule.optim.settings import (
+    check_generator,
+    check_mc_samples,
+    check_parameters,
+    check_settings,
+    listed,
+    read_group,
+)
+from blr_analysis.learning_rule.optim.update import Law, start_state, update_group
 from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 
 
@@ -47,10 +51,10 @@ class MeanDraw(Draw):
 class RowOptimizer(SampledOptimizer):
     r"""Run a row of Table 1 over Gaussians: gradient descent to IVON, by the row's own words.
 
-    The arithmetic is :func:`blr_analysis.learning_rule.moves.step` for all of them; torch's own
-    optimizers and :class:`IVON` are the better tuned code where they exist, and equal to it.
+    The arithmetic is :func:`blr_analysis.learning_rule.moves.step` for all of them. :class:`IVON`,
     :class:`VOGN`, :class:`OGN`, :class:`Vadam`, :class:`Vprop` and :class:`BSAM` are this class
-    with their row and their defaults.
+    with their row, their defaults and what they need beside it; where torch has an optimizer of
+    the name, that is the better tuned code, and equal to it.
 
         >>> _ = torch.manual_seed(0)
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
@@ -97,6 +101,7 @@ class RowOptimizer(SampledOptimizer):
     """
 
     _two_looks = False
+    examples: PerExample | None = None
 
     def __init__(
         self,
@@ -118,29 +123,42 @@ class RowOptimizer(SampledOptimizer):
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
     ) -> None:
-        self.row = self._accepted(row)
-        check_mc_samples(mc_samples)
-        defaults = {
+        accepted = self._accepted(row)
+        settings = {
             "lr": lr,
             "ess": ess,
             "weight_decay": weight_decay,
             "hess_init": hess_init,
             "beta1": beta1,
             "beta2": beta2,
-            "hess_approx": self.row.curvature.method,
-            "algorithm": self.row.algorithm,
+            "hess_approx": accepted.curvature.method,
         }
-        if self.row.move.damping == "eps":
-            defaults["eps"] = eps
-        if self.row.look == AT_ADVERSARY:
-            defaults |= {"radius": radius, "damping": damping}
-        check_settings(defaults, self.row.algorithm, samples=self._own_scale)
-        self.examples = self._reader(model, loss_reduction)
-        if not isinstance(params, Tensor):
-            params = list(params)
-            if not params:
-                raise InputError("params is empty; pass model.parameters()")
-        super().__init__(params, defaults, mc_samples, sync, generator)
+        if accepted.move.damping == "eps":
+            settings["eps"] = eps
+        if accepted.look == AT_ADVERSARY:
+            settings |= {"radius": radius, "damping": damping}
+        self.examples = self._reader(accepted, model, loss_reduction)
+        self._set_up(params, accepted, settings, mc_samples, sync, generator)
+
+    def _set_up(
+        self,
+        params: Any,
+        row: Row,
+        settings: dict[str, Any],
+        mc_samples: int,
+        sync: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.row = row
+        check_mc_samples(mc_samples)
+        check_generator(generator)
+        defaults = {**settings, "algorithm": row.algorithm}
+        self._check_settings(defaults)
+        super().__init__(listed(params), defaults, mc_samples, sync, generator)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise :class:`InputError` for a setting out of its range."""
+        check_settings(settings, self.row.algorithm, samples=self._own_scale)
 
     def _accepted(self, given: Row | str) -> Row:
         found = given if isinstance(given, Row) else row(given)
@@ -153,16 +171,16 @@ class RowOptimizer(SampledOptimizer):
             )
         return found
 
-    def _reader(self, model: nn.Module | None, reduction: str) -> PerExample | None:
-        needed = self.row.curvature == GAUSS_NEWTON
+    def _reader(self, row: Row, model: nn.Module | None, reduction: str) -> PerExample | None:
+        needed = row.curvature == GAUSS_NEWTON
         if needed and not isinstance(model, nn.Module):
             raise InputError(
-                f"{self.row.algorithm} needs the gradient of each example: pass model=model, the "
+                f"{row.algorithm} needs the gradient of each example: pass model=model, the "
                 "module that is called in training"
             )
         if not needed and model is not None:
-            raise InputError(f"{self.row.algorithm} reads nothing from the model: leave it out")
-        return PerExample(model, reduction, self.row.algorithm) if model is not None else None
+            raise InputError(f"{row.algorithm} reads nothing from the model: leave it out")
+        return PerExample(model, reduction, row.algorithm) if model is not None else None
 
     # What the base class asks ----------------------------------------------------------------
 
@@ -182,13 +200,9 @@ class RowOptimizer(SampledOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with every setting and parameter checked (:class:`InputError`)."""
-        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), set):
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group = {**param_group, "params": params}
-            check_parameters(params, self.row.algorithm)
-            settings = {**self.defaults, **param_group}
-            check_settings(settings, self.row.algorithm, samples=self._own_scale)
+        param_group = read_group(param_group)
+        check_parameters(param_group["params"], self.row.algorithm)
+        self._check_settings({**self.defaults, **param_group})
         self._buffers.clear()
         super().add_param_group(param_group)
 
@@ -202,7 +216,13 @@ class RowOptimizer(SampledOptimizer):
             )
         return Draw(False)
 
+    def _check_groups(self) -> None:
+        """What was sound when it was given may have been changed since."""
+        for group in self.param_groups:
+            self._check_settings(group)
+
     def _begin(self, draw: Draw) -> Draw:
+        self._check_groups()
         draw = super()._begin(draw)
         if draw.train and self.examples is not None:
             try:
@@ -228,101 +248,26 @@ class RowOptimizer(SampledOptimizer):
         super()._finish(draw)
 
     def _step(self) -> None:
+        self._check_groups()
         if not self._gathered.count and not self.row.look.noisy and self.examples is None:
             draw = MeanDraw(True)
             draw.fill(self.param_groups, self.state, self._buffers, self.generator)
             self._gathered.add(draw)  # a plain backward pass was one look at the mean
         super()._step()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`IVON.load_state_dict`; the state of another algorithm is refused."""
-        groups = state_dict.get("param_groups", []) if isinstance(state_dict, Mapping) else []
-        names = {group.get("algorithm", "another") for group in groups}
-        if names and names != {self.row.algorithm}:
-            raise OptimizerError(
-                f"this is a state of {', '.join(sorted(map(str, names)))}, not of "
-                f"{self.row.algorithm}"
-            )
-        super().load_state_dict(state_dict)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "row": self.row, "examples": self.examples}
 
-    # The update --------------------------------------------------------------------------------
+    def _law(self, group: Mapping[str, Any]) -> Law:
+        """What moves this group."""
+        row = self.row
+        return Law(row.curvature, row.move, group, self._kept, row.look.noisy)
 
     def _update(self, inverse_scale: float) -> None:
         estimates = self._gathered.estimates
         for group in self.param_groups:
-            params = [p for p in group["params"] if p in estimates]
-            for param in params:
-                if param not in self.state:
-                    self.state[param] = self._start(param, group)
-                self.state[param]["step"] += 1
-            alike = group_by(
-                params,
-                lambda p: (
-                    p.device,
-                    p.dtype,
-                    self.state[p]["step"],
-                    bool(self._source(estimates[p])),
-                ),
-            )
-            for batch in alike.values():
-                self._move(batch, group, estimates, inverse_scale)
-
-    def _source(self, estimate: Estimate) -> list[Tensor]:
-        """What the curvature is made from beside the mean gradient: noise, or a mean of estimates.
-
-        Nothing for squared gradients of one draw, and of draws at the mean, which are parts of
-        one larger minibatch.
-        """
-        if not self.row.look.noisy and estimate.method not in GIVEN:
-            return []
-        found = estimate.noise if estimate.curvature is None else estimate.curvature
-        return [] if found is None else [found]
-
-    def _start(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        like: dict[str, Any] = {
-            "dtype": state_dtype(param),
-            "memory_format": torch.preserve_format,
-        }
-        values = {"hess": group["hess_init"], "momentum": 0.0}
-        state = {name: torch.full_like(param, values[name], **like) for name in self._kept}
-        return {"step": 0, **state}
-
-    def _move(
-        self,
-        params: Sequence[Tensor],
-        group: Mapping[str, Any],
-        estimates: Mapping[Tensor, Estimate],
-        inverse_scale: float,
-    ) -> None:
-        first, count = estimates[params[0]], self.state[params[0]]["step"]
-        columns: dict[str, list[Tensor]] = {
-            "theta": list(params),
-            "grad": [estimates[p].grad.detach() for p in params],
-            **{name: [self.state[p][name] for p in params] for name in self._kept},
-        }
-        if self._source(first):
-            columns["source"] = [s for p in params for s in self._source(estimates[p])]
-        settled, dtype = first.curvature is not None, state_dtype(params[0])
-        factor = inverse_scale ** DEGREES[first.method]
-
-        def move(*block: list[Tensor]) -> None:
-            named = dict(zip(columns, block, strict=True))
-            grad = _scaled([g.to(dtype) for g in named["grad"]], inverse_scale)
-            evidence = named.get("source", [])
-            if settled:
-                evidence = _scaled(evidence, factor)
-            elif evidence:  # noise, of one draw
-                evidence = [e * g for e, g in zip(evidence, grad, strict=True)]
-            hess, momentum = named.get("hess", []), named.get("momentum", [])
-            work = Block(named["theta"], grad, evidence, hess, momentum)
-            step(work, self.row.curvature, self.row.move, group, count)
-
-        with torch.no_grad():
-            for_blocks(move, list(columns.values()))
-
-
-def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
-    return tensors if factor == 1 else [t * factor for t in tensors]
+            law = self._law(group)
+            for param in group["params"]:
+                if param in estimates and param not in self.state:
+                    self.state[param] = start_state(param, law)
+            update_group(group["params"], law, self.state, estimates, inverse_scale)

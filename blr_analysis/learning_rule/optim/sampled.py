@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from blr_analysis.learning_rule.optim.ranks import (
     is_distributed,
     true_on_any_rank,
 )
+from blr_analysis.learning_rule.optim.settings import check_closure
 
 
 class SampledOptimizer(torch.optim.Optimizer):
@@ -169,6 +170,7 @@ class SampledOptimizer(torch.optim.Optimizer):
         """
         if self._open is not None:
             raise OptimizerError("step() inside sampled_params(): leave the context first")
+        check_closure(closure)
         with torch.inference_mode(False), torch.no_grad():
             try:
                 loss = None if closure is None else self._evaluate(closure)
@@ -260,6 +262,10 @@ class SampledOptimizer(torch.optim.Optimizer):
         """
         if self._open is not None:
             raise OptimizerError("load_state_dict() inside sampled_params(): leave it first")
+        if not isinstance(state_dict, Mapping):
+            raise OptimizerError(
+                f"this is no optimizer state: {state_dict!r}; load a state_dict() of this class"
+            )
         hooked: dict[str, Any] = {}
 
         def split(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -444,3 +445,26 @@ def test_outputs_that_cannot_be_checked_warn_once() -> None:
     assert len(["cannot check" in str(w.message) for w in caught]) == 1
     expected = {f"inner.{n}": v for n, v in by_hand(model.inner, x, y).items()}
     assert_equal(learned(model, optimizer), expected)
+
+
+def test_the_graph_of_a_step_is_freed() -> None:
+    """A graph whose hooks hold it would stay for ever: memory would grow with every step."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+    optimizer = VOGN(model.parameters(), lr=0.1, ess=B, model=model)
+    x, y = torch.randn(B, 5), torch.randint(0, 3, (B,))
+
+    def held() -> int:
+        """Tensors alive after one more step, and one more context that fails."""
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="stop"), optimizer.sampled_params(train=True):
+            F.cross_entropy(model(x), y).backward()
+            raise RuntimeError("stop")
+        gc.collect()
+        return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
+
+    held()
+    before = held()
+    assert [held() for _ in range(3)] == [before] * 3
