@@ -41,6 +41,7 @@ class Look:
 
 EXACTLY = Look("in closed form")
 AT_MEAN = Look("at the mean (delta method)")
+AT_MODE_OF_PARAMETERS = Look("in closed form over z, at the mode of θ (delta method)")
 AT_SAMPLES = Look("at samples of q", noisy=True)
 AT_ADVERSARY = Look("at samples of q, then at their adversary near the mean", noisy=True)
 AT_DROPPED_OUT_MEAN = Look("at the mean, units dropped out", noisy=True)

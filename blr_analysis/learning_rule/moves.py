@@ -44,6 +44,7 @@ class Move:
             it the curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
         positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
             half of what it was.
+        entropy: whether the entropy has its share; without it λ does not decay (binary weights).
     """
 
     power: float = 1.0
@@ -53,6 +54,7 @@ class Move:
     damping: str = "prior"
     decay: str = "step"
     positive: bool = False
+    entropy: bool = True
 
     @property
     def departures(self) -> list[str]:
@@ -73,6 +75,7 @@ class Move:
             "decay in the momentum": self.decay == "momentum",
             "decoupled decay": self.decay == "decoupled",
             "precision kept positive (retraction)": self.positive,
+            "no entropy": not self.entropy,
         }
         return [words for words, is_so in said.items() if is_so]
 

@@ -1,16 +1,16 @@
 """Table 1: every algorithm as a choice of family, look, curvature and named departures.
 
 Khan & Rue, "The Bayesian Learning Rule", JMLR 2023, Table 1, with Vprop and Vadam (Khan et al.,
-ICML 2018), IVON (Shen et al., ICML 2024) and bSAM (Möllenhoff & Khan, ICLR 2023). The rows that
-have a ``curvature`` with an estimate, or none, and a ``move`` are run as they stand here by
-:class:`~blr_analysis.learning_rule.optim.RowOptimizer`; ``runs`` names the code of every row.
+2017 and ICML 2018), IVON (Shen et al., ICML 2024) and bSAM (Möllenhoff & Khan, ICLR 2023). The
+rows that have a ``curvature`` with an estimate, or none, and a ``move`` are run as they stand here
+by :class:`~blr_analysis.learning_rule.optim.RowOptimizer`; ``runs`` names the code of every row.
 
     >>> adam = row("Adam")
     >>> adam.look.name, adam.curvature.name
     ('at the mean (delta method)', 'squared minibatch gradient')
     >>> adam.move
     Move(power=0.5, momentum='average', debias=True, debias_hess=True, damping='eps',
-    decay='gradient', positive=False)
+    decay='gradient', positive=False, entropy=True)
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from blr_analysis.learning_rule.expectations import (
     AT_ADVERSARY,
     AT_DROPPED_OUT_MEAN,
     AT_MEAN,
+    AT_MODE_OF_PARAMETERS,
     AT_RELAXED_SAMPLES,
     AT_SAMPLES,
     AT_SIGN,
@@ -114,7 +115,8 @@ _ROWS = (
         "1.3.2", LAPLACE, f"{OPTIM}.newton"),
     Row("ridge regression", FULL, EXACTLY, EXACT, RULE, "none, learning rate 1",
         "1.3.3", SITES, f"{INFERENCE}.conjugate"),
-    Row("multimodal optimisation", "mixture of Gaussians", AT_MEAN, EXACT, RULE, DELTA,
+    Row("multimodal optimisation", "mixture of Gaussians", AT_MEAN, EXACT, Move(positive=True),
+        f"{DELTA}, or samples; retraction keeps the precisions positive",
         "3.2", NOT_LEARNED, f"{INFERENCE}.multimodal"),
     Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
         "4.1", LAPLACE, ANY_ROW),
@@ -135,7 +137,7 @@ _ROWS = (
         "4.4", OPTIMIZER, NAMED),
     Row("Vprop", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, Move(power=0.5),
         "stochastic and Hessian approximation, square-root scaling",
-        "Khan et al. 2018", OPTIMIZER, NAMED),
+        "Khan et al. 2017", OPTIMIZER, NAMED),
     Row("Vadam", DIAGONAL, AT_SAMPLES, SQUARED_GRADIENT, VADAM,
         "Vprop with momentum and bias correction", "Khan et al. 2018", OPTIMIZER, NAMED),
     Row("IVON", DIAGONAL, AT_SAMPLES, PRICE, RETRACTED,
@@ -144,7 +146,8 @@ _ROWS = (
     Row("bSAM", DIAGONAL, AT_ADVERSARY, ROOT_MAGNITUDE, BSAM,
         "stochastic approximation, expected loss relaxed to its Fenchel biconjugate",
         "Möllenhoff & Khan 2023", OPTIMIZER, f"{OPTIM}.bsam"),
-    Row("STE", "Bernoulli", AT_SIGN, NO_CURVATURE, RULE, STOCHASTIC,
+    Row("STE", "Bernoulli", AT_SIGN, NO_CURVATURE, Move(entropy=False),
+        f"{STOCHASTIC}, no entropy: the latent weights do not decay",
         "4.5", NOT_LEARNED, BINARY),
     Row("BayesBiNN", "Bernoulli", AT_RELAXED_SAMPLES, NO_CURVATURE, RULE,
         "stochastic approximation (STE without the delta method)",
@@ -155,7 +158,7 @@ _ROWS = (
         "5.1", SITES, f"{INFERENCE}.kalman"),
     Row("Laplace", FULL, AT_MEAN, EXACT_OR_GAUSS_NEWTON, RULE, DELTA,
         "4.4", LAPLACE, f"{POSTERIOR}.laplace"),
-    Row("EM", "exponential family × Gaussian", EXACTLY, EXACT, RULE,
+    Row("EM", "exponential family × Gaussian", AT_MODE_OF_PARAMETERS, EXACT, RULE,
         "delta method for the parameters, coordinate-wise, learning rate 1",
         "5.2", SITES, f"{INFERENCE}.em"),
     Row("SVI", MEAN_FIELD, EXACTLY, EXACT, RULE,
@@ -165,7 +168,8 @@ _ROWS = (
         "5.3", SITES, f"{INFERENCE}.vmp"),
     Row("non-conjugate VMP", MEAN_FIELD, BY_NODES, EXACT, RULE, "learning rate 1 for all nodes",
         "5.3", SITES, f"{INFERENCE}.nonconjugate"),
-    Row("non-conjugate VI", "mixture of exponential families", BY_NODES, EXACT, RULE, "none",
+    Row("non-conjugate VI", "exponential family, or a mixture of them (skew normal)", BY_NODES,
+        EXACT, RULE, "none",
         "5.4", SITES, f"{INFERENCE}.cvi"),
 )
 # fmt: on

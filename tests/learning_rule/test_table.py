@@ -17,26 +17,26 @@ from blr_analysis.learning_rule.moves import Move
 from blr_analysis.learning_rule.optim import BSAM, RowOptimizer
 from blr_analysis.learning_rule.table import ROWS, row, runs_elementwise
 
-# Khan & Rue's Table 1, algorithm → section, in this table's words.
+# Khan & Rue's Table 1: algorithm → words of its posterior, words of its approximations, section.
 PAPER = {
-    "gradient descent": "1.3.1",
-    "Newton": "1.3.2",
-    "multimodal optimisation": "3.2",
-    "SGD": "4.1",
-    "RMSprop": "4.2",
-    "Adam": "4.2",
-    "dropout": "4.3",
-    "STE": "4.5",
-    "OGN": "4.4",
-    "VOGN": "4.4",
-    "BayesBiNN": "4.5",
-    "conjugate Bayes": "5.1",
-    "Laplace": "4.4",
-    "EM": "5.2",
-    "SVI": "5.3",
-    "VMP": "5.3",
-    "non-conjugate VMP": "5.3",
-    "non-conjugate VI": "5.4",
+    "gradient descent": ("Gaussian fixed", "delta", "1.3.1"),
+    "Newton": ("Gaussian", "delta", "1.3.2"),
+    "multimodal optimisation": ("mixture Gaussians", "delta", "3.2"),
+    "SGD": ("Gaussian fixed", "delta stochastic", "4.1"),
+    "RMSprop": ("Gaussian diagonal", "delta stochastic Hessian square-root slow-moving", "4.2"),
+    "Adam": ("Gaussian diagonal", "delta stochastic Hessian square-root slow-moving", "4.2"),
+    "dropout": ("mixture Gaussians", "delta stochastic responsibility", "4.3"),
+    "STE": ("Bernoulli", "delta stochastic", "4.5"),
+    "OGN": ("Gaussian diagonal", "delta stochastic Gauss–Newton no square-root", "4.4"),
+    "VOGN": ("Gaussian diagonal", "without delta OGN", "4.4"),
+    "BayesBiNN": ("Bernoulli", "without delta STE", "4.5"),
+    "conjugate Bayes": ("exponential family", "learning rate 1", "5.1"),
+    "Laplace": ("Gaussian", "delta", "4.4"),
+    "EM": ("exponential family Gaussian", "delta parameters", "5.2"),
+    "SVI": ("exponential family mean field", "stochastic local learning rate 1", "5.3"),
+    "VMP": ("exponential family mean field", "learning rate 1 all nodes", "5.3"),
+    "non-conjugate VMP": ("exponential family mean field", "learning rate 1 all nodes", "5.3"),
+    "non-conjugate VI": ("mixture exponential family", "none", "5.4"),
 }
 BEYOND = {
     "ridge regression",
@@ -48,6 +48,23 @@ BEYOND = {
     "IVON",
     "bSAM",
 }
+
+
+def test_the_algorithms_are_those_of_the_paper_and_eight_more() -> None:
+    assert set(ROWS) == set(PAPER) | BEYOND
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_row_says_what_the_paper_says(name: str) -> None:
+    family, approximations, section = PAPER[name]
+    found = ROWS[name]
+    assert set(family.split()) <= set(found.family.replace(",", "").replace("(", "").split())
+    words = found.approximations.replace(",", "").replace(":", "").replace("(", "").split()
+    assert set(approximations.split()) <= set(words)
+    assert found.section.split(",")[0] == section
+    looks_at_the_mean = "mean" in found.look.name or "mode" in found.look.name
+    if name != "STE":  # which looks at the sign of the mean
+        assert ("delta" in approximations and "without" not in approximations) == looks_at_the_mean
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -95,7 +112,8 @@ def test_what_makes_a_row_another_one() -> None:
     assert differences("RMSprop", "Adam") == {"move"}
     assert differences("Adam", "Vadam") == {"look", "move"}
     assert differences("VOGN", "IVON") == {"curvature", "move"}
-    assert differences("STE", "BayesBiNN") == {"look"}
+    assert differences("STE", "BayesBiNN") == {"look", "move"}
+    assert row("STE").move.departures == ["no entropy"]
 
 
 def test_departures_in_words() -> None:
