@@ -72,7 +72,8 @@ class RowOptimizer(SampledOptimizer):
     The loss is a mean over the examples of a minibatch. Rows that look at samples of q, and OGN,
     take their gradients inside ``with optimizer.sampled_params(train=True):`` as IVON does; the
     others may, or call ``backward`` and ``step`` as with any optimizer. All of ``lr`` to
-    ``damping`` can be set per group, and torch's schedulers change ``lr``.
+    ``damping`` can be set per group, and torch's schedulers change ``lr``; ``OneCycleLR`` and
+    ``CyclicLR`` with ``cycle_momentum=False``, for they know no ``beta1``.
 
     Args:
         params: parameters, named parameters or groups; any mix of devices and dtypes.

@@ -44,6 +44,11 @@ class VOGN(RowOptimizer):
     IVON. With ``DistributedDataParallel`` gradients are averaged before they can be read: use
     the bare model and ``sync=True``.
 
+    Σ_i g_i² is the Gauss–Newton approximation of Khan & Rue (Eq. 45), that of the labels as they
+    are. Its expectation is the Hessian's where the model's noise is that of the data. In linear
+    regression with noise σ² and residuals r_i it is Σ x_i² r_i² / σ⁴, for Σ x_i² / σ²: some per
+    cent off with hundreds of examples, and too small where the model fits them too well.
+
     Args:
         params: parameters, named parameters or groups, all of them ``model``'s.
         lr: step size of the mean.

@@ -657,3 +657,39 @@ def test_what_is_refused() -> None:
     vadam = Vadam(params, lr=0.1, ess=10)
     with pytest.raises(OptimizerError, match="state of Vadam, not of Adam"):
         adam.load_state_dict(vadam.state_dict())
+
+
+CYCLES: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 0.1, total_steps=8, cycle_momentum=False
+    ),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("algorithm", ["SGD", "Adam", "Vadam", "IVON"])
+def test_a_schedule_is_the_learning_rate_set_by_hand(name: str, algorithm: str) -> None:
+    def train(scheduled: bool, rates: list[float]) -> tuple[Tensor, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        x, y = torch.randn(9, 3).double(), torch.randn(9, 1).double()
+        settings = {"ess": 9, "hess_init": 1.0, "weight_decay": 0.1}
+        optimizer = RowOptimizer(model.parameters(), algorithm, lr=0.1, **settings)
+        schedule = CYCLES[name](optimizer) if scheduled else None
+        seen = []
+        for t in range(8):
+            if not scheduled:
+                optimizer.param_groups[0]["lr"] = rates[t]
+            seen.append(optimizer.param_groups[0]["lr"])
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        return model.weight.detach(), seen
+
+    weights, rates = train(True, [])
+    assert len({*rates}) > 2
+    assert torch.equal(train(False, rates)[0], weights)
