@@ -1,0 +1,113 @@
+"""With ``sync=True`` several processes average what each of them has gathered."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blr_analysis.learning_rule.optim import IVON, OGN, RowOptimizer
+
+WORLD = 2
+
+
+def gradient(rank: int, step: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(size, generator=generator)
+
+
+def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
+    """IVON: the draws of ``ranks`` one after the other; with ``sync`` one of them per process."""
+    params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer = IVON(params, lr=0.1, ess=10, beta2=0.9, sync=sync, hess_approx=hess_approx)
+    generators = {rank: torch.Generator().manual_seed(rank) for rank in ranks}
+    for step in range(3):
+        for rank in ranks:
+            optimizer.generator = generators[rank]
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                params[0].grad = gradient(rank, step, 5)
+                if rank == 1:  # a gradient on one process only; params[2] never has one
+                    params[1].grad = gradient(rank, step, 5)
+        optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    for rank in ranks:  # inf on one process: all skip
+        with optimizer.sampled_params(train=True):
+            params[0].grad = torch.full((5,), torch.inf if rank == 1 else 1.0)
+    scaler.step(optimizer)
+    found = {f"weight {i}": p.detach() for i, p in enumerate(params)}
+    for i in (0, 1):
+        found |= {f"{name} {i}": optimizer.state[params[i]][name] for name in ("hess", "momentum")}
+    assert params[2] not in optimizer.state
+    return found
+
+
+def halves(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
+    """Rows that look at the mean: halves of a minibatch in one context, or one half per process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    if name == "OGN":
+        optimizer: RowOptimizer = OGN(
+            model.parameters(), lr=0.1, ess=12, beta2=0.9, sync=sync, model=model
+        )
+    else:
+        optimizer = RowOptimizer(model.parameters(), name, lr=0.01, sync=sync)
+    for _ in range(3):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            for part in ranks:
+                (F.cross_entropy(model(x[part::2]), y[part::2]) / len(ranks)).backward()
+        optimizer.step()
+    named = dict(model.named_parameters())
+    hess = {f"h {name}": optimizer.state[p]["hess"] for name, p in named.items()}
+    return {name: p.detach() for name, p in named.items()} | hess
+
+
+CASES: dict[str, Callable[[list[int], bool], dict[str, Tensor]]] = {
+    "IVON, price": partial(draws, hess_approx="price"),
+    "IVON, gradsq": partial(draws, hess_approx="gradsq"),
+    "OGN": partial(halves, name="OGN"),
+    "Adam": partial(halves, name="Adam"),
+}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
+    torch.save({name: case([rank], True) for name, case in CASES.items()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+def test_two_processes_are_one_with_both_their_shares(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(rank, str(tmp_path))) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    for name, case in CASES.items():
+        expected = case([0, 1], False)
+        for rank in range(WORLD):
+            found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)[name]
+            for key, tensor in expected.items():
+                close = (1e-9, 1e-12) if tensor.dtype == torch.float64 else (1e-6, 1e-7)
+                torch.testing.assert_close(found[key], tensor, rtol=close[0], atol=close[1])
+
+
+def test_sync_alone_does_nothing() -> None:
+    """Without a process group a script with ``sync=True`` runs as without it."""
+    one, other = draws([0, 1], True, "price"), draws([0, 1], False, "price")
+    assert all(torch.equal(one[name], other[name]) for name in one)
