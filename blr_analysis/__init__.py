@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from blr_analysis import errors, likelihoods
 from blr_analysis.errors import BLRError
-from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, Vadam, Vprop
+from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, STE, VOGN, BayesBiNN, Vadam, Vprop
 from blr_analysis.learning_rule.table import table1
 from blr_analysis.likelihoods import (
     Bernoulli,
@@ -74,8 +74,10 @@ __all__ = [
     "BSAM",
     "IVON",
     "OGN",
+    "STE",
     "VOGN",
     "BLRError",
+    "BayesBiNN",
     "Bernoulli",
     "Categorical",
     "CausalLM",

@@ -33,6 +33,8 @@ NAMES = {
     "Vadam",
     "Vprop",
     "BSAM",
+    "STE",
+    "BayesBiNN",
     "table1",
     "Likelihood",
     "Categorical",
