@@ -8,6 +8,7 @@ Each function returns the argument as it is used, or raises an error that names 
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -27,6 +28,22 @@ def positive_int(name: str, value: Any) -> int:
     return found
 
 
+def positive_number(name: str, value: Any) -> float:
+    """A finite number above 0 (NumPy's and tensors of one entry too, but no booleans or texts)."""
+    found = _number(value)
+    if not 0 < found < math.inf:
+        raise InputError(f"{name} must be positive and finite, got {value!r}")
+    return found
+
+
+def tolerance(name: str, value: Any) -> float:
+    """A number, 0 or more (∞ too), such as a change below which a fit stops."""
+    found = _number(value)
+    if not found >= 0:
+        raise InputError(f"{name} must be 0 or more, got {value!r}")
+    return found
+
+
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     """One of these words."""
     if not isinstance(value, str) or value not in words:
@@ -38,6 +55,15 @@ def instance(name: str, value: Any, kind: type, wanted: str) -> None:
     """Raise :class:`InputError` unless the value is of this type, ``wanted`` in words."""
     if not isinstance(value, kind):
         raise InputError(f"{name} must be {wanted}, got {type(value).__name__}")
+
+
+def _number(value: Any) -> float:
+    """The number, or NaN for what is none."""
+    try:
+        value = value.detach() if hasattr(value, "detach") else value
+        return math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def path_of(value: Any) -> str | os.PathLike[str]:

@@ -21,11 +21,13 @@ from blr_analysis.learning_rule.families import (
     FixedGaussian,
     FullGaussian,
     Gamma,
+    GaussianMixture,
     InverseGamma,
     NormalGamma,
     NormalWishart,
     Product,
     Wishart,
+    add,
     special,
 )
 
@@ -237,6 +239,11 @@ class TestGaussians:
             assert q.kl(moved).item() == pytest.approx(0.5 * s, rel=1e-14)
 
 
+def v(*values: float) -> Tensor:
+    """A vector, also of one number."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Bernoulli(t(1.0)), "at least 1 dimension"),
     (lambda: Bernoulli(torch.tensor([1])), "floating-point"),
@@ -286,6 +293,71 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Product({"a": Bernoulli(t(0.0, 1.0))})["b"], "no factor is called"),
     (lambda: Product({"a": Bernoulli(t(0.0, 1.0))}).with_factors(b=Bernoulli(t(0.0, 1.0))),
      "no factor is called"),
+    # dtypes that do not go together, numbers where tensors are expected, half precision
+    (lambda: DiagonalGaussian(v(0.0), v(1.0).float()), "mean and precision must agree in dtype"),
+    (lambda: FixedGaussian(v(0.0), v(1.0).float()), "mean and precision must agree in dtype"),
+    (lambda: FullGaussian(v(0.0), torch.eye(1)), "mean and precision must agree in dtype"),
+    (lambda: Gamma(v(1.0), v(1.0).float()), "shape and rate must agree in dtype"),
+    (lambda: Wishart(torch.tensor(3.0), torch.eye(2).double()), "dof and rate must agree in dtype"),
+    (lambda: NormalWishart(v(0.0, 0.0), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2)),
+     "mean and kappa and dof must agree in dtype"),
+    (lambda: GaussianMixture(torch.tensor([1.0]), DiagonalGaussian(v(0.0)[None], v(1.0)[None])),
+     "weights and components must agree in dtype"),
+    (lambda: DiagonalGaussian(v(0.0), 1.0), "precision must be a tensor.*got float"),
+    (lambda: DiagonalGaussian(v(0.0), torch.ones(1, dtype=torch.long)),
+     "precision must be a tensor of floating-point numbers, got torch.int64"),
+    (lambda: DiagonalGaussian(v(0.0), v(math.nan)), "precision must be finite"),
+    (lambda: FullGaussian(v(0.0), None), "precision must be a tensor.*got NoneType"),
+    (lambda: FullGaussian(v(0.0).half(), torch.eye(1).half()), "single or double precision"),
+    (lambda: Gamma(torch.tensor(1.0).bfloat16(), torch.tensor(1.0).bfloat16()),
+     "shape must be in single or double precision, got torch.bfloat16"),
+    (lambda: FullGaussian(v(0.0, 0.0), torch.tensor([[1.0, 0.5], [0.0, 1.0]]).double()),
+     "precision must be symmetric"),
+    (lambda: Product({"a": Bernoulli(v(0.0))}, copies=-1), "copies must be a whole number"),
+    (lambda: Gamma(v(1.0), v(1.0)).sample(generator=3), "generator must be a torch.Generator"),
+    # divergences between distributions over different points
+    (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).kl(DiagonalGaussian(v(0.0), v(1.0))),
+     r"one shape, got \(2,\) and \(1,\)"),
+    (lambda: Bernoulli(v(0.0, 0.0)).kl(Bernoulli(v(0.0))), "one shape"),
+    (lambda: Dirichlet(v(1.0, 1.0)).kl(Dirichlet(v(1.0, 1.0, 1.0))), "one shape"),
+    (lambda: Wishart(t(3.0), torch.eye(2).double()).kl(
+        Wishart(t(3.0), torch.eye(1).double())), "one shape"),
+    (lambda: Gamma(v(1.0, 1.0), v(1.0, 1.0)).kl(Gamma(v(1.0, 1.0, 1.0), v(1.0, 1.0, 1.0))),
+     "one shape"),
+    # points of another shape
+    (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).log_prob(v(0.0)), r"tensor \[..., 2\]"),
+    (lambda: FixedGaussian(v(0.0, 0.0), v(1.0, 1.0)).log_prob(v(0.0)[:, None]), r"\[..., 2\]"),
+    (lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).log_prob(v(0.0, 0.0, 0.0)),
+     r"tensor \[..., 2\]"),
+    (lambda: FullGaussian(v(0.0).float(), torch.eye(1)).log_prob(v(0.0)), "convert one"),
+    (lambda: DiagonalGaussian(v(0.0), v(1.0)).log_prob(None), "real numbers, got NoneType"),
+    (lambda: DiagonalGaussian(v(0.0), v(1.0)).log_prob(0.5), "real numbers, got float"),
+    (lambda: Categorical(v(0.0)).log_prob(None), "classes must be a tensor"),
+    (lambda: Beta(v(1.0), v(1.0)).log_prob(0.5), "real numbers, got float"),
+    (lambda: Gamma(v(1.0, 1.0), v(1.0, 1.0)).log_prob(v(1.0, 1.0, 1.0)), r"got \(3,\)"),
+    (lambda: Dirichlet(v(1.0, 1.0)).log_prob(v(0.2, 0.3, 0.5)), r"tensor \[..., 2\]"),
+    (lambda: Bernoulli(v(0.0, 1.0)).log_prob(v(0.0, 1.0)), "are −1 or \\+1"),
+    (lambda: GaussianMixture(v(1.0), DiagonalGaussian(v(0.0, 0.0)[None], v(1.0, 1.0)[None]))
+     .marginal.log_prob(v(0.0)), r"tensor \[..., 2\]"),
+    # parameters and derivatives of another shape
+    (lambda: DiagonalGaussian(v(0.0), v(1.0)).with_natural({"linear": 1.0, "square": 1.0}),
+     "linear of DiagonalGaussian must be a tensor of 1 dimensions or more, got float"),
+    (lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
+        {"linear": v(0.0), "square": v(-0.5)}), "square of FullGaussian must be a tensor of 2"),
+    (lambda: FullGaussian(v(0.0), torch.eye(1).double()).with_natural(
+        {"linear": v(0.0, 1.0), "square": -torch.eye(1).double()}), "agree in their last"),
+    (lambda: FixedGaussian(v(0.0, 0.0), v(1.0, 1.0)).with_natural({"linear": v(1.0)}),
+     r"\[..., 2\]"),
+    (lambda: DiagonalGaussian(v(0.0, 0.0), v(1.0, 1.0)).pull_back(
+        v(0.0, 0.0), torch.eye(2).double()), "diagonal of the Hessian must be"),
+    (lambda: FullGaussian(v(0.0, 0.0), torch.eye(2).double()).pull_back(v(0.0, 0.0), v(1.0, 1.0)),
+     r"the Hessian must be \[2, 2\]"),
+    (lambda: Product({"a": Gamma(v(1.0), v(1.0)), "b": Bernoulli(v(0.0))}).log_prob(
+        {"a": torch.ones(5, 1).double(), "b": torch.ones(4, 1).double()}), "do not go together"),
+    (lambda: GaussianMixture(v(1.0), DiagonalGaussian(v(0.0)[None], v(1.0)[None])).log_prob(
+        {"theta": torch.zeros(7, 1), "component": torch.zeros(3, dtype=torch.long)}),
+     "a component for each point"),
+    (lambda: add({"a": v(0.0, 0.0)}, {"a": v(0.0, 0.0, 0.0)}), "do not go together"),
 ]  # fmt: skip
 
 
@@ -293,6 +365,24 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_what_is_outside_of_the_domain_is_named(attempt: Callable[[], object], words: str) -> None:
     with pytest.raises(InputError, match=words):
         attempt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_elementwise_families_work_in_half_precision(dtype: torch.dtype) -> None:
+    zero, one = torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype)
+    for q in (FixedGaussian(zero, one), DiagonalGaussian(zero, one), Bernoulli(one)):
+        back = q.with_expectation(q.with_natural(q.natural).expectation)
+        for key, value in q.natural.items():
+            torch.testing.assert_close(back.natural[key], value, rtol=0.05, atol=0.05)
+        assert q.log_prob(q.sample(3)).dtype == dtype
+
+
+def test_double_natural_parameters_make_a_double_member() -> None:
+    fixed = FixedGaussian(torch.zeros(2), torch.ones(2))
+    parts = DiagonalGaussian(torch.zeros(2, 1), torch.ones(2, 1))
+    for q in (fixed, GaussianMixture(torch.tensor([0.5, 0.5]), parts)):
+        double = q.with_natural({key: value.double() for key, value in q.natural.items()})
+        assert double.log_partition().dtype == torch.float64
 
 
 def test_a_product_sums_over_the_parts_of_its_factors() -> None:

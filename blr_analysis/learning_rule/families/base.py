@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.domain import go_together
 
 Natural = dict[str, Tensor]
 
@@ -30,6 +31,18 @@ class ExponentialFamily(ABC):
 
     A family derives from it with the methods that are abstract here. It also says, for each
     statistic, how many trailing dimensions belong to one copy (:attr:`ranks`).
+
+    Example:
+        λ and μ determine each other, and log q(θ) is ⟨λ, T(θ)⟩ + log h(θ) − A(λ):
+
+        >>> from blr_analysis.learning_rule.families import Gamma
+        >>> q = Gamma(torch.tensor(3.0), torch.tensor(2.0))
+        >>> q.with_expectation(q.expectation)
+        Gamma(shape=tensor(3.0000), rate=tensor(2.0000))
+        >>> theta, natural = torch.tensor(1.0), q.natural
+        >>> inner = sum(natural[key] * value for key, value in q.statistics(theta).items())
+        >>> inner - q.log_partition(), q.log_prob(theta)
+        (tensor(-0.6137), tensor(-0.6137))
     """
 
     ranks: ClassVar[Mapping[str, int]]
@@ -81,7 +94,12 @@ class ExponentialFamily(ABC):
         return {k: torch.zeros_like(v) for k, v in self.natural.items()}
 
     def log_prob(self, theta: Any) -> Tensor:
-        """log q(θ), in nats."""
+        """log q(θ), in nats, one number per point and copy.
+
+        Raises:
+            InputError: points of another shape, of higher precision than the parameters, or
+                outside of the distribution's domain.
+        """
         inner = self._inner(self.natural, self.statistics(theta))
         return inner + self.log_base(theta) - self.log_partition()
 
@@ -93,15 +111,29 @@ class ExponentialFamily(ABC):
     def kl(self, other: Self) -> Tensor:
         """KL(q ‖ other) = A(λ') − A(λ) − ⟨λ' − λ, μ⟩, the Bregman divergence of A (K&R 21).
 
+        In nats, one number per copy; either side may have copies that the other has not.
+
         Raises:
-            InputError: ``other`` is of another family, or something fixed in them differs.
+            InputError: ``other`` is of another family, over points of another shape, or something
+                fixed in them differs.
         """
         if type(other) is not type(self):
             raise InputError(
                 f"the KL divergence is to another {type(self).__name__}, got a "
                 f"{type(other).__name__}"
             )
+        self._check_alike(other)
         return self._kl(other)
+
+    def _check_alike(self, other: Any) -> None:
+        """Raise :class:`InputError` unless both are over points of one shape."""
+        ours, theirs = self.natural, other.natural
+        for key, rank in self.ranks.items():
+            if not go_together(ours[key].shape, theirs[key].shape, rank):
+                raise InputError(
+                    f"the KL divergence of two {type(self).__name__} needs parameters of one "
+                    f"shape, got {tuple(ours[key].shape)} and {tuple(theirs[key].shape)} for {key}"
+                )
 
     def _kl(self, other: Any) -> Tensor:
         """:meth:`kl` between two of one family; overridden where terms would cancel."""
@@ -119,8 +151,22 @@ class ExponentialFamily(ABC):
         return sum(parts[1:], start=parts[0])
 
     def _check_keys(self, given: Mapping[str, Tensor]) -> None:
-        """Raise :class:`InputError` unless there is one tensor for each statistic."""
+        """Raise :class:`InputError` unless there is one tensor for each statistic, of its rank."""
         self._check_point(given, tuple(self.ranks))
+        for key, rank in self.ranks.items():
+            value = given[key]
+            if not isinstance(value, Tensor) or value.ndim < rank:
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(
+                    f"{key} of {type(self).__name__} must be a tensor of {rank} dimensions or "
+                    f"more, got {found}"
+                )
+        widths = {key: given[key].shape[-1] for key, rank in self.ranks.items() if rank}
+        if len(set(widths.values())) > 1:
+            shapes = {key: tuple(given[key].shape) for key in widths}
+            raise InputError(
+                f"{' and '.join(widths)} must agree in their last dimension, got {shapes}"
+            )
 
     def _check_point(self, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
         """Raise :class:`InputError` unless ``given`` is keyed by these names."""
@@ -134,6 +180,9 @@ class ExponentialFamily(ABC):
 def add(*terms: Mapping[str, Tensor]) -> Natural:
     """λ_1 + λ_2 + …, statistic by statistic.
 
+    Raises:
+        InputError: other statistics in one than in another, or shapes that do not go together.
+
     >>> add({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
     {'a': tensor([2., 3.])}
     """
@@ -142,14 +191,29 @@ def add(*terms: Mapping[str, Tensor]) -> Natural:
         raise InputError(
             f"natural parameters of different families: {[sorted(term) for term in terms]}"
         )
-    return {k: sum((term[k] for term in rest), start=v) for k, v in first.items()}
+    try:
+        return {k: sum((term[k] for term in rest), start=v) for k, v in first.items()}
+    except RuntimeError as error:
+        shapes = [{k: tuple(v.shape) for k, v in term.items()} for term in terms]
+        raise InputError(f"natural parameters do not go together: shapes {shapes}") from error
 
 
 def scale(term: Mapping[str, Tensor], factor: float | Tensor) -> Natural:
-    """c · λ."""
+    """c · λ.
+
+    >>> scale({"a": torch.ones(2)}, 3.0)
+    {'a': tensor([3., 3.])}
+    """
     return {k: factor * v for k, v in term.items()}
 
 
 def subtract(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Natural:
-    """λ − λ'."""
+    """λ − λ'.
+
+    Raises:
+        InputError: other statistics in one than in the other, or shapes that do not go together.
+
+    >>> subtract({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
+    {'a': tensor([ 0., -1.])}
+    """
     return add(left, scale(right, -1.0))

@@ -15,6 +15,7 @@ from blr_analysis.learning_rule.families.domain import (
     above,
     expectation_inside,
     finite,
+    points,
     same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many
@@ -79,6 +80,8 @@ class Dirichlet(ExponentialFamily):
         return type(self)(_concentration(expectation["log"]))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.concentration, 1)
+        finite("points of a Dirichlet distribution", theta)
         _check_simplex(theta)
         return {"log": theta.log()}
 
@@ -154,6 +157,8 @@ class Beta(ExponentialFamily):
         return type(self)(*_concentration(logs).unbind(-1))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.a, 0)
+        finite("points of a Beta distribution", theta)
         if not bool(((theta > 0) & (theta < 1)).all()):
             raise InputError("points of a Beta distribution lie strictly between 0 and 1")
         return {"log": theta.log(), "log_complement": torch.log1p(-theta)}

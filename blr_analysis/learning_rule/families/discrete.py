@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, one_hot
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
-from blr_analysis.learning_rule.families.domain import expectation_inside, finite
+from blr_analysis.learning_rule.families.domain import expectation_inside, finite, points
 from blr_analysis.learning_rule.families.drawing import many, uniform
 
 
@@ -39,7 +39,7 @@ class Bernoulli(ExponentialFamily):
     ranks: ClassVar[Mapping[str, int]] = {"linear": 1}
 
     def __post_init__(self) -> None:
-        finite("half_logit", self.half_logit, rank=1)
+        finite("half_logit", self.half_logit, rank=1, half=True)
 
     @property
     def probability(self) -> Tensor:
@@ -65,12 +65,22 @@ class Bernoulli(ExponentialFamily):
         return type(self)(torch.atanh(mean))
 
     def statistics(self, theta: Tensor) -> Natural:
+        """θ itself; for relaxed signs it may lie anywhere."""
+        points(theta, self.half_logit, 1)
         return {"linear": theta}
 
     def log_partition(self) -> Tensor:
         return (self.half_logit - logsigmoid(2 * self.half_logit)).sum(-1)
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(θ), in nats.
+
+        Raises:
+            InputError: points that are not −1 or +1.
+        """
+        points(theta, self.half_logit, 1)
+        if not bool((theta.abs() == 1).all()):
+            raise InputError("points of a Bernoulli distribution are −1 or +1 (2y − 1 for 0 and 1)")
         return logsigmoid(2 * theta * self.half_logit).sum(-1)
 
     def entropy(self) -> Tensor:
@@ -118,14 +128,14 @@ class Categorical(ExponentialFamily):
     ranks: ClassVar[Mapping[str, int]] = {"indicator": 1}
 
     def __post_init__(self) -> None:
-        finite("log_odds", self.log_odds, rank=1)
+        finite("log_odds", self.log_odds, rank=1, half=True)
         if self.log_odds.shape[-1] < 1:
             raise InputError("a categorical distribution needs two classes or more, got one")
 
     @classmethod
     def from_logits(cls, logits: Tensor) -> Self:
         """From log p up to a constant, ``[..., K]``."""
-        finite("logits", logits, rank=1)
+        finite("logits", logits, rank=1, half=True)
         return cls(logits[..., :-1] - logits[..., -1:])
 
     @property
@@ -161,6 +171,7 @@ class Categorical(ExponentialFamily):
 
     def statistics(self, theta: Tensor) -> Natural:
         classes = self.log_odds.shape[-1] + 1
+        points(theta, self.log_odds[..., 0], 0, "classes")
         if theta.is_floating_point() or not bool(((theta >= 0) & (theta < classes)).all()):
             raise InputError(f"classes must be integers from 0 to {classes - 1}")
         return {"indicator": one_hot(theta.long(), classes)[..., :-1].to(self.log_odds.dtype)}

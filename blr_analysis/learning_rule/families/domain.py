@@ -7,14 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 
+HALF = (torch.float16, torch.bfloat16)
 
-def finite(name: str, value: Any, rank: int = 0) -> None:
-    """Raise unless ``value`` is a real tensor of at least ``rank`` dimensions without NaN or ∞."""
+
+def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
+    """Raise unless ``value`` is a real tensor of at least ``rank`` dimensions without NaN or ∞.
+
+    Half precision passes only where ``half`` says so: for families that need no special functions
+    and no matrices.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{name} must be a tensor of floating-point numbers, got {found}")
+    if value.dtype in HALF and not half:
+        raise InputError(f"{name} must be in single or double precision, got {value.dtype}")
     if value.ndim < rank:
         raise InputError(
             f"{name} needs at least {rank} dimension{'s' * (rank > 1)}, got a shape of "
@@ -37,24 +46,80 @@ def above(name: str, value: Any, least: float = 0.0, rank: int = 0, *, advice: s
         )
 
 
-def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
-    """Raise unless ``value`` is a matrix (per copy), symmetric and positive definite."""
+def symmetric_matrix(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite symmetric matrix (per copy)."""
     finite(name, value, rank=2)
     if value.shape[-1] != value.shape[-2]:
         raise InputError(f"{name} must be a square matrix, got a shape of {tuple(value.shape)}")
     matrix = value.detach()
-    gap, size = (matrix - matrix.mT).abs().amax(), matrix.abs().amax()
-    if bool(gap > torch.finfo(matrix.dtype).eps ** 0.5 * size):
+    gaps = (matrix - matrix.mT).abs()
+    if gaps.numel() and bool(
+        gaps.max() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
+    ):
+        gap = float(gaps.max())
         raise InputError(f"{name} must be symmetric; it differs from its transpose by {gap:g}")
-    if bool((torch.linalg.cholesky_ex(matrix)[1] != 0).any()):
+
+
+def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
+    """Raise unless ``value`` is a matrix (per copy), symmetric and positive definite."""
+    symmetric_matrix(name, value)
+    if bool((torch.linalg.cholesky_ex(value.detach())[1] != 0).any()):
         raise InputError(f"{name} must be positive definite{advice}")
 
 
 def same_shape(**given: Tensor) -> None:
-    """Raise unless all of these tensors have one shape."""
+    """Raise unless all of these tensors have one shape, one dtype and one device."""
     shapes = {name: tuple(value.shape) for name, value in given.items()}
     if len(set(shapes.values())) > 1:
         raise InputError(f"{' and '.join(shapes)} must agree in shape, got {shapes}")
+    same_dtype(**given)
+
+
+def same_dtype(**given: Tensor) -> None:
+    """Raise unless all of these tensors have one dtype and one device."""
+    kinds = {name: (value.dtype, value.device) for name, value in given.items()}
+    if len(set(kinds.values())) > 1:
+        found = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
+        raise InputError(f"{' and '.join(kinds)} must agree in dtype and device, got {found}")
+
+
+def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
+    """Raise unless θ are points where a parameter is ``like``, ``rank`` dimensions for one copy.
+
+    The last ``rank`` dimensions of both agree, and those before go together as copies do: nothing
+    is broadcast within a point. θ may be of lower precision, or of integers.
+    """
+    if not isinstance(theta, Tensor) or theta.is_complex():
+        found = theta.dtype if isinstance(theta, Tensor) else type(theta).__name__
+        raise InputError(f"{name} must be a tensor of real numbers, got {found}")
+    if theta.ndim < rank or not go_together(theta.shape, like.shape, rank):
+        shape = ", ".join(["...", *map(str, like.shape[like.ndim - rank :])])
+        raise InputError(
+            f"{name} must be a tensor [{shape}] for parameters of shape {tuple(like.shape)}, got "
+            f"{tuple(theta.shape)}"
+        )
+    if torch.promote_types(theta.dtype, like.dtype) != like.dtype:
+        raise InputError(f"{name} are {theta.dtype}, the parameters {like.dtype}: convert one")
+
+
+def derivatives(mean: Tensor, gradient: Tensor, hessian: Tensor, rank: int) -> None:
+    """Raise unless a gradient ``[..., P]`` and its Hessian, or the diagonal, fit the mean."""
+    points(gradient, mean, 1, "the gradient")
+    instance("the Hessian", hessian, Tensor, "a tensor")
+    size = mean.shape[-1:]
+    if hessian.shape[-rank:] != size * rank or hessian.ndim != gradient.ndim + rank - 1:
+        wanted = ("diagonal of the Hessian", "Hessian")[rank - 1]
+        raise InputError(
+            f"the {wanted} must be {[*gradient.shape, *size * (rank - 1)]} for a gradient of shape "
+            f"{tuple(gradient.shape)}, got {tuple(hessian.shape)}"
+        )
+
+
+def go_together(left: torch.Size, right: torch.Size, rank: int) -> bool:
+    """Whether the last ``rank`` dimensions are the same, and those before can be broadcast."""
+    pairs = zip(reversed(left), reversed(right), strict=False)
+    same_point = left[len(left) - rank :] == right[len(right) - rank :]
+    return same_point and all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def expectation_inside(family: str, inside: Tensor, rule: str) -> None:

@@ -15,6 +15,7 @@ from blr_analysis.learning_rule.families.domain import (
     above,
     expectation_inside,
     finite,
+    points,
     same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many
@@ -77,6 +78,7 @@ class Gamma(ExponentialFamily):
         return type(self)(*shape_and_rate("Gamma", expectation["log"], expectation["linear"]))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.shape, 0)
         above("points of a Gamma distribution", theta, advice="")
         return {"log": theta.log(), "linear": theta}
 
@@ -138,6 +140,7 @@ class InverseGamma(ExponentialFamily):
         return type(self)(*shape_and_rate("InverseGamma", -log, inverse))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.shape, 0)
         above("points of an inverse-Gamma distribution", theta, advice="")
         return {"log": theta.log(), "inverse": 1 / theta}
 

@@ -15,9 +15,17 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
-from blr_analysis.learning_rule.families.domain import expectation_inside, finite
+from blr_analysis.learning_rule.families.domain import (
+    derivatives,
+    expectation_inside,
+    finite,
+    points,
+    same_dtype,
+    symmetric_matrix,
+)
 from blr_analysis.learning_rule.families.drawing import many, normal
 from blr_analysis.learning_rule.families.matrices import (
     compare,
@@ -60,19 +68,24 @@ class FixedGaussian(ExponentialFamily):
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
         self._check_keys(natural)
-        return type(self)(natural["linear"] / self.precision, self.precision)
+        linear = natural["linear"]
+        points(linear, self.precision.to(linear), 1, "the natural parameters")
+        precision = self.precision.to(linear)
+        return type(self)(linear / precision, precision)
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         self._check_keys(expectation)
-        return type(self)(expectation["linear"], self.precision)
+        return type(self)(expectation["linear"], self.precision.to(expectation["linear"]))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.mean, 1)
         return {"linear": theta}
 
     def log_partition(self) -> Tensor:
         return 0.5 * (self.precision * self.mean.square()).sum(-1)
 
     def log_base(self, theta: Tensor) -> Tensor:
+        points(theta, self.mean, 1)
         return 0.5 * (self.precision.log() - LOG_2PI - self.precision * theta.square()).sum(-1)
 
     def expected_log_base(self) -> Tensor:
@@ -83,6 +96,7 @@ class FixedGaussian(ExponentialFamily):
         return {"linear": -self.precision * self.mean}
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        points(theta, self.mean, 1)
         return _log_prob(self.precision, self.precision * (theta - self.mean).square())
 
     def entropy(self) -> Tensor:
@@ -110,7 +124,8 @@ class DiagonalGaussian(ExponentialFamily):
         precision: s > 0, ``[..., P]``.
 
     Raises:
-        InputError: a precision that is not positive and finite.
+        InputError: a precision that is not positive and finite, or of another shape or dtype than
+            the mean.
 
     Example:
         >>> q = DiagonalGaussian(torch.tensor([1.0]), torch.tensor([4.0]))
@@ -146,6 +161,7 @@ class DiagonalGaussian(ExponentialFamily):
         return type(self)(mean, 1 / variance)
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.mean, 1)
         return {"linear": theta, "square": theta.square()}
 
     def log_partition(self) -> Tensor:
@@ -153,6 +169,7 @@ class DiagonalGaussian(ExponentialFamily):
         return 0.5 * terms.sum(-1)
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        points(theta, self.mean, 1)
         return _log_prob(self.precision, self.precision * (theta - self.mean).square())
 
     def entropy(self) -> Tensor:
@@ -164,7 +181,12 @@ class DiagonalGaussian(ExponentialFamily):
         return 0.5 * (ratio - log_ratio(other.precision, self.precision) + gap).sum(-1)
 
     def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
-        """∇_μ E_q[ℓ] from E_q[∇ℓ] and the diagonal of E_q[∇²ℓ]."""
+        """∇_μ E_q[ℓ] from E_q[∇ℓ] and the diagonal of E_q[∇²ℓ], ``[..., P]`` both.
+
+        Raises:
+            InputError: another shape, such as a whole Hessian.
+        """
+        derivatives(self.mean, gradient, hessian, 1)
         return {"linear": gradient - hessian * self.mean, "square": 0.5 * hessian}
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -180,7 +202,8 @@ class FullGaussian(ExponentialFamily):
         precision: S ``[..., P, P]``, symmetric and positive definite.
 
     Raises:
-        InputError: a precision that is not.
+        InputError: a precision that is not, or of another dtype than the mean; half precision,
+            which has no factorisation.
 
     Example:
         >>> q = FullGaussian(torch.zeros(2), torch.diag(torch.tensor([1.0, 4.0])))
@@ -194,13 +217,16 @@ class FullGaussian(ExponentialFamily):
 
     def __post_init__(self) -> None:
         finite("mean", self.mean, rank=1)
+        instance("precision", self.precision, Tensor, "a tensor of floating-point numbers")
         if self.precision.shape != (*self.mean.shape, self.mean.shape[-1]):
             raise InputError(
                 f"the precision of a mean {tuple(self.mean.shape)} is a matrix for each copy, got "
                 f"{tuple(self.precision.shape)}"
             )
+        symmetric_matrix("precision", self.precision)
+        same_dtype(mean=self.mean, precision=self.precision)
         _, failed = torch.linalg.cholesky_ex(self.precision.detach())
-        if bool((failed != 0).any()) or not bool(torch.isfinite(self.precision).all()):
+        if bool((failed != 0).any()):
             raise InputError(
                 "the precision is not positive definite: take a smaller learning rate, or an "
                 "approximation of the Hessian that is (Gauss–Newton)"
@@ -223,8 +249,9 @@ class FullGaussian(ExponentialFamily):
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
         self._check_keys(natural)
         precision = symmetric(-2 * natural["square"])
+        same_dtype(**natural)
         factor, failed = torch.linalg.cholesky_ex(precision)
-        if bool((failed != 0).any()):
+        if bool((failed != 0).any()) or natural["linear"].shape != precision.shape[:-1]:
             return type(self)(natural["linear"], precision)  # which says what is wrong
         mean = torch.cholesky_solve(natural["linear"].unsqueeze(-1), factor).squeeze(-1)
         return type(self)(mean, precision)
@@ -238,6 +265,7 @@ class FullGaussian(ExponentialFamily):
         return type(self)(mean, torch.cholesky_inverse(factor))
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.mean, 1)
         return {"linear": theta, "square": outer(theta, theta)}
 
     def log_partition(self) -> Tensor:
@@ -246,6 +274,7 @@ class FullGaussian(ExponentialFamily):
         return 0.5 * (quadratic - torch.linalg.slogdet(self.precision)[1] + size * LOG_2PI)
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        points(theta, self.mean, 1)
         return -0.5 * quadratic(theta - self.mean, self.precision) - self._log_volume()
 
     def entropy(self) -> Tensor:
@@ -260,7 +289,12 @@ class FullGaussian(ExponentialFamily):
         return 0.5 * (self.mean.shape[-1] * LOG_2PI - torch.linalg.slogdet(self.precision)[1])
 
     def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
-        """∇_μ E_q[ℓ] from E_q[∇ℓ] and E_q[∇²ℓ]."""
+        """∇_μ E_q[ℓ] from E_q[∇ℓ] ``[..., P]`` and E_q[∇²ℓ] ``[..., P, P]``.
+
+        Raises:
+            InputError: another shape, such as a Hessian's diagonal.
+        """
+        derivatives(self.mean, gradient, hessian, 2)
         product = (hessian @ self.mean.unsqueeze(-1)).squeeze(-1)
         return {"linear": gradient - product, "square": 0.5 * hessian}
 
@@ -276,13 +310,16 @@ def _log_prob(precision: Tensor, squares: Tensor) -> Tensor:
 
 
 def _check_positive(precision: Tensor, mean: Tensor) -> None:
-    finite("mean", mean, rank=1)
+    finite("mean", mean, rank=1, half=True)
+    instance("precision", precision, Tensor, "a tensor of floating-point numbers")
     if precision.shape != mean.shape:
         raise InputError(
             f"mean and precision must agree in shape, got {tuple(mean.shape)} and "
             f"{tuple(precision.shape)}"
         )
-    if not bool((precision > 0).all()) or not bool(torch.isfinite(precision).all()):
+    finite("precision", precision, half=True)
+    same_dtype(mean=mean, precision=precision)
+    if not bool((precision > 0).all()):
         raise InputError(
             "the precision is not positive: take a smaller learning rate, an estimate of the "
             "Hessian that cannot be negative, or a move that keeps it positive"

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blr_analysis.errors import InputError
+
 
 def symmetric(matrix: Tensor) -> Tensor:
-    """½ (M + Mᵀ)."""
+    """½ (M + Mᵀ).
+
+    Raises:
+        InputError: a matrix that is not square.
+    """
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+        raise InputError(f"a matrix must be square, got a shape of {tuple(matrix.shape)}")
     return 0.5 * (matrix + matrix.mT)
 
 

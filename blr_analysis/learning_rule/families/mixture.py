@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
-from blr_analysis.learning_rule.families.domain import above
+from blr_analysis.learning_rule.families.domain import above, points, same_dtype
 from blr_analysis.learning_rule.families.drawing import many, uniform
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
@@ -66,7 +66,7 @@ class GaussianMixture(ExponentialFamily):
                 "components must be a FullGaussian or a DiagonalGaussian with a dimension for the "
                 f"components, got {type(self.components).__name__}"
             )
-        above("weights", self.weights, rank=1)
+        above("weights", self.weights, rank=1, advice="")
         if bool(((self.weights.sum(-1) - 1).abs() > 1e-5).any()):
             raise InputError("the weights of a mixture must sum to 1")
         if self.weights.shape != self.components.mean.shape[:-1]:
@@ -74,6 +74,7 @@ class GaussianMixture(ExponentialFamily):
                 f"a mixture needs one weight for each component, got {tuple(self.weights.shape)} "
                 f"for means of shape {tuple(self.components.mean.shape)}"
             )
+        same_dtype(weights=self.weights, components=self.components.mean)
 
     @property
     def ranks(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -94,12 +95,12 @@ class GaussianMixture(ExponentialFamily):
         return {k: _like(self.weights, v) * v for k, v in parts.items()}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.weights, self.components.with_natural(natural))
+        return self._with(self.components.with_natural(natural))
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         self._check_keys(expectation)
         parts = {k: v / _like(self.weights, v) for k, v in expectation.items()}
-        return type(self)(self.weights, self.components.with_expectation(parts))
+        return self._with(self.components.with_expectation(parts))
 
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         chosen = self._chosen(theta)
@@ -144,9 +145,19 @@ class GaussianMixture(ExponentialFamily):
         index = component[..., None, None].expand(*points.shape[:-2], 1, points.shape[-1])
         return {"theta": points.gather(-2, index).squeeze(-2), "component": component}
 
+    def _with(self, components: FullGaussian | DiagonalGaussian) -> Self:
+        return type(self)(self.weights.to(components.mean), components)
+
     def _chosen(self, theta: Mapping[str, Tensor]) -> Tensor:
         self._check_point(theta, ("theta", "component"))
         component, count = theta["component"], self.weights.shape[-1]
+        points(component, self.weights[..., 0], 0, "component")
+        points(theta["theta"], self.components.mean[..., 0, :], 1, "theta")
+        if theta["theta"].shape[:-1] != component.shape:
+            raise InputError(
+                f"theta {tuple(theta['theta'].shape)} needs a component for each point, got "
+                f"{tuple(component.shape)}"
+            )
         if component.is_floating_point() or not bool(
             ((component >= 0) & (component < count)).all()
         ):
@@ -231,6 +242,7 @@ class Marginal:
 
     def _log_joint(self, theta: Tensor) -> Tensor:
         """log π_k + log N(θ | m_k, S_k⁻¹) ``[..., K]``, without ⟨λ, T⟩'s cancellation."""
+        points(theta, self.components.mean[..., 0, :], 1)
         offsets = theta.unsqueeze(-2) - self.components.mean
         distance = -(offsets * self._pulls(theta)).sum(-1)
         at_mean = self.components.log_prob(self.components.mean)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
-from blr_analysis.learning_rule.families.domain import above, expectation_inside, finite, same_shape
+from blr_analysis.learning_rule.families.domain import (
+    above,
+    expectation_inside,
+    finite,
+    points,
+    same_shape,
+)
 from blr_analysis.learning_rule.families.drawing import many, normal
 from blr_analysis.learning_rule.families.gamma import (
     Gamma,
@@ -101,6 +107,8 @@ class NormalGamma(ExponentialFamily):
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         self._check_point(theta, ("mean", "precision"))
         x, tau = theta["mean"], theta["precision"]
+        points(x, self.mean, 0, "mean")
+        points(tau, self.mean, 0, "precision")
         above("precisions", tau, advice="")
         return {"shift": tau * x, "square": tau * x.square(), "linear": tau, "log": tau.log()}
 

@@ -27,7 +27,7 @@ class Product(ExponentialFamily):
 
     Raises:
         InputError: no factors, a name with a dot, something that is no family, or factors whose
-            first ``copies`` dimensions differ.
+            first ``copies`` dimensions differ; ``copies`` that is no whole number.
 
     Example:
         >>> from blr_analysis.learning_rule.families import DiagonalGaussian, Gamma
@@ -53,6 +53,8 @@ class Product(ExponentialFamily):
                 raise InputError(
                     f"factor {name!r} must be a member of a family, got {type(factor).__name__}"
                 )
+        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
+            raise InputError(f"copies must be a whole number, 0 or more, got {self.copies!r}")
         shared = {tuple(_shape(factor)[: self.copies]) for factor in self.factors.values()}
         if len(shared) > 1 or len(next(iter(shared))) < self.copies:
             raise InputError(
@@ -120,8 +122,19 @@ class Product(ExponentialFamily):
     def entropy(self) -> Tensor:
         return self._total(lambda name, q: q.entropy())
 
-    def _kl(self, other: Self) -> Tensor:
+    def _check_keys(self, given: Mapping[str, Tensor]) -> None:
+        """Names only: each factor looks at its own tensors."""
+        self._check_point(given, tuple(self.ranks))
+
+    def _check_alike(self, other: Any) -> None:
         self._check_point(other.factors, tuple(self.factors))
+        if other.copies != self.copies:
+            raise InputError(
+                f"the KL divergence of two products needs as many dimensions of copies, got "
+                f"{self.copies} and {other.copies}"
+            )
+
+    def _kl(self, other: Self) -> Tensor:
         return self._total(lambda name, q: q.kl(other.factors[name]))
 
     def sample(
@@ -139,7 +152,11 @@ class Product(ExponentialFamily):
         for name, factor in self.factors.items():
             value, parts = number(name, factor), len(_shape(factor)) - self.copies
             found.append(value.flatten(value.ndim - parts).sum(-1) if parts else value)
-        return sum(found[1:], start=found[0])
+        try:
+            return sum(found[1:], start=found[0])
+        except RuntimeError as error:
+            shapes = dict(zip(self.factors, (tuple(x.shape) for x in found), strict=True))
+            raise InputError(f"the factors' points do not go together: {shapes}") from error
 
     def _split(self, given: Mapping[str, Tensor]) -> dict[str, Natural]:
         self._check_keys(given)

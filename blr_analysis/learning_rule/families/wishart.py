@@ -16,7 +16,9 @@ from blr_analysis.learning_rule.families.domain import (
     above,
     expectation_inside,
     finite,
+    points,
     positive_definite,
+    same_dtype,
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
 from blr_analysis.learning_rule.families.matrices import (
@@ -70,6 +72,7 @@ class Wishart(ExponentialFamily):
                 f"dof needs one number for each of the rate's copies, got {tuple(self.dof.shape)} "
                 f"for {tuple(self.rate.shape)}"
             )
+        same_dtype(dof=self.dof, rate=self.rate)
 
     @property
     def size(self) -> int:
@@ -97,6 +100,7 @@ class Wishart(ExponentialFamily):
         return type(self)(dof, rate)
 
     def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.rate, 2)
         positive_definite("points of a Wishart distribution", theta, advice="")
         return {"logdet": logdet(theta), "linear": theta}
 
@@ -178,6 +182,7 @@ class NormalWishart(ExponentialFamily):
                 f"kappa and dof must agree in shape, got {tuple(self.kappa.shape)} and "
                 f"{tuple(self.dof.shape)}"
             )
+        same_dtype(mean=self.mean, kappa=self.kappa, dof=self.dof)
 
     @property
     def wishart(self) -> Wishart:
@@ -221,6 +226,8 @@ class NormalWishart(ExponentialFamily):
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         self._check_point(theta, ("mean", "precision"))
         x, precision = theta["mean"], theta["precision"]
+        points(x, self.mean, 1, "mean")
+        points(precision, self.rate, 2, "precision")
         shift = (precision @ x.unsqueeze(-1)).squeeze(-1)
         return {"shift": shift, "square": (shift * x).sum(-1)} | self.wishart.statistics(precision)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blr_analysis.learning_rule.inference.conjugate import Conjugate
-from blr_analysis.learning_rule.inference.em import FittedMixture, GaussianMixtureEM
+from blr_analysis.learning_rule.inference.em import Collapsed, FittedMixture, GaussianMixtureEM
 from blr_analysis.learning_rule.inference.factors import (
     Factor,
     bernoulli,
@@ -15,8 +15,9 @@ from blr_analysis.learning_rule.inference.factors import (
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import VariationalNewton
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
-from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
+from blr_analysis.learning_rule.inference.gp import GaussianProcess
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
+from blr_analysis.learning_rule.inference.kernels import linear_kernel, rbf
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
@@ -28,6 +29,7 @@ from blr_analysis.learning_rule.inference.vmp import BayesianGaussianMixture, Fi
 __all__ = [
     "LDA",
     "BayesianGaussianMixture",
+    "Collapsed",
     "Conjugate",
     "Factor",
     "Fitted",

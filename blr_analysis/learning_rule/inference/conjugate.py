@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.learning_rule.inference.factors import Factor
 from blr_analysis.learning_rule.inference.fitted import Fitted, rows, total
@@ -39,7 +39,7 @@ class Conjugate(Generic[Q]):
         factor: one of :mod:`blr_analysis.learning_rule.inference.factors`.
 
     Raises:
-        InputError: a prior of another family than the factor's, or with copies.
+        InputError: a factor that is none, a prior of another family than its, or with copies.
 
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
@@ -54,6 +54,13 @@ class Conjugate(Generic[Q]):
     factor: Factor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.factor, Factor):
+            name = getattr(self.factor, "__name__", None)
+            advice = f": call it, {name}(…)" if callable(self.factor) and name else ""
+            raise InputError(
+                "factor must be a Factor such as bernoulli() or linear(noise_variance), got "
+                f"{type(self.factor).__name__}{advice}"
+            )
         if not isinstance(self.prior, self.factor.family):
             raise InputError(
                 f"this factor is conjugate to {self.factor.family.__name__}, got the prior "
@@ -72,7 +79,8 @@ class Conjugate(Generic[Q]):
             The posterior with sites, predictive and left-out densities, all of them exact.
 
         Raises:
-            DataError: examples that are missing, misshapen, not finite or out of range.
+            DataError: examples that are missing, misshapen, not finite or out of range, or so
+                large that the posterior is lost in rounding.
         """
         data = self.factor.check(data, self.prior)
         n_data = len(data if isinstance(data, Tensor) else data[0])
@@ -81,12 +89,19 @@ class Conjugate(Generic[Q]):
             return self.factor.site(rows(data, chosen))
 
         sites = total(site_of, torch.arange(n_data))
-        q = bayes(self.prior, sites)
+        try:
+            q = bayes(self.prior, sites)
+        except InputError as error:
+            dtype = next(iter(self.prior.natural.values())).dtype
+            raise DataError(
+                f"the posterior is lost in the rounding of {dtype}: centre and scale the data, or "
+                f"take the prior in double precision ({error})"
+            ) from error
         gain = wide(q).log_partition() - wide(self.prior).log_partition()
         evidence = gain + self.factor.constant(data).double().sum()
         return Fitted(
             q=q,
-            history=[float(evidence)],
+            history=[float(evidence.detach())],
             objective="log evidence",
             prior=self.prior,
             n_data=n_data,
@@ -97,6 +112,9 @@ class Conjugate(Generic[Q]):
 
     def log_predictive(self, q: Q, data: Any) -> Tensor:
         """log ∫ p(y|θ) q(θ) dθ = A(λ + λ̃(y)) − A(λ) + c(y), in nats, ``[M]``."""
+        if not isinstance(q, self.factor.family):
+            wanted = self.factor.family.__name__
+            raise InputError(f"q must be a {wanted}, as fitted.q is, got {type(q).__name__}")
         data = self.factor.check(data, self.prior)
         if self.factor.predictive is not None:
             return self.factor.predictive(q, data)
@@ -107,7 +125,16 @@ class Conjugate(Generic[Q]):
 
 
 def bayes(prior: Q, site: Natural) -> Q:
-    """The posterior λ_0 + λ̃: the rule at ρ = 1 for the loss −log prior − ⟨λ̃, T(θ)⟩."""
+    """The posterior λ_0 + λ̃: the rule at ρ = 1 for the loss −log prior − ⟨λ̃, T(θ)⟩.
+
+    Raises:
+        InputError: λ_0 + λ̃ is outside of the family.
+
+    >>> from blr_analysis.learning_rule.families import Beta
+    >>> bayes(Beta(torch.tensor(1.0), torch.tensor(1.0)),
+    ...       {"log": torch.tensor(2.0), "log_complement": torch.tensor(1.0)})
+    Beta(a=tensor(3.), b=tensor(2.))
+    """
     gradient = scale(add(prior.natural, site, prior.base_gradient()), -1.0)
     return blr_step(prior, gradient, 1.0)
 

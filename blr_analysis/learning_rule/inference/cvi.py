@@ -12,13 +12,14 @@ number, by quadrature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
@@ -84,7 +85,12 @@ def latent(q: FullGaussian, design: Tensor, residual: Tensor | float = 0.0) -> D
     else:
         roots = torch.linalg.solve_triangular(factor, design.unsqueeze(-1), upper=False).squeeze(-1)
     variance = roots.square().sum(-1) + residual
-    return DiagonalGaussian((design * q.mean).sum(-1), 1 / variance)
+    return DiagonalGaussian((design * q.mean).sum(-1), 1 / above_zero(variance))
+
+
+def above_zero(variance: Tensor) -> Tensor:
+    """Var(f_i), or ε where f_i is 0 for sure: φ_i = 0, as for an example without any feature."""
+    return torch.where(variance > 0, variance, torch.finfo(variance.dtype).eps)
 
 
 def summed(design: Tensor, sites: Natural) -> Natural:
@@ -116,14 +122,37 @@ def aims(
 
     Returns:
         Natural parameters of the sites, ``[N]`` each, and E_q[log p(y_i|f_i)] ``[N]``.
+
+    Raises:
+        InputError: an ``expectation`` that is no such function, or says nothing of the variance.
     """
     mean = marginals.mean.detach().requires_grad_()
     variance = (1 / marginals.precision).detach().requires_grad_()
     with torch.enable_grad():
         there = DiagonalGaussian(mean, 1 / variance)
-        values = expectation(there, lambda f: likelihood.log_prob(targets, f))
-        slope, half_bend = torch.autograd.grad(values.sum(), (mean, variance))
+        values = _expectations(expectation, there, lambda f: likelihood.log_prob(targets, f))
+        found = torch.autograd.grad(values.sum(), (mean, variance), allow_unused=True)
+    slope, half_bend = found
+    if slope is None or half_bend is None:
+        raise InputError(
+            "expectation must depend on mean and variance of f: looking at the mean alone gives "
+            "the sites no precision"
+        )
     return marginals.pull_back(slope, 2 * half_bend), values.detach()
+
+
+def _expectations(
+    expectation: Expectation, f: DiagonalGaussian, function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    wanted = "expectation must be a function (marginals of f, function) -> E of it, [N]"
+    try:
+        values = expectation(f, function)
+    except TypeError as error:
+        raise InputError(f"{wanted}: {error}") from error
+    if not isinstance(values, Tensor) or values.shape != f.mean.shape or not values.requires_grad:
+        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(f"{wanted}, differentiable, here {list(f.mean.shape)}; it gave {found}")
+    return values
 
 
 def look(problem: Problem, sites: Natural) -> State:
@@ -166,10 +195,44 @@ def careful_step(problem: Problem, state: State, rho: float) -> State:
             return found
         rho /= 2
     raise InputError(
-        f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): check that "
-        "log p(y|f) is finite and differentiable, scale the inputs, or take halving=False with a "
-        "small rho where expectations are random"
+        f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): "
+        f"{suspicion(state.aims, state.elbo)}"
     )
+
+
+def suspicion(aims: Natural, elbo: float) -> str:
+    """What is likely wrong where no step succeeds."""
+    upward = int((aims["square"] > 0).sum())
+    if not math.isfinite(elbo):
+        return (
+            "E_q[log p(y|f)] must be finite wherever q(f) reaches: check log p(y|f) at large |f|, "
+            "and scale the inputs or take a narrower prior"
+        )
+    if upward:
+        return (
+            f"log p(y|f) curves upward in f at {upward} of {len(aims['square'])} examples, and the "
+            "posterior of a function that grows without bound does not exist: was a loss given "
+            "for the log-probability, with the wrong sign?"
+        )
+    return (
+        "check that log p(y|f) is finite and differentiable, scale the inputs, or take "
+        "halving=False with a small rho where expectations are random"
+    )
+
+
+def plain_step(problem: Problem, state: State, rho: float) -> State:
+    """A step of the rule as it is written.
+
+    Raises:
+        InputError: it leaves the family.
+    """
+    try:
+        return step(problem, state, rho)
+    except InputError as error:
+        raise InputError(
+            f"a step of rho={rho:g} leaves the Gaussians: take a smaller rho or halving=True; else "
+            f"{suspicion(state.aims, state.elbo)}"
+        ) from error
 
 
 def run(
@@ -193,10 +256,14 @@ def run(
 
     Returns:
         The last state, the ELBO after each step, and whether it stopped by ``tol``.
+
+    Raises:
+        InputError: settings out of range, or a likelihood under which no step succeeds.
     """
     check_rho(rho)
     positive_int("max_iter", max_iter)
-    move = careful_step if halving else step
+    tolerance("tol", tol)
+    move = careful_step if halving else plain_step
     zero = torch.zeros_like(problem.targets)
     state = look(problem, {"linear": zero, "square": zero})
     tol = max(tol, 4 * rounding(state))

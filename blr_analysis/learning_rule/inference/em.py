@@ -12,6 +12,7 @@ tells it, its site, are its expected statistics (r_ik, r_ik T(y_i)).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import one_of, positive_int
+from blr_analysis.checks import one_of, positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
@@ -27,6 +28,7 @@ from blr_analysis.learning_rule.families.mixture import GaussianMixture
 from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, until_flat
 from blr_analysis.learning_rule.inference.mixture_model import (
     assign,
+    check_apart,
     check_data,
     first_responsibilities,
     paired,
@@ -42,6 +44,10 @@ COLLAPSED = (
 )
 
 
+class Collapsed(UserWarning):
+    """A component of a mixture whose density is that of the floor, not of the data."""
+
+
 @dataclass(frozen=True)
 class GaussianMixtureEM:
     """A mixture of Gaussians whose parameters EM finds.
@@ -51,7 +57,8 @@ class GaussianMixtureEM:
         covariance: ``"full"``, ``"diag"`` or ``"spherical"``.
         floor: added to every variance in each M-step, in squared units of the data. With 0 every
             iteration raises the likelihood, without bound where a component collapses onto a
-            point (an error); above 0 it may fall in the last digits.
+            point (an error); above 0 it may fall in the last digits, and a component whose
+            variance is little more than the floor is told of by a warning, :class:`Collapsed`.
 
     Raises:
         InputError: another covariance, fewer than two components, or a negative floor.
@@ -73,8 +80,8 @@ class GaussianMixtureEM:
         one_of("covariance", self.covariance, ("full", "diag", "spherical"))
         if positive_int("n_components", self.n_components) < 2:
             raise InputError("a mixture has two components or more, got n_components=1")
-        if not 0 <= self.floor < math.inf:
-            raise InputError(f"floor must be 0 or more, got {self.floor!r}")
+        if tolerance("floor", self.floor) == math.inf:
+            raise InputError("floor must be finite")
 
     def fit(
         self,
@@ -107,9 +114,11 @@ class GaussianMixtureEM:
         Raises:
             DataError: data that are not finite, misshapen, or fewer than K; a component onto
                 which no example, or only one point, falls.
-            InputError: a start that does not fit.
+            InputError: a start that does not fit, or whose components are not apart; settings
+                out of range.
         """
         positive_int("max_iter", max_iter)
+        tolerance("tol", tol)
         data = check_data(data, self.n_components)
         origin = data.mean(0)
         statistics = self._unit(data).statistics(data - origin)
@@ -133,6 +142,8 @@ class GaussianMixtureEM:
             at = chosen.to(data.device)
             return _site(weights[at], {k: v[at] for k, v in statistics.items()}, shared)
 
+        totals = _site(weights, statistics, pooled)
+        _warn_of_collapse(mixture, totals["count"], self.floor)
         return FittedMixture(
             q=_shifted(mixture, origin),
             history=history,
@@ -144,7 +155,7 @@ class GaussianMixtureEM:
             converged=converged,
             model=self,
             origin=origin,
-            totals=_site(weights, statistics, pooled),
+            totals=totals,
         )
 
     def maximise(self, totals: Natural) -> GaussianMixture:
@@ -202,6 +213,7 @@ class GaussianMixtureEM:
                 f"{type(start.components).__name__} with {list(start.components.mean.shape)}"
             )
         mean, precision = start.components.mean.to(data), start.components.precision.to(data)
+        check_apart(torch.cat([mean, precision.flatten(1)], 1))
         return GaussianMixture(start.weights.to(data), kind(mean - data.mean(0), precision))
 
 
@@ -209,12 +221,21 @@ class GaussianMixtureEM:
 class FittedMixture(Fitted[GaussianMixture]):
     """A mixture found by EM; its sites are expected statistics, counted from ``origin``.
 
-    Taking examples out is an M-step without them, their neighbours' responsibilities held.
+    Taking examples out is an M-step without them, their neighbours' responsibilities held; a
+    component that rests on them alone is a :class:`DataError`.
 
     Attributes:
         model: the model that was fitted.
         origin: the mean of the data ``[D]``, from which statistics are counted.
         totals: Σ_i (r_ik, r_ik T(y_i)), what the last M-step was told.
+
+    Example:
+        >>> data = torch.tensor([[-5.0], [-4.0], [-3.0], [2.0], [4.0]])
+        >>> fitted = GaussianMixtureEM(2).fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.without([2]).components.mean.flatten().sort().values
+        tensor([-4.5000,  3.0000], dtype=torch.float64)
+        >>> fitted.log_predictive(torch.tensor([[3.0]]))
+        tensor([-1.8352], dtype=torch.float64)
     """
 
     model: GaussianMixtureEM
@@ -222,21 +243,49 @@ class FittedMixture(Fitted[GaussianMixture]):
     totals: Natural
 
     def responsibilities(self, data: Tensor) -> Tensor:
-        """r_k(y_j) = p(z = k | y_j) of M examples, ``[M, K]``."""
-        parts = check_data(data, 1).split(CHUNK)
+        """r_k(y_j) = p(z = k | y_j) of M examples, ``[M, K]``.
+
+        Raises:
+            DataError: data that are misshapen or not finite.
+        """
+        parts = check_data(data, 1, self.q.components.mean.shape[-1]).split(CHUNK)
         return torch.cat([self.q.marginal.responsibilities(part) for part in parts])
 
     def _less(self, sites: Sites) -> GaussianMixture:
         left = subtract(self.totals, sites)  # type: ignore[arg-type]
-        return _shifted(self.model.maximise(left), self.origin)
+        try:
+            return _shifted(self.model.maximise(left), self.origin)
+        except DataError as error:
+            raise DataError(f"a component rests on these examples alone: {error}") from error
 
 
 def log_density(q: GaussianMixture, data: Tensor) -> Tensor:
-    """log Σ_k π_k N(y_j | m_k, S_k⁻¹) of M examples, ``[M]``; M copies go with one each."""
-    data = check_data(data, 1)
+    """log Σ_k π_k N(y_j | m_k, S_k⁻¹) of M examples, ``[M]``; M copies go with one each.
+
+    Raises:
+        DataError: data that are misshapen or not finite.
+    """
+    data = check_data(data, 1, q.components.mean.shape[-1])
     if q.weights.ndim > 1:
         return q.marginal.log_prob(data)
     return torch.cat([q.marginal.log_prob(part) for part in data.split(CHUNK)])
+
+
+def _warn_of_collapse(mixture: GaussianMixture, counts: Tensor, floor: float) -> None:
+    """Warn of components whose smallest variance is hardly more than the floor."""
+    precision = mixture.components.precision
+    full = isinstance(mixture.components, FullGaussian)
+    largest = torch.linalg.eigvalsh(precision)[:, -1] if full else precision.amax(1)
+    flat = ((1 / largest <= 2 * floor) & (floor > 0)).nonzero().flatten().tolist()
+    if flat:
+        held = ", ".join(f"component {k} with {float(counts[k]):.3g} examples" for k in flat)
+        warnings.warn(
+            f"{held}: no variance but floor={floor:g} is left in some direction, and the "
+            "log-likelihood there is the floor's; take fewer components, scale the data (floor is "
+            "in their squared units), leave out columns that do not vary, or set floor",
+            Collapsed,
+            stacklevel=3,
+        )
 
 
 def _site(weights: Tensor, statistics: Natural, combine: Any) -> Natural:

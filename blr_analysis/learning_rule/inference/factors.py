@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
 from blr_analysis.learning_rule.families.dirichlet import Beta, Dirichlet
@@ -44,6 +45,20 @@ class Factor:
         constant: data → c ``[N]``.
         predictive: (q, data) → ``[N]`` where there is a form that loses fewer digits than the
             difference of log-partitions.
+
+    Example:
+        Waiting times y > 0 of unknown rate θ, log p(y|θ) = log θ − θ y:
+
+        >>> from blr_analysis.learning_rule.inference import Conjugate
+        >>> exponential = Factor(
+        ...     family=Gamma,
+        ...     check=lambda y, prior: real("y", y, prior.rate, 1),
+        ...     site=lambda y: {"log": torch.ones_like(y), "linear": -y},
+        ...     constant=torch.zeros_like,
+        ... )
+        >>> prior = Gamma(torch.tensor(1.0), torch.tensor(1.0))
+        >>> Conjugate(prior, exponential).fit(torch.tensor([2.0, 3.0])).q
+        Gamma(shape=tensor(3.), rate=tensor(6.))
     """
 
     family: type[ExponentialFamily]
@@ -54,7 +69,14 @@ class Factor:
 
 
 def bernoulli() -> Factor:
-    """Outcomes y ``[N]``, 0 or 1, of probability θ; conjugate to :class:`Beta`."""
+    """Outcomes y ``[N]``, 0 or 1, of probability θ; conjugate to :class:`Beta`.
+
+    λ̃(y) = (y, 1 − y), c(y) = 0.
+
+    Example:
+        >>> bernoulli().site(torch.tensor([1.0, 0.0]))
+        {'log': tensor([1., 0.]), 'log_complement': tensor([0., 1.])}
+    """
 
     def check(y: Any, prior: Beta) -> Tensor:
         y = real("y", y, prior.a, 1)
@@ -70,7 +92,14 @@ def bernoulli() -> Factor:
 
 
 def poisson() -> Factor:
-    """Counts y ``[N]`` of rate θ; conjugate to :class:`Gamma`, c(y) = −log y!."""
+    """Counts y ``[N]`` of rate θ; conjugate to :class:`Gamma`.
+
+    λ̃(y) = (y, −1), c(y) = −log y!.
+
+    Example:
+        >>> poisson().site(torch.tensor([3.0]))
+        {'log': tensor([3.]), 'linear': tensor([-1.])}
+    """
 
     def check(y: Any, prior: Gamma) -> Tensor:
         y = real("y", y, prior.shape, 1)
@@ -86,7 +115,20 @@ def poisson() -> Factor:
 
 
 def categorical(n_classes: int) -> Factor:
-    """Classes y ``[N]``, integers 0 … K − 1; conjugate to :class:`Dirichlet`."""
+    """Classes y ``[N]``, integers 0 … K − 1; conjugate to :class:`Dirichlet`.
+
+    λ̃(y) is the indicator of y, c(y) = 0.
+
+    Raises:
+        InputError: fewer than two classes.
+
+    Example:
+        >>> categorical(3).site(torch.tensor([2, 0]))
+        {'log': tensor([[0, 0, 1],
+                [1, 0, 0]])}
+    """
+    if positive_int("n_classes", n_classes) < 2:
+        raise InputError("n_classes must be 2 or more, got 1")
 
     def check(y: Any, prior: Dirichlet) -> Tensor:
         if prior.concentration.shape[-1] != n_classes:
@@ -110,7 +152,11 @@ def gaussian() -> Factor:
     """Vectors y ``[N, D]`` of unknown mean and precision; conjugate to :class:`NormalWishart`.
 
     Second moments are counted from 0: with data whose mean is many standard deviations away from
-    it, take the prior in double precision.
+    it, take the prior in double precision. λ̃(y) = (y, −½, −½ y yᵀ, ½), c(y) = −½ D log 2π.
+
+    Example:
+        >>> sorted(gaussian().site(torch.ones(4, 2)))
+        ['linear', 'logdet', 'shift', 'square']
     """
 
     def check(y: Any, prior: NormalWishart) -> Tensor:
@@ -135,13 +181,17 @@ def gaussian() -> Factor:
 def linear(noise_variance: float) -> Factor:
     """Linear regression y ~ N(xᵀθ, σ²) with known noise; data (x ``[N, P]``, y ``[N]``).
 
-    Conjugate to :class:`FullGaussian` (K&R, section 5.1).
+    Conjugate to :class:`FullGaussian` (K&R, section 5.1): λ̃ = (x y, −½ x xᵀ) / σ² and
+    c = −½ (y²/σ² + log 2πσ²).
 
     Raises:
         InputError: a variance that is not positive.
+
+    Example:
+        >>> linear(2.0).site((torch.tensor([[2.0]]), torch.tensor([3.0])))
+        {'linear': tensor([[3.]]), 'square': tensor([[[-1.]]])}
     """
-    if not (math.isfinite(noise_variance) and noise_variance > 0):
-        raise InputError(f"noise_variance must be positive, got {noise_variance!r}")
+    noise_variance = positive_number("noise_variance", noise_variance)
 
     def site(data: tuple[Tensor, Tensor]) -> Natural:
         x, y = data
@@ -167,7 +217,8 @@ def linear(noise_variance: float) -> Factor:
 def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
     """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or what is wrong."""
     if not isinstance(values, Tensor) or values.is_complex():
-        raise DataError(f"{name} must be a real tensor, got {type(values).__name__}")
+        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(f"{name} must be a real tensor, got {found}")
     if values.ndim != ndim or not values.numel():
         shape = "[" + ", ".join(("N", "D")[:ndim]) + "]"
         raise DataError(f"{name} must be a non-empty tensor {shape}, got {tuple(values.shape)}")

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, hessian, vmap
 
-from blr_analysis.checks import instance, one_of, positive_int
-from blr_analysis.errors import InputError
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, tolerance
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.fitted import Fitted, until_flat
+from blr_analysis.learning_rule.inference.scalar_likelihoods import MOST_NODES
 from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
@@ -44,7 +45,7 @@ class VariationalNewton:
             samples it never stands still, and all steps are made.
 
     Raises:
-        InputError: settings out of range, or a quadrature of several variables.
+        InputError: settings out of range.
 
     Example:
         >>> start = FullGaussian(torch.zeros(1), torch.eye(1))
@@ -65,7 +66,10 @@ class VariationalNewton:
         positive_int("samples", self.samples)
         positive_int("max_iter", self.max_iter)
         check_rho(self.rho)
-        check_temperature(self.temperature)
+        positive_number("temperature", self.temperature)
+        tolerance("tol", self.tol)
+        if self.look == "quadrature" and self.samples > MOST_NODES:
+            raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {self.samples}")
 
     def fit(
         self,
@@ -84,9 +88,14 @@ class VariationalNewton:
             progress: a progress bar.
 
         Raises:
-            InputError: a loss that is no number, or not finite where it is looked at.
+            InputError: a loss that is no number, or not finite where it is looked at; a start
+                with copies, or of several variables for a quadrature.
         """
         instance("start", start, FullGaussian, "a FullGaussian")
+        if start.mean.ndim != 1:
+            raise InputError(
+                f"start must be one Gaussian, got copies {list(start.mean.shape[:-1])}"
+            )
         if self.look == "quadrature" and start.mean.shape[-1] != 1:
             raise InputError(
                 "quadrature is for one variable; take look='samples' for "
@@ -129,20 +138,37 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ℓ, ∇ℓ and ∇²ℓ at points ``[S, P]``: ``[S]``, ``[S, P]``, ``[S, P, P]``.
 
     Raises:
-        InputError: ℓ is no number, or not finite there.
+        InputError: ℓ is no number, not finite there, or taken out of torch.
+
+    Example:
+        >>> derivatives(lambda t: t[0] ** 3, torch.tensor([[1.0], [2.0]]))
+        (tensor([1., 8.]), tensor([[ 3.],
+                [12.]]), tensor([[[ 6.]],
+        <BLANKLINE>
+                [[12.]]]))
     """
     try:
         gradients, values = vmap(grad_and_value(loss))(points)
-    except (RuntimeError, TypeError) as error:
+        hessians = vmap(hessian(loss))(points)
+    except BLRError:
+        raise
+    except Exception as error:
         raise InputError(
             "loss must take a vector and return one number, by torch operations that torch.func "
-            f"can differentiate: {str(error).splitlines()[0]}"
+            f"can differentiate: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
-    hessians = vmap(hessian(loss))(points)
-    if not all(bool(torch.isfinite(t).all()) for t in (values, gradients, hessians)):
+    every = torch.cat([values.unsqueeze(1), gradients, hessians.flatten(1)], 1)
+    finite = every.isfinite().all(1)
+    if not bool(finite.all()):
+        place = points[int((~finite).nonzero()[0])].tolist()
         raise InputError(
-            "the loss or its derivatives are not finite at some point that was looked at: start "
-            "with a larger precision, or take a smaller rho"
+            f"the loss or its derivatives are not finite at {place}, which was looked at: begin "
+            "elsewhere, with a larger precision, or take a smaller rho"
+        )
+    if not bool(gradients.any()) and bool((values != values[0]).any()):
+        raise InputError(
+            "the loss differs from point to point, but its derivatives are all 0: it is taken out "
+            "of torch (detach), or a step function"
         )
     return values, gradients, hessians
 
@@ -158,10 +184,3 @@ def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -
     precision = 0.5 * (precision + precision.mT)
     step = torch.linalg.solve(precision, gradient.unsqueeze(-1)).squeeze(-1)
     return FullGaussian(q.mean - rho * step, precision)
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise :class:`InputError` unless it is a positive number."""
-    good = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not good or not 0 < temperature < float("inf"):
-        raise InputError(f"temperature must be a finite number above 0, got {temperature!r}")

@@ -88,7 +88,8 @@ class GeneralizedLinear:
 
         Raises:
             DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: no step improves the ELBO.
+            InputError: no step improves the ELBO, settings out of range, or a likelihood or an
+                expectation that does not work element by element.
         """
         likelihood = scalar_likelihood(self.likelihood)
 

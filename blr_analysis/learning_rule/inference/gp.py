@@ -22,6 +22,12 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.cvi import Expectation
 from blr_analysis.learning_rule.inference.factors import real
+from blr_analysis.learning_rule.inference.kernels import (
+    Kernel,
+    check_pairwise,
+    covariances,
+    rbf,
+)
 from blr_analysis.learning_rule.inference.latent_fit import (
     Features,
     LatentFitted,
@@ -34,36 +40,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
 )
 from blr_analysis.likelihoods import Likelihood
 
-# (x [N, D], z [M, D]) → the covariances of f(x) and f(z), [N, M].
-Kernel = Callable[[Tensor, Tensor], Tensor]
 CHUNK = 256
-
-
-def rbf(
-    x: Tensor, z: Tensor, *, lengthscale: float | Tensor = 1.0, variance: float = 1.0
-) -> Tensor:
-    """v exp(−½ Σ_d (x_d − z_d)² / ℓ_d²), the squared exponential kernel, ``[N, M]``.
-
-    Args:
-        x: ``[N, D]``.
-        z: ``[M, D]``.
-        lengthscale: ℓ, one number or one for each dimension ``[D]``.
-        variance: v, the prior variance of f.
-
-    >>> rbf(torch.zeros(1, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
-    tensor([[1.0000, 0.3679]])
-    """
-    squares = (x / lengthscale).unsqueeze(-2) - (z / lengthscale).unsqueeze(-3)
-    return variance * torch.exp(-0.5 * squares.square().sum(-1))
-
-
-def linear_kernel(x: Tensor, z: Tensor, *, variance: float = 1.0, bias: float = 0.0) -> Tensor:
-    """bias + v xᵀz: f is linear, with weights N(0, v) and an intercept N(0, bias); ``[N, M]``.
-
-    >>> linear_kernel(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), bias=1.0)
-    tensor([[4.]])
-    """
-    return bias + variance * (x @ z.mT)
 
 
 @dataclass(frozen=True)
@@ -112,8 +89,8 @@ class GaussianProcess:
         """The Gaussian q(f) that maximises the ELBO; O(N³) time for each step, O(N²) memory.
 
         Args:
-            data: (x ``[N, D]``, y ``[N]``); the dtype of x is that of the computation (double is
-                wise).
+            data: (x ``[N, D]``, y ``[N]``); the dtype of x, single or double, is that of the
+                computation (double is wise, and taken for all others).
             rho: see :meth:`GeneralizedLinear.fit
                 <blr_analysis.learning_rule.inference.generalized_linear.GeneralizedLinear.fit>`;
                 so for ``halving``, ``tol``, ``max_iter``, ``expectation`` and ``progress``.
@@ -124,13 +101,15 @@ class GaussianProcess:
 
         Raises:
             DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: the kernel's matrix is misshapen or not positive semi-definite, or no
-                step improves the ELBO.
+            InputError: the kernel's matrix is misshapen, zero or not positive semi-definite, the
+                kernel, the likelihood or the expectation mixes examples, settings out of range, or
+                no step improves the ELBO.
         """
         likelihood = scalar_likelihood(self.likelihood)
         given: Any = data[0] if isinstance(data, tuple | list) and len(data) else None
-        floating = isinstance(given, Tensor) and given.is_floating_point()
-        like = given.new_zeros(()) if floating else torch.zeros((), dtype=torch.float64)
+        device = given.device if isinstance(given, Tensor) else None
+        single = isinstance(given, Tensor) and given.dtype == torch.float32
+        like = torch.zeros((), dtype=torch.float32 if single else torch.float64, device=device)
         x, y = checked_pair(data, like, likelihood)
         features = whitened(self.kernel, x)
         size = features(x[:1])[0].shape[-1]
@@ -156,14 +135,12 @@ def whitened(kernel: Kernel, x: Tensor) -> Features:
 
     Raises:
         InputError: the matrix has another shape, is not finite, symmetric and positive
-            semi-definite, or is zero.
+            semi-definite, or is zero; or its entries are not functions of two examples each.
     """
-    matrix = kernel(x, x)
-    if matrix.shape != (len(x), len(x)) or not bool(torch.isfinite(matrix).all()):
-        raise InputError(
-            f"the kernel must give a finite matrix [{len(x)}, {len(x)}] for the examples, got "
-            f"{tuple(matrix.shape)}"
-        )
+    matrix = covariances(kernel, x, x)
+    if not bool(matrix.any()):
+        raise InputError("the kernel is zero at all examples, so that f would be 0: give another")
+    check_pairwise(kernel, x, matrix)
     values, vectors = torch.linalg.eigh(matrix)
     noise = len(x) * torch.finfo(x.dtype).eps * values.abs().max()
     uneven = (matrix - matrix.mT).abs().max()
@@ -179,15 +156,21 @@ def whitened(kernel: Kernel, x: Tensor) -> Features:
         z = real("x", z, x, 2)
         if z.shape[-1] != x.shape[-1]:
             raise InputError(f"inputs have {z.shape[-1]} columns, the examples {x.shape[-1]}")
-        rows = kernel(z, x) @ root
-        whole = torch.cat([kernel(part, part).diagonal() for part in z.split(CHUNK)])
+        rows = covariances(kernel, z, x) @ root
+        whole = torch.cat([covariances(kernel, p, p).diagonal() for p in z.split(CHUNK)])
         return rows, (whole - rows.square().sum(-1)).clamp(min=0)
 
     return features
 
 
 def function_values(fitted: LatentFitted) -> tuple[Tensor, Tensor]:
-    """Mean ``[N]`` and covariance ``[N, N]`` of f at the examples under q."""
+    """Mean ``[N]`` and covariance ``[N, N]`` of f at the examples under q.
+
+    >>> fitted = GaussianProcess().fit((torch.zeros(1, 1).double(), torch.ones(1)))
+    >>> mean, covariance = function_values(fitted)
+    >>> mean.shape, covariance.shape
+    (torch.Size([1]), torch.Size([1, 1]))
+    """
     design, q = fitted.problem.design, fitted.q
     return design @ q.mean, design @ q.covariance @ design.mT
 
@@ -200,12 +183,13 @@ def best_kernel(
     Raises:
         InputError: no kernels, or what :meth:`GaussianProcess.fit` raises.
 
+    >>> from blr_analysis.learning_rule.inference.kernels import linear_kernel
     >>> x = torch.linspace(-3, 3, 12, dtype=torch.float64).unsqueeze(-1)
     >>> best, elbos = best_kernel([linear_kernel, rbf], (x, (x[:, 0].abs() < 1.5).double()))
     >>> best is rbf, elbos[1] > elbos[0]
     (True, True)
     """
-    if not len(kernels):
+    if not isinstance(kernels, Sequence) or not len(kernels):
         raise InputError("give at least one kernel to choose from")
     bounds = [GaussianProcess(k, likelihood).fit(data, progress=False).history[-1] for k in kernels]
     return kernels[max(range(len(kernels)), key=bounds.__getitem__)], bounds

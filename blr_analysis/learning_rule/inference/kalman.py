@@ -25,12 +25,16 @@ import torch
 from torch import Tensor
 
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.fitted import Fitted
-from blr_analysis.learning_rule.inference.kalman_checks import checked_matrices, checked_series
+from blr_analysis.learning_rule.inference.kalman_checks import (
+    checked_matrices,
+    checked_observation,
+    checked_series,
+)
 from blr_analysis.progress import track
 
 
@@ -82,7 +86,8 @@ class StateSpace:
         """Filter and smooth a series.
 
         Args:
-            data: y ``[T, E]``; NaN where a component was not observed.
+            data: y ``[T, E]``; NaN where a component was not observed (if none was, the
+                states are the prior's predictions, and the log-likelihood is 0).
             progress: whether to show a bar; None shows it on a terminal after a second.
 
         Returns:
@@ -90,7 +95,9 @@ class StateSpace:
             history is Σ_{s≤t} log p(y_s | y_1 … y_{s−1}), one number for each t.
 
         Raises:
-            DataError: a series that is misshapen, empty, or infinite somewhere.
+            DataError: a series that is misshapen, empty, infinite somewhere, or so far off that
+                its log-likelihood is.
+            InputError: a state without uncertainty in some direction.
         """
         data = checked_series(self, data)
         sites = _stack([self.site(t, y) for t, y in enumerate(data)])
@@ -111,14 +118,26 @@ class StateSpace:
         )
 
     def site(self, time: int, y: Tensor) -> Natural:
-        """λ̃_t of the components of y_t ``[E]`` that were observed."""
+        """λ̃_t of the components of y_t ``[E]`` that were observed.
+
+        Raises:
+            DataError: an observation of another shape.
+        """
+        y = checked_observation(self, y)
         seen = ~torch.isnan(y)
         matrix, noise, offset = self._observed(time, seen)
         weighted = torch.linalg.solve(noise, matrix).mT
         return {"linear": weighted @ (y[seen] - offset), "square": -0.5 * weighted @ matrix}
 
     def log_predictive(self, q: FullGaussian, data: Tensor) -> Tensor:
-        """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed."""
+        """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed.
+
+        Raises:
+            DataError: a series that is misshapen, or not as long as the states.
+        """
+        data = checked_series(self, data)
+        if len(data) != len(q.mean):
+            raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
         means, covariances = q.mean, q.covariance
         scores = [self._score(t, means[t], covariances[t], y) for t, y in enumerate(data)]
         return torch.stack(scores)
@@ -151,9 +170,11 @@ class StateSpace:
         for t in track(range(len(data)), label="filtering", show=progress):
             if t:
                 ahead = self._predict(filtered[-1], t - 1)
-            total += float(self._score(t, ahead.mean, ahead.covariance, data[t]))
+            total += float(self._score(t, ahead.mean, ahead.covariance, data[t]).detach())
             predicted.append(ahead)
             filtered.append(bayes(ahead, {k: v[t] for k, v in sites.items()}))
+            if not math.isfinite(total):
+                raise DataError(f"the log-likelihood is {total} from time {t} on: scale the series")
             history.append(total)
         return _copies(predicted), _copies(filtered), history
 
@@ -194,6 +215,19 @@ class FittedStates(Fitted[FullGaussian]):
         model: the state-space model.
         predicted: x_t given y_1 … y_{t−1}, a copy for each t.
         filtered: x_t given y_1 … y_t.
+
+    Example:
+        A random walk from N(0, 1): what is filtered has seen the present, what is smoothed all.
+
+        >>> one = torch.eye(1, dtype=torch.float64)
+        >>> prior = FullGaussian(torch.zeros(1, dtype=torch.float64), one)
+        >>> fitted = StateSpace(one, one, one, one, prior).fit(torch.tensor([[1.0], [4.0]]))
+        >>> fitted.filtered.mean.flatten()
+        tensor([0.5000, 2.6000], dtype=torch.float64)
+        >>> fitted.q.mean.flatten()
+        tensor([1.2000, 2.6000], dtype=torch.float64)
+        >>> fitted.without([1]).mean.flatten()
+        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
     model: StateSpace

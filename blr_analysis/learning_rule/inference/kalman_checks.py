@@ -36,8 +36,9 @@ def checked_matrices(model: Any) -> dict[str, Tensor]:
     for name, (rank, _) in PARTS.items():
         if rank == 2 or getattr(model, name) is not None:
             instance(name, getattr(model, name), Tensor, "a tensor")
-    if model.observation.ndim < 2:
-        raise InputError(f"observation must be a matrix, got {tuple(model.observation.shape)}")
+    if model.observation.ndim < 2 or not model.observation.shape[-2]:
+        found = tuple(model.observation.shape)
+        raise InputError(f"observation must be a matrix of one row or more, got {found}")
     size, seen = model.prior.mean.shape[0], model.observation.shape[-2]
     wanted = {"transition": (size, size), "observation": (seen, size)}
     found = {}
@@ -51,6 +52,8 @@ def checked_matrices(model: Any) -> dict[str, Tensor]:
                 f"{name} must be {list(shape)}, with or without a leading dimension of time, got "
                 f"{tuple(value.shape)}"
             )
+        if value.is_complex():
+            raise InputError(f"{name} must be real, got {value.dtype}")
         if not bool(torch.isfinite(value).all()):
             raise InputError(f"{name} is not finite")
         found[name] = value.to(model.prior.mean)
@@ -69,6 +72,8 @@ def checked_series(model: Any, data: Any) -> Tensor:
     if not isinstance(data, Tensor) or data.ndim != 2 or not len(data) or data.shape[1] != seen:
         found = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
         raise DataError(f"the series must be a non-empty tensor [T, {seen}], got {found}")
+    if data.is_complex():
+        raise DataError(f"the series must be real, got {data.dtype}")
     if bool(torch.isinf(data).any()):
         raise DataError(f"the series is infinite at time {int(data.isinf().any(1).nonzero()[0])}")
     for name, (rank, moves) in PARTS.items():
@@ -79,6 +84,19 @@ def checked_series(model: Any, data: Any) -> Tensor:
                 f"needs {times}"
             )
     return data.to(model.prior.mean)
+
+
+def checked_observation(model: Any, y: Any) -> Tensor:
+    """One observation ``[E]`` in the dtype of the model.
+
+    Raises:
+        DataError: another shape.
+    """
+    seen = model.observation.shape[-2]
+    if not isinstance(y, Tensor) or y.shape != (seen,):
+        found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise DataError(f"an observation must be a tensor [{seen}], got {found}")
+    return y.to(model.prior.mean)
 
 
 def _check_covariance(name: str, value: Tensor, *, singular: bool) -> None:

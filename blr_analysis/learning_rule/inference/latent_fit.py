@@ -23,6 +23,7 @@ from blr_analysis.learning_rule.inference.factors import real
 from blr_analysis.learning_rule.inference.fitted import Fitted, moved, rows
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
+    check_elementwise,
     checked_targets,
     expected,
     log_predictive,
@@ -64,14 +65,22 @@ class LatentFitted(Fitted[FullGaussian]):
         """E_q[E[y|f]] at inputs ``[M, D]``: the probability of y = 1, or the expected count.
 
         Raises:
-            InputError: a likelihood given as a function, which says nothing of E[y|f].
+            InputError: a likelihood given as a function, which says nothing of E[y|f], or whose
+                mean does not work element by element.
         """
         likelihood = self.problem.likelihood
         if likelihood.mean is None:
             raise InputError(
                 "the likelihood has no mean: give ScalarLikelihood(name, log_prob, mean)"
             )
-        return expected(self.latent(x), likelihood.mean)
+        f = self.latent(x)
+        found = expected(f, likelihood.mean)
+        if found.shape != f.mean.shape:
+            raise InputError(
+                f"the mean of likelihood {likelihood.name!r} must be a function f [K, M] -> "
+                f"E[y|f] [K, M]; for M = {len(f.mean)} its expectation is {tuple(found.shape)}"
+            )
+        return found
 
     def without(self, indices: Any) -> FullGaussian:
         """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`. Holds one matrix, whatever M is."""
@@ -91,6 +100,7 @@ class LatentFitted(Fitted[FullGaussian]):
         return log_predictive(self.problem.likelihood, self.cavities(), self.problem.targets)
 
 
+@torch.no_grad()
 def fit_latent(
     prior: FullGaussian,
     features: Features,
@@ -134,13 +144,16 @@ def checked_pair(data: Any, like: Tensor, likelihood: ScalarLikelihood) -> tuple
 
     Raises:
         DataError: no such pair, numbers that are not finite, targets outside the support.
+        InputError: a likelihood that does not work element by element.
     """
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise DataError("the data are a pair (x [N, D], y [N])")
     x, y = real("x", data[0], like, 2), real("y", data[1], like, 1)
     if len(x) != len(y):
         raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
-    return x, checked_targets(likelihood, y)
+    y = checked_targets(likelihood, y)
+    check_elementwise(likelihood, y)
+    return x, y
 
 
 def _rows(sites: Natural, chosen: Tensor) -> Natural:

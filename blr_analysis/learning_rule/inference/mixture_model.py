@@ -20,6 +20,7 @@ from torch.nn.functional import one_hot
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.discrete import Categorical
+from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import real
 
@@ -64,13 +65,24 @@ def shared(weights: Tensor, statistics: Mapping[str, Tensor]) -> Natural:
     }
 
 
-def check_data(data: Any, n_components: int) -> Tensor:
-    """The data ``[N, D]`` in double precision, or what is wrong with them."""
+def check_data(data: Any, n_components: int, columns: int | None = None) -> Tensor:
+    """The data ``[N, D]`` in double precision, or what is wrong with them.
+
+    Args:
+        data: what was given.
+        n_components: the fewest examples that there may be.
+        columns: D, where it is known.
+
+    Raises:
+        DataError: data that are misshapen, not finite or too few.
+    """
     like = torch.empty((), dtype=torch.float64, device=getattr(data, "device", None))
     data = real("data", data, like, 2)
     if len(data) < n_components:
         raise DataError(f"{n_components} components need as many examples, got {len(data)}")
-    return data
+    if columns is not None and data.shape[1] != columns:
+        raise DataError(f"data must be [N, {columns}], as fitted, got {tuple(data.shape)}")
+    return data.detach()
 
 
 def first_responsibilities(
@@ -82,22 +94,42 @@ def first_responsibilities(
     proportion to its squared distance from those before it (Arthur & Vassilvitskii, 2007).
 
     Raises:
-        InputError: responsibilities of another shape, negative, or not summing to 1.
+        InputError: responsibilities of another shape, negative, not summing to 1, or the same for
+            two components.
     """
     if start is None:
         return _seeded(data, n_components, generator)
-    if not isinstance(start, Tensor) or start.shape != (len(data), n_components):
+    if (
+        not isinstance(start, Tensor)
+        or start.is_complex()
+        or start.shape != (len(data), n_components)
+    ):
         found = tuple(start.shape) if isinstance(start, Tensor) else type(start).__name__
         raise InputError(f"start must be responsibilities {[len(data), n_components]}, got {found}")
     start = start.to(data)
     off = (start.sum(1) - 1).abs() > 1e-6
     if not bool((start >= 0).all()) or bool(off.any()):
         raise InputError("each example's responsibilities must be 0 or more and sum to 1")
-    return start
+    check_apart(start.mT)
+    return start.detach()
+
+
+def check_apart(components: Tensor) -> None:
+    """Raise unless no two rows ``[K, …]`` agree: such components would stay together for ever.
+
+    >>> check_apart(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
+    Traceback (most recent call last):
+    ...
+    blr_analysis.errors.InputError: two components of start are the same, ...
+    """
+    if len(torch.unique(components, dim=0)) < len(components):
+        raise InputError(
+            "two components of start are the same, and would stay so for ever: move one a little"
+        )
 
 
 def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
-    device = data.device if generator is None else generator.device
+    device = device_of(data, generator)
     spread = data.std(0)
     scaled = ((data - data.mean(0)) / torch.where(spread > 0, spread, 1.0)).to(device)
     chosen = torch.randint(len(data), (1,), generator=generator, device=device)

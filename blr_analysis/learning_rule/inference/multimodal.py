@@ -11,19 +11,21 @@ Newton method of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import positive_int, positive_number
+from blr_analysis.checks import tolerance as check_tolerance
 from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
 from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.learning_rule.inference.functions import (
     Loss,
-    check_temperature,
     derivatives,
     newton_step,
 )
@@ -73,7 +75,7 @@ class MultimodalOptimisation:
         if len(ends) != 2:
             raise InputError(f"temperature must be one number or two, got {self.temperature!r}")
         for end in ends:
-            check_temperature(end)
+            positive_number("temperature", end)
 
     def fit(
         self,
@@ -96,9 +98,16 @@ class MultimodalOptimisation:
             progress: a progress bar.
 
         Raises:
-            InputError: starts that are no matrix or coincide, or a loss that is not finite.
+            InputError: starts that are no matrix or coincide, a precision that is not positive,
+                weights that are no probabilities, or a loss that is not finite.
         """
-        _check_starts(starts)
+        starts = _checked(starts)
+        if len(torch.unique(starts, dim=0)) < len(starts):
+            raise InputError(
+                "two components start at the same place, where they would stay together for ever: "
+                "move one of them a little"
+            )
+        precision = positive_number("precision", precision)
         count, size = starts.shape
         pi = starts.new_full((count,), 1 / count) if weights is None else weights
         eye = torch.eye(size, dtype=starts.dtype, device=starts.device)
@@ -135,38 +144,56 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
     """The different minima that descents from ``starts`` lead to, ``[M, P]``.
 
     Newton's method with the absolute values of the Hessian's eigenvalues and halved steps; what
-    is no strict minimum, or is found already within ``tolerance``, is left out.
+    is no strict minimum, has not come to rest, or is found already within ``tolerance``, is left
+    out.
+
+    Args:
+        loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
+        starts: where to begin, ``[K, P]``.
+        tolerance: two minima are the same that are no farther apart; a descent has come to rest
+            when its Newton step is no longer.
+        max_iter: the most steps of each descent.
+
+    Returns:
+        The minima in the order found, with M = 0 if there are none.
+
+    Raises:
+        InputError: starts that are no matrix of numbers, settings out of range, or a loss that is
+            no number or not finite along the way.
 
     Example:
         >>> minima(lambda t: (t[0] ** 2 - 1) ** 2, torch.tensor([[-0.5], [0.4], [0.0]]))
         tensor([[-1.0000],
                 [ 1.0000]])
     """
+    starts, tolerance = _checked(starts), check_tolerance("tolerance", tolerance)
+    positive_int("max_iter", max_iter)
     found: list[Tensor] = []
-    for start in starts:
-        point = start
+    for point in starts:
+        size = math.inf
         for _ in range(max_iter):
             value, gradient, curvature = (t[0] for t in derivatives(loss, point.unsqueeze(0)))
             sizes, axes = torch.linalg.eigh(curvature)
             step = axes @ ((axes.mT @ gradient) / sizes.abs().clamp_min(1e-6))
             length = 1.0
-            while loss(point - length * step) > value and length > 1e-8:
+            while not loss(point - length * step) <= value and length > 1e-8:
                 length /= 2
             point = point - length * step
-            if float(step.abs().amax()) < 1e-10:
+            size = float(step.abs().amax())
+            if size < 1e-10:
                 break
         strict = bool(torch.linalg.eigvalsh(derivatives(loss, point.unsqueeze(0))[2][0])[0] > 0)
         new = all(float((point - other).norm()) > tolerance for other in found)
-        if strict and new:
+        if strict and new and size <= tolerance:
             found.append(point)
     return torch.stack(found) if found else starts[:0]
 
 
-def _check_starts(starts: Tensor) -> None:
-    if not isinstance(starts, Tensor) or starts.ndim != 2 or not starts.is_floating_point():
-        raise InputError("starts must be a matrix of floating-point numbers, a row per component")
-    if len(torch.unique(starts, dim=0)) < len(starts):
+def _checked(starts: Tensor) -> Tensor:
+    """The starts ``[K, P]`` without their history, or what is wrong with them."""
+    finite("starts", starts)
+    if starts.ndim != 2 or not starts.numel():
         raise InputError(
-            "two components start at the same place, where they would stay together for ever: "
-            "move one of them a little"
+            f"starts must be a matrix with a row per component, got {tuple(starts.shape)}"
         )
+    return starts.detach()

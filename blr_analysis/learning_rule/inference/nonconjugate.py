@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
-from blr_analysis.learning_rule.inference.cvi import aims
+from blr_analysis.learning_rule.inference.cvi import above_zero, aims, suspicion
 from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, until_flat
 from blr_analysis.learning_rule.inference.latent_fit import checked_pair
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
@@ -68,6 +68,7 @@ class MeanFieldRegression:
             )
         scalar_likelihood(self.likelihood)
 
+    @torch.no_grad()
     def fit(
         self,
         data: tuple[Tensor, Tensor],
@@ -92,10 +93,12 @@ class MeanFieldRegression:
 
         Raises:
             DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: a step that leaves the family: take a smaller ``rho``.
+            InputError: a step that leaves the family: take a smaller ``rho``; settings out of
+                range; a likelihood that does not work element by element.
         """
         check_rho(rho)
         positive_int("max_iter", max_iter)
+        tolerance("tol", tol)
         likelihood = scalar_likelihood(self.likelihood)
         x, y = self._checked(data, likelihood)
         q = self.prior
@@ -139,8 +142,7 @@ class MeanFieldRegression:
 def latent(q: DiagonalGaussian, x: Tensor) -> DiagonalGaussian:
     """The marginals of f_i = x_iᵀθ, ``[N]``; with N copies in ``q``, each with its own row."""
     variance = (x.square() / q.precision).sum(-1)
-    tiny = torch.finfo(x.dtype).tiny
-    return DiagonalGaussian((x * q.mean).sum(-1), 1 / variance.clamp(min=tiny))
+    return DiagonalGaussian((x * q.mean).sum(-1), 1 / above_zero(variance))
 
 
 def messages(
@@ -171,7 +173,15 @@ def _visit(
     here = slice(j, j + 1)
     node, first = (DiagonalGaussian(p.mean[here], p.precision[here]) for p in (q, prior))
     gradient = scale(add(first.natural, {k: v.sum(0) for k, v in told.items()}), -1.0)
-    node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
+    try:
+        node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
+    except InputError as error:
+        f = latent(q, x)
+        found, values = aims(f, y, likelihood)
+        raise InputError(
+            f"the step of coefficient {j} leaves the Gaussians: take a smaller rho than {rho:g}; "
+            f"else {suspicion(found, float(values.sum()))}"
+        ) from error
     for name, column in told.items():
         sites[name][:, here] = (1 - rho) * sites[name][:, here] + rho * column
     mean, precision = q.mean.clone(), q.precision.clone()

@@ -15,11 +15,11 @@ from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import BLRError, DataError, InputError
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 
-NODES = 64
+NODES, MOST_NODES = 64, 370
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,71 @@ def checked_targets(likelihood: ScalarLikelihood, y: Tensor) -> Tensor:
     return y
 
 
+def check_elementwise(likelihood: ScalarLikelihood, y: Tensor) -> None:
+    """Raise unless log p(y|f) is a number of its own for each example, differentiable in f.
+
+    Every other example, and a whole row of f, get other numbers: the rest may not change.
+
+    Args:
+        likelihood: the likelihood to try.
+        y: targets ``[N]``.
+
+    Raises:
+        InputError: it cannot be called so, gives another shape or mixes examples.
+
+    Example:
+        >>> check_elementwise(scalar_likelihood(lambda y, f: -((y - f) ** 2)), torch.ones(3))
+        >>> check_elementwise(scalar_likelihood(lambda y, f: -((f - f.mean()) ** 2)), torch.ones(3))
+        Traceback (most recent call last):
+        ...
+        blr_analysis.errors.InputError: likelihood '<lambda>' mixes examples: ...
+    """
+    odd = torch.arange(len(y), device=y.device) % 2 == 1
+    f = y.new_tensor([0.1, 0.7]).unsqueeze(1).expand(2, len(y)).clone()
+    other = torch.stack([f[0] + odd, f[1] + 1])
+    with torch.enable_grad():
+        found = _values(likelihood, y, f.requires_grad_())[0, ~odd]
+        again = _values(
+            likelihood, torch.where(odd, y.max() + y.min() - y, y), other.requires_grad_()
+        )[0, ~odd]
+    close = torch.finfo(y.dtype).eps ** 0.5
+    if not torch.allclose(found, again, rtol=close, atol=close, equal_nan=True):
+        raise InputError(
+            f"likelihood {likelihood.name!r} mixes examples: log p of one changes with y or f of "
+            "others; it must work element by element"
+        )
+
+
+def _values(likelihood: ScalarLikelihood, y: Tensor, f: Tensor) -> Tensor:
+    wanted = (
+        f"likelihood {likelihood.name!r} must be a function (y [N], f [K, N]) -> log p(y|f) [K, N]"
+    )
+    try:
+        values = likelihood.log_prob(y, f)
+    except BLRError:
+        raise
+    except Exception as error:
+        raise InputError(f"{wanted}; it raised {type(error).__name__}: {error}") from error
+    if not isinstance(values, Tensor) or values.shape != f.shape:
+        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(f"{wanted}; for f of shape {tuple(f.shape)} it gave {found}")
+    if not values.requires_grad:
+        raise InputError(
+            f"{wanted} by torch operations that can be differentiated in f; its values do not "
+            "depend on f, or were taken out of torch"
+        )
+    return values
+
+
 def nodes_of(f: DiagonalGaussian, nodes: int = NODES) -> tuple[Tensor, Tensor]:
-    """Places ``[K, N]`` and logarithms of weights ``[K, 1]`` of Gauss–Hermite quadrature."""
-    z, weights = hermegauss(positive_int("nodes", nodes))
+    """Places ``[K, N]`` and logarithms of weights ``[K, 1]`` of Gauss–Hermite quadrature.
+
+    Raises:
+        InputError: no node, or more than 370, whose weights overflow.
+    """
+    if positive_int("nodes", nodes) > MOST_NODES:
+        raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {nodes}")
+    z, weights = hermegauss(nodes)
     places = f.mean + torch.as_tensor(z).to(f.mean).unsqueeze(-1) * f.precision.rsqrt()
     logs = torch.as_tensor(weights).log() - 0.5 * math.log(2 * math.pi)
     return places, logs.to(f.mean).unsqueeze(-1)

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import instance, positive_int
-from blr_analysis.errors import InputError
+from blr_analysis.checks import instance, positive_int, tolerance
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.families.special import LOG_2PI
@@ -73,12 +73,19 @@ class BayesianGaussianMixture:
         """Weak priors on the scale of the data: α = 1/K, m = ȳ, κ = 1, ν = D, V⁻¹ = cov(y).
 
         Raises:
-            DataError: data that are misshapen or not finite.
-            InputError: a covariance of the data that is singular.
+            DataError: data that are misshapen or not finite, or whose covariance is singular.
+            InputError: fewer than two components.
         """
-        data = check_data(data, positive_int("n_components", n_components))
+        if positive_int("n_components", n_components) < 2:
+            raise InputError("a mixture has two components or more, got n_components=1")
+        data = check_data(data, n_components)
         size, one = data.shape[1], torch.ones(()).to(data)
-        spread = torch.cov(data.mT).reshape(size, size)
+        spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
+        if int(torch.linalg.cholesky_ex(spread)[1]):
+            raise DataError(
+                f"the covariance of {len(data)} examples is singular: leave out columns that do "
+                "not vary or follow from others, or give BayesianGaussianMixture priors of your own"
+            )
         prior = NormalWishart(data.mean(0), one, size * one, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
 
@@ -114,9 +121,11 @@ class BayesianGaussianMixture:
 
         Raises:
             DataError: data that are not finite, misshapen, or fewer than K.
-            InputError: a start that does not fit.
+            InputError: a start that does not fit, or whose components are not apart; settings
+                out of range.
         """
         positive_int("max_iter", max_iter)
+        tolerance("tol", tol)
         n_components = len(self.weights.concentration)
         data = FACTOR.check(check_data(data, n_components), wide(self.component))
         prior, statistics = self._prior(data), FACTOR.site(data)
@@ -173,6 +182,15 @@ class FittedMeanField(Fitted[MeanField]):
 
     :meth:`without` subtracts what the examples told the global nodes; what the others told them
     stays as it was, although each of them would now be assigned a little differently.
+
+    Example:
+        >>> data = torch.cat([torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)]).unsqueeze(1)
+        >>> model = BayesianGaussianMixture.for_data(data, n_components=2)
+        >>> fitted = model.fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.without(range(10))["weights"].concentration.sort().values
+        tensor([ 0.5048, 20.4952], dtype=torch.float64)
+        >>> fitted.responsibilities(torch.tensor([[-5.0]])).amax()
+        tensor(1.0000, dtype=torch.float64)
     """
 
     def responsibilities(self, data: Tensor) -> Tensor:
@@ -187,7 +205,11 @@ class FittedMeanField(Fitted[MeanField]):
 
 
 def log_predictive(q: MeanField, data: Tensor) -> Tensor:
-    """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t, ``[M]``; M copies go with one each."""
+    """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t, ``[M]``; M copies go with one each.
+
+    Raises:
+        DataError: data that are misshapen or not finite.
+    """
     data = _checked(q, data)
     if q["components"].natural["square"].ndim == 1:
         return torch.cat([_log_mixture(q, part) for part in data.split(CHUNK)])

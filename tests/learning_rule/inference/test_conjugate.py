@@ -284,3 +284,37 @@ def test_wrong_models_are_named() -> None:
     for variance in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(InputError, match="noise_variance must be positive"):
             linear(variance)
+
+
+@pytest.mark.parametrize("variance", ["a", None, True, torch.ones(2)])
+def test_a_variance_that_is_no_number_is_named(variance: Any) -> None:
+    with pytest.raises(InputError, match="noise_variance must be positive and finite, got"):
+        linear(variance)
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, 0, None, True])
+def test_a_number_of_classes_that_is_none_is_named(count: Any) -> None:
+    with pytest.raises(InputError, match="n_classes must be a positive integer, got"):
+        categorical(count)
+
+
+def test_factors_that_are_none_are_named() -> None:
+    prior = CASES["bernoulli"].prior
+    with pytest.raises(InputError, match=r"factor must be a Factor.*got NoneType"):
+        Conjugate(prior, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"got function: call it, bernoulli\(…\)"):
+        Conjugate(prior, bernoulli)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="n_classes must be 2 or more"):
+        categorical(1)
+    with pytest.raises(InputError, match=r"q must be a Beta, as fitted.q is, got NoneType"):
+        Conjugate(prior, bernoulli()).log_predictive(None, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"y must be a real tensor, got torch.complex64"):
+        Conjugate(prior, bernoulli()).fit(torch.ones(1) * 1j)
+
+
+def test_data_too_large_for_their_precision_are_named() -> None:
+    """Second moments of 1e8 ± 1 in single precision: the spread is lost."""
+    one = torch.tensor(1.0)
+    prior = NormalWishart(torch.zeros(2), one, 3 * one, torch.eye(2))
+    with pytest.raises(DataError, match=r"rounding of torch.float32: centre and scale the data"):
+        Conjugate(prior, gaussian()).fit(draws(50, 2).float() + 1e4)

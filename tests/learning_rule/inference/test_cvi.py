@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
+    ScalarLikelihood,
     expected,
     log_predictive,
     scalar_likelihood,
@@ -398,3 +400,97 @@ def test_bad_input() -> None:
     fitted = GeneralizedLinear(prior).fit((x, y))
     with pytest.raises(InputError, match="names example 569"):
         fitted.without([569])
+
+
+def refuse(likelihood: Any, match: str, **settings: Any) -> None:
+    x, y = (part[:21] for part in examples("logistic"))
+    prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
+    with pytest.raises(InputError, match=match):
+        GeneralizedLinear(prior, likelihood).fit((x, y), **settings)
+
+
+def squares(y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    return -((y - f) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "match"),
+    [
+        (lambda y, f: -((f - f.mean(-1, keepdim=True)) ** 2), "mixes examples"),
+        (lambda y, f: -((f - f.mean(0)) ** 2), "mixes examples"),
+        (lambda y, f: -(f.cumsum(-1) ** 2), "mixes examples"),
+        (lambda y, f: squares(y - y.mean(), f), "mixes examples"),
+        (lambda y, f: squares(y, f).sum(), r"for f of shape \(2, 21\) it gave \(\)"),
+        (lambda y, f: squares(y, f).unsqueeze(-1), r"it gave \(2, 21, 1\)"),
+        (lambda y, f: None, "it gave NoneType"),
+        (lambda f: -f, "must be a function.*it raised TypeError"),
+        (lambda y, f: y[:, 5], "it raised IndexError"),
+        (lambda y, f: squares(y, f.detach()), "can be differentiated in f"),
+        (lambda y, f: -squares(y, f), "curves upward in f at 21 of 21.*wrong sign"),
+        (lambda y, f: f * torch.nan, "must be finite wherever"),
+    ],
+)
+def test_likelihoods_that_are_none_are_named(likelihood: Any, match: str) -> None:
+    refuse(likelihood, match)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"tol": None}, "tol must be 0 or more, got None"),
+        ({"tol": -1.0}, "tol must be 0 or more, got -1.0"),
+        ({"tol": torch.nan}, "tol must be 0 or more, got nan"),
+        ({"expectation": 3}, "expectation must be a function.*not callable"),
+        ({"expectation": lambda f: f.mean}, "expectation must be a function"),
+        ({"expectation": lambda f, h: h(f.mean).sum()}, r"here \[21\]; it gave \(\)"),
+        ({"expectation": lambda f, h: h(f.mean)}, "must depend on mean and variance"),
+    ],
+)
+def test_settings_that_are_none_are_named(settings: dict[str, Any], match: str) -> None:
+    refuse("bernoulli", match, **settings)
+
+
+def test_a_step_out_of_the_family_says_so() -> None:
+    refuse(lambda y, f: 9 * f**2, "rho=1 leaves the Gaussians.*curves upward", halving=False)
+
+
+def test_examples_without_any_feature_say_nothing() -> None:
+    """A row of zeros: f = 0 for sure, so that q is the posterior of the others."""
+    x, y = (part[:20] for part in examples("logistic"))
+    prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
+    wanted = GeneralizedLinear(prior).fit((x, y))
+    fitted = GeneralizedLinear(prior).fit((torch.cat([x, 0 * x[:3]]), torch.cat([y, y[:3]])))
+    torch.testing.assert_close(fitted.q.mean, wanted.q.mean, rtol=1e-5, atol=1e-6)
+    assert fitted.history[-1] - wanted.history[-1] == pytest.approx(3 * math.log(0.5), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_predictions_without_any_feature_are_even(dtype: torch.dtype) -> None:
+    x, y = (part[:20].to(dtype) for part in examples("logistic"))
+    prior = FullGaussian(torch.zeros(7, dtype=dtype), torch.eye(7, dtype=dtype))
+    fitted = GeneralizedLinear(prior).fit((torch.cat([x, 0 * x[:3]]), torch.cat([y, y[:3]])))
+    half = torch.full((3,), 0.5, dtype=dtype)
+    torch.testing.assert_close(fitted.left_out()[20:].exp(), half, rtol=1e-4, atol=0)
+    torch.testing.assert_close(fitted.predict(0 * x[:3]), half, rtol=1e-4, atol=0)
+
+
+def test_a_fit_keeps_no_graph() -> None:
+    x, y = examples("logistic")
+    mean = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    prior = FullGaussian(mean, torch.eye(7, dtype=torch.float64))
+    assert not GeneralizedLinear(prior).fit((x, y)).q.mean.requires_grad
+
+
+def test_a_mean_that_mixes_examples_is_named() -> None:
+    x, y = (part[:20] for part in examples("logistic"))
+    prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
+    mixing = ScalarLikelihood("mixing", squares, lambda f: f.sum())
+    fitted = GeneralizedLinear(prior, mixing).fit((x, y))
+    with pytest.raises(InputError, match=r"mean of likelihood 'mixing' must be.*is \(1,\)"):
+        fitted.predict(x)
+
+
+def test_too_many_nodes_are_named() -> None:
+    f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
+    with pytest.raises(InputError, match="at most 370 nodes, got 500"):
+        expected(f, torch.square, 500)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,12 @@ from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian, GaussianMixture
-from blr_analysis.learning_rule.inference import GaussianMixtureEM, NotConverged
+from blr_analysis.learning_rule.inference import (
+    BayesianGaussianMixture,
+    Collapsed,
+    GaussianMixtureEM,
+    NotConverged,
+)
 
 IRIS = torch.from_numpy(datasets.load_iris().data)
 WINE = torch.from_numpy(datasets.load_wine().data)
@@ -228,3 +235,58 @@ def test_a_variance_of_rounding_errors_is_no_variance() -> None:
         told["square"][0] += 1
         with pytest.raises(DataError, match="a component has collapsed"):
             GaussianMixtureEM(2, "diag", floor=0).maximise(told)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical"])
+def test_a_component_on_a_point_is_told_of(covariance: str) -> None:
+    """A far example takes a component of its own, whose density is 1/floor's."""
+    data = torch.cat([IRIS, torch.full((1, 4), 1e3, dtype=torch.float64)])
+    generator = torch.Generator().manual_seed(0)
+    with pytest.warns(Collapsed, match=r"with 1 examples: no variance but floor=1e-06"):
+        fitted = GaussianMixtureEM(3, covariance).fit(data, generator=generator)
+    with pytest.raises(DataError, match=r"rests on these examples alone.*no examples left"):
+        fitted.without([150])
+
+
+def test_data_on_the_scale_of_the_floor_are_told_of() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with pytest.warns(Collapsed, match="scale the data"):
+        GaussianMixtureEM(2).fit(1e-4 * IRIS, generator=generator)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_proper_fit_tells_of_nothing() -> None:
+    GaussianMixtureEM(3).fit(IRIS, generator=torch.Generator().manual_seed(1))
+
+
+def test_components_that_start_alike_are_refused() -> None:
+    model, alike = GaussianMixtureEM(2), torch.full((150, 2), 0.5)
+    with pytest.raises(InputError, match="two components of start are the same"):
+        model.fit(IRIS, start=alike)
+    with pytest.raises(InputError, match="two components of start are the same"):
+        BayesianGaussianMixture.for_data(IRIS, 2).fit(IRIS, start=alike)
+    q = GaussianMixture(
+        torch.tensor([0.3, 0.7]), FullGaussian(torch.zeros(2, 4), torch.eye(4).expand(2, 4, 4))
+    )
+    with pytest.raises(InputError, match="two components of start are the same"):
+        model.fit(IRIS, start=q)
+
+
+@pytest.mark.parametrize("tol", [None, "a", -1.0, math.nan, True])
+def test_tolerances_that_are_none_are_named(tol: Any) -> None:
+    with pytest.raises(InputError, match="tol must be 0 or more"):
+        GaussianMixtureEM(2).fit(IRIS, tol=tol)
+    with pytest.raises(InputError, match="tol must be 0 or more"):
+        BayesianGaussianMixture.for_data(IRIS, 2).fit(IRIS, tol=tol)
+
+
+def test_other_slips_are_named() -> None:
+    fitted = GaussianMixtureEM(2).fit(IRIS, generator=torch.Generator().manual_seed(0))
+    for ask in (fitted.responsibilities, fitted.log_predictive):
+        for columns in (1, 5):
+            with pytest.raises(DataError, match=r"data must be \[N, 4\], as fitted"):
+                ask(torch.zeros(3, columns))
+    with pytest.raises(InputError, match=r"generator must be a torch.Generator"):
+        GaussianMixtureEM(2).fit(IRIS, generator=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="floor must be 0 or more, got None"):
+        GaussianMixtureEM(2, floor=None)  # type: ignore[arg-type]

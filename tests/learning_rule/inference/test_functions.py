@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +147,48 @@ def test_a_smaller_temperature_narrows_the_posterior() -> None:
 def test_bad_input_is_named(run: Callable[[], object]) -> None:
     with pytest.raises(InputError):
         run()
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda t: t**2, "return one number"),
+        (lambda t: 3.0, "return one number"),
+        (lambda t: None, "return one number"),
+        (lambda t, u: t[0], "return one number.*TypeError"),
+        (lambda t: t[7], "IndexError"),
+        (lambda t: int("x"), "ValueError"),
+        (lambda t: t.long().sum(), "return one number"),
+        (lambda t: t[0] * math.nan, r"not finite at \[-?\d"),
+        (lambda t: t.detach()[0] ** 2 + t[0] ** 2 * 0, "taken out of torch"),
+    ],
+)
+@pytest.mark.parametrize("look", ["quadrature", "samples"])
+def test_losses_that_are_none_are_named(loss: Any, match: str, look: str) -> None:
+    with pytest.raises(InputError, match=match):
+        VariationalNewton(look=look).fit(loss, gaussian(0.5, 1.0), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"tol": None}, "tol must be 0 or more"),
+        ({"tol": math.nan}, "tol must be 0 or more"),
+        ({"samples": 500}, "at most 370 nodes, got 500"),
+    ],
+)
+def test_settings_that_are_none_are_named(settings: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        VariationalNewton(**settings)
+
+
+def test_many_nodes_of_a_quadrature_are_few_enough() -> None:
+    fitted = VariationalNewton(samples=370).fit(lambda t: t[0] ** 2, gaussian(0.5, 1.0))
+    assert float(fitted.q.precision) == pytest.approx(2.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("look", ["quadrature", "samples", "mean"])
+def test_a_start_with_copies_is_named(look: str) -> None:
+    copies = FullGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
+    with pytest.raises(InputError, match=r"one Gaussian, got copies \[2\]"):
+        VariationalNewton(look=look).fit(lambda t: t[0] ** 2, copies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,8 @@ from blr_analysis.learning_rule.inference.gp import (
     GaussianProcess,
     best_kernel,
     function_values,
-    linear_kernel,
-    rbf,
 )
+from blr_analysis.learning_rule.inference.kernels import linear_kernel, rbf
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
@@ -296,3 +296,53 @@ def test_bad_input(logistic: LatentFitted) -> None:
         logistic.predict(HELD_X[:, :2])
     with pytest.raises(InputError, match="at least one kernel"):
         best_kernel([], (X, Y))
+
+
+def noisy_by_place(x: Tensor, z: Tensor) -> Tensor:
+    """Right for k(x, x), wrong between different examples."""
+    return rbf(x, z) + 0.1 * torch.eye(len(x), len(z), dtype=x.dtype)
+
+
+def noisy_by_value(x: Tensor, z: Tensor) -> Tensor:
+    return rbf(x, z) + 0.1 * (x.unsqueeze(1) == z).all(-1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "match"),
+    [
+        (lambda x: x, "it raised TypeError"),
+        (lambda x, z: x @ z, "it raised RuntimeError"),
+        (lambda x, z: None, "got <class 'NoneType'>"),
+        (lambda x, z: rbf(x, z).float(), "of torch.float64 for the examples, got .*torch.float32"),
+        (lambda x, z: rbf(x, z) * math.nan, "2500 entries are NaN or infinite"),
+        (lambda x, z: 0 * rbf(x, z), "the kernel is zero"),
+        (torch.cdist, "not symmetric and positive semi-definite"),
+        (noisy_by_place, "the kernel mixes examples"),
+        (lambda x, z: rbf(x - x.mean(0), z - z.mean(0)), "the kernel mixes examples"),
+        (partial(rbf, lengthscale=-1.0), "lengthscale must be positive and finite, got -1.0"),
+        (partial(rbf, lengthscale=torch.ones(3)), r"one for each of 4 columns.*\(3,\)"),
+        (partial(rbf, lengthscale=torch.tensor([1.0, 1, 0, 1])), "lengthscale must be positive"),
+        (partial(rbf, variance=0.0), "variance must be positive"),
+        (partial(linear_kernel, variance=-1.0), "variance must be positive"),
+        (partial(linear_kernel, bias=-1.0), "bias must be 0 or more"),
+    ],
+)
+def test_kernels_that_are_none_are_named(kernel: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        GaussianProcess(kernel).fit((X, Y))
+
+
+def test_noise_that_looks_at_the_examples_is_a_kernel() -> None:
+    assert GaussianProcess(noisy_by_value).fit((X, Y)).converged
+
+
+def test_an_input_where_the_kernel_is_zero() -> None:
+    """A linear kernel without a bias: f(0) = 0 for sure."""
+    x = torch.cat([X, 0 * X[:1]])
+    fitted = GaussianProcess(linear_kernel).fit((x, torch.cat([Y, Y[:1]])))
+    assert float(fitted.left_out()[-1].exp()) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_half_precision_is_taken_to_double() -> None:
+    fitted = GaussianProcess().fit((X.half(), Y))
+    assert fitted.q.mean.dtype == torch.float64

@@ -276,3 +276,37 @@ def test_a_direction_without_uncertainty_is_named() -> None:
     model = StateSpace(0 * ONE, 0 * ONE, ONE, ONE, prior)
     with pytest.raises(InputError, match="predicted covariance of state 1 is singular"):
         model.fit(torch.zeros(2, 1))
+
+
+def test_predictions_and_sites_of_a_wrong_shape_are_named() -> None:
+    model = nile()
+    fitted = model.fit(torch.tensor([[1.0], [math.nan], [4.0]]))
+    for series in (torch.zeros(2, 1), torch.zeros(9, 1)):
+        with pytest.raises(DataError, match="3 states need as many observations"):
+            fitted.log_predictive(series)
+    with pytest.raises(DataError, match=r"tensor \[T, 1\], got \(3, 2\)"):
+        fitted.log_predictive(torch.zeros(3, 2))
+    with pytest.raises(DataError, match=r"observation must be a tensor \[1\], got \(2,\)"):
+        model.site(0, torch.ones(2))
+    with pytest.raises(DataError, match=r"must be real, got torch.complex64"):
+        model.fit(torch.zeros(3, 1) * 1j)
+    with pytest.raises(DataError, match="log-likelihood is -inf from time 1 on"):
+        model.fit(torch.tensor([[1.0], [1e200]], dtype=torch.float64))
+
+
+def test_an_observation_of_nothing_is_named() -> None:
+    prior, none = FullGaussian(torch.zeros(1).double(), ONE), torch.zeros(0, 0).double()
+    with pytest.raises(InputError, match=r"one row or more, got \(0, 1\)"):
+        StateSpace(ONE, ONE, torch.zeros(0, 1).double(), none, prior)
+    with pytest.raises(InputError, match=r"transition must be real, got torch.complex128"):
+        StateSpace(ONE * 1j, ONE, ONE, ONE, prior)
+
+
+def test_a_series_of_nothing_observed_leaves_the_prior() -> None:
+    """A random walk from N(0, 1): variances 1, 2, 3, and a log-likelihood of 0."""
+    prior = FullGaussian(torch.zeros(1).double(), ONE)
+    fitted = StateSpace(ONE, ONE, ONE, ONE, prior).fit(torch.full((3, 1), math.nan))
+    torch.testing.assert_close(
+        fitted.q.covariance.flatten(), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    )
+    assert fitted.history == [0.0, 0.0, 0.0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +131,56 @@ def test_one_component_is_the_rule_for_one_gaussian() -> None:
 def test_bad_input_is_named(make: Callable[[], object]) -> None:
     with pytest.raises(InputError):
         make()
+
+
+def well(t: Tensor) -> Tensor:
+    return (t[0] ** 2 - 4) ** 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("starts", "match"),
+    [
+        (torch.zeros(0, 1), r"a row per component, got \(0, 1\)"),
+        (torch.zeros(2, 0), r"a row per component, got \(2, 0\)"),
+        (torch.zeros(3), r"a row per component, got \(3,\)"),
+        (torch.ones(3, 1, dtype=torch.long), "floating-point numbers, got torch.int64"),
+        (torch.zeros(2, 1).half(), "single or double precision"),
+        (torch.full((2, 1), torch.nan), "starts must be finite"),
+        (None, "floating-point numbers, got NoneType"),
+    ],
+)
+def test_starts_that_are_none_are_named(starts: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        MultimodalOptimisation().fit(well, starts)
+    with pytest.raises(InputError, match=match):
+        minima(well, starts)
+
+
+@pytest.mark.parametrize("precision", [None, "a", 0.0, -1.0, math.nan, True])
+def test_a_precision_that_is_none_is_named(precision: Any) -> None:
+    with pytest.raises(InputError, match="precision must be positive and finite"):
+        MultimodalOptimisation().fit(well, torch.tensor([[0.0], [1.0]]), precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"tolerance": None}, "tolerance must be 0 or more"),
+        ({"tolerance": math.nan}, "tolerance must be 0 or more"),
+        ({"max_iter": 0}, "max_iter must be a positive integer"),
+    ],
+)
+def test_settings_of_minima_are_named(settings: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        minima(well, torch.tensor([[0.5]]), **settings)
+
+
+def test_what_has_not_come_to_rest_is_no_minimum() -> None:
+    """exp(−t) is convex and has no minimum: Newton's steps stay of length 1."""
+    assert minima(lambda t: (-t[0]).exp(), torch.tensor([[0.0], [1.0]])).shape == (0, 1)
+
+
+def test_a_descent_stays_where_the_loss_is_finite() -> None:
+    """Newton's step from 3 on t − log t leads to −3, where the logarithm is no number."""
+    found = minima(lambda t: t[0] - t[0].log(), torch.tensor([[3.0], [0.5]], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64))

@@ -121,3 +121,20 @@ def test_wrong_input_is_named() -> None:
         MeanFieldRegression(prior(4), "cauchy")
     with pytest.warns(NotConverged, match="the ELBO still changed"):
         model.fit((x, y), max_iter=2)
+
+
+def test_likelihoods_and_settings_that_are_none_are_named() -> None:
+    data = counts()
+    with pytest.raises(InputError, match="mixes examples"):
+        MeanFieldRegression(prior(4), lambda y, f: -((f - f.mean()) ** 2)).fit(data)
+    with pytest.raises(InputError, match=r"step of coefficient 0 leaves.*curves upward"):
+        MeanFieldRegression(prior(4), lambda y, f: f**2).fit(data)
+    with pytest.raises(InputError, match="tol must be 0 or more"):
+        MeanFieldRegression(prior(4)).fit(data, tol=None)  # type: ignore[arg-type]
+
+
+def test_an_example_without_any_feature_says_nothing() -> None:
+    x, y = counts()
+    wanted = MeanFieldRegression(prior(4)).fit((x, y))
+    fitted = MeanFieldRegression(prior(4)).fit((torch.cat([x, 0 * x[:1]]), torch.cat([y, y[:1]])))
+    torch.testing.assert_close(fitted.q.mean, wanted.q.mean, rtol=1e-6, atol=1e-8)

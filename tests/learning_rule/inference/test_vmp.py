@@ -202,3 +202,21 @@ def test_wrong_input_is_named() -> None:
         BayesianGaussianMixture(model.weights, model.weights)
     with pytest.warns(NotConverged, match="the lower bound still changed"):
         model.fit(IRIS, start=soft(150, 3, 0), max_iter=2)
+
+
+@pytest.mark.parametrize("case", ["constant column", "copies of one example", "a column twice"])
+def test_data_without_a_covariance_are_named(case: str) -> None:
+    data = {
+        "constant column": torch.cat([IRIS, 0 * IRIS[:, :1]], 1),
+        "copies of one example": IRIS[:1].repeat(9, 1),
+        "a column twice": torch.cat([IRIS[:, :1], IRIS[:, :1]], 1),
+    }[case]
+    with pytest.raises(
+        DataError, match=r"covariance of .* examples is singular: leave out columns"
+    ):
+        BayesianGaussianMixture.for_data(data, 2)
+
+
+def test_a_mixture_of_one_is_named() -> None:
+    with pytest.raises(InputError, match="two components or more"):
+        BayesianGaussianMixture.for_data(IRIS, 1)
