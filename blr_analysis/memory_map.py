@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
+from blr_analysis.sensitivity.sites import SiteScores
 from blr_analysis.views import Plottable, Tabular
 
 __all__ = [
@@ -146,6 +147,12 @@ def memory_map(
         ['regular', 'uncertain', 'unpredictable', 'memorable']
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
+        if isinstance(scores, SiteScores):
+            raise InputError(
+                "SiteScores has no memory map: the deviations of a sum of sites are no product of "
+                "a prediction error and a prediction variance; scores.plot() draws them, and "
+                "scores.top(k) names the examples that shape the model most"
+            )
         raise InputError(
             "memory_map expects the scores that sensitivity(task, posterior) returns; "
             f"got {type(scores).__name__} without a tensor `error`"

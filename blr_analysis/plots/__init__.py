@@ -22,12 +22,14 @@ from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch
 from blr_analysis.plots.monitor import plot_monitor, plot_prior_selection
+from blr_analysis.plots.sites import plot_site_leave_one_out, plot_site_scores
 from blr_analysis.plots.suspicious import plot_suspicious
 from blr_analysis.plots.what_if import plot_what_if
 from blr_analysis.sensitivity.influence_results import Influence, TopInfluence
 from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.suspicious import Suspicions
 from blr_analysis.sensitivity.what_if import WhatIf
 from blr_analysis.views import make_plot
@@ -45,6 +47,8 @@ __all__ = [
     "plot_mismatch",
     "plot_monitor",
     "plot_prior_selection",
+    "plot_site_leave_one_out",
+    "plot_site_scores",
     "plot_suspicious",
     "plot_what_if",
 ]
@@ -53,6 +57,8 @@ make_plot.register(MemoryMap, plot_memory_map)
 make_plot.register(Monitor, plot_monitor)
 make_plot.register(PriorSelection, plot_prior_selection)
 make_plot.register(Scores, plot_deviations)
+make_plot.register(SiteScores, plot_site_scores)
+make_plot.register(SiteLeaveOneOut, plot_site_leave_one_out)
 make_plot.register(Suspicions, plot_suspicious)
 make_plot.register(Influence, plot_influence)
 make_plot.register(TopInfluence, plot_influence)

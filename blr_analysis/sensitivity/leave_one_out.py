@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,12 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import WORDS, bound_of, left_out_by, taken
 from blr_analysis.sensitivity.refinement import refined
 from blr_analysis.sensitivity.scores import Scores, check_finite, fitted
-from blr_analysis.sensitivity.sites import SumOfSites, site_leave_one_out
+from blr_analysis.sensitivity.sites import (
+    SiteLeaveOneOut,
+    SumOfSites,
+    site_leave_one_out,
+    sum_of_sites,
+)
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -98,6 +103,7 @@ class LeaveOneOut(Tabular):
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
+@overload
 def leave_one_out(
     task: Task,
     posterior: Posterior,
@@ -108,13 +114,33 @@ def leave_one_out(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> LeaveOneOut:
+) -> LeaveOneOut: ...
+
+
+@overload
+def leave_one_out(
+    task: SumOfSites | None, posterior: SumOfSites | None = None
+) -> SiteLeaveOneOut: ...
+
+
+def leave_one_out(
+    task: Any,
+    posterior: Any = None,
+    *,
+    correction: str = "auto",
+    scores: Scores | None = None,
+    refine: int = 0,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Any:
     """Every example's prediction as if the model had been trained without it.
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data. Or, with None for the task, a fitted probabilistic model
-            of :mod:`blr_analysis.learning_rule.inference`, whose sites are subtracted.
+        posterior: learned on those data. A fitted probabilistic model of
+            :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
+            ``leave_one_out(fitted)`` or ``leave_one_out(None, fitted)``: its sites are subtracted.
         correction: "first_order", "cavity", or "auto": what the posterior was calibrated for
             (:func:`blr_analysis.calibrate`); else the cavity for structures that can bear it
             ("full", "lowrank"), first order for those that overstate V_i ("diag", "kron"). Where
@@ -156,9 +182,8 @@ def leave_one_out(
         True
     """
     one_of("correction", correction, CORRECTIONS)
-    if isinstance(posterior, SumOfSites):
-        options = dict(correction=correction, scores=scores, refine=refine)
-        return site_leave_one_out(task, posterior, options)  # type: ignore[return-value]
+    if (sites := sum_of_sites(task, posterior)) is not None:
+        return site_leave_one_out(sites, dict(correction=correction, scores=scores, refine=refine))
     q = fitted(task, posterior)
     if isinstance(refine, bool) or not isinstance(refine, int) or not 0 <= refine <= task.n_data:
         raise InputError(f"refine must be a number of examples, 0 … {task.n_data}, got {refine!r}")

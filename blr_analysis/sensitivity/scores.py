@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,12 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.sites import SumOfSites, site_sensitivity
+from blr_analysis.sensitivity.sites import (
+    SiteScores,
+    SumOfSites,
+    site_sensitivity,
+    sum_of_sites,
+)
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -75,6 +80,7 @@ class Scores(Tabular, Plottable):
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
+@overload
 def sensitivity(
     task: Task,
     posterior: Posterior,
@@ -83,7 +89,22 @@ def sensitivity(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> Scores:
+) -> Scores: ...
+
+
+@overload
+def sensitivity(task: SumOfSites | None, posterior: SumOfSites | None = None) -> SiteScores: ...
+
+
+def sensitivity(
+    task: Any,
+    posterior: Any = None,
+    *,
+    variance: bool | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+) -> Any:
     """How much each training example shapes the model.
 
     One forward pass and C backward passes that stop at the layers' outputs; no per-example
@@ -92,8 +113,9 @@ def sensitivity(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data. Or, with None for the task, a fitted probabilistic model
-            of :mod:`blr_analysis.learning_rule.inference`, whose sites are subtracted.
+        posterior: learned on those data. A fitted probabilistic model of
+            :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
+            ``sensitivity(fitted)`` or ``sensitivity(None, fitted)``: its sites are subtracted.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence.
         chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
@@ -122,8 +144,8 @@ def sensitivity(
         >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """
-    if isinstance(posterior, SumOfSites):
-        return site_sensitivity(task, posterior, dict(variance=variance))  # type: ignore[return-value]
+    if (sites := sum_of_sites(task, posterior)) is not None:
+        return site_sensitivity(sites, dict(variance=variance))
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)
@@ -202,6 +224,11 @@ def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tup
 
 def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Posterior:
     """The posterior, checked against the task; see :meth:`Posterior.on`."""
+    if isinstance(task, SumOfSites):
+        raise InputError(
+            f"a fitted {type(task).__name__} is no network: sensitivity(fitted) and "
+            "leave_one_out(fitted) take it"
+        )
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
     return posterior.on(task, same_data=same_data)

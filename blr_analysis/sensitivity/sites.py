@@ -14,8 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.views import Tabular
+from blr_analysis.views import Plottable, Tabular
 
 
 @runtime_checkable
@@ -34,7 +35,7 @@ class SumOfSites(Protocol):
 
 
 @dataclass(frozen=True)
-class SiteLeaveOneOut(Tabular):
+class SiteLeaveOneOut(Tabular, Plottable):
     """What :func:`blr_analysis.leave_one_out` found for a sum of sites.
 
     Exact for conjugate models; elsewhere the sites of the other examples stay as they are.
@@ -43,6 +44,7 @@ class SiteLeaveOneOut(Tabular):
         losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse; NaN where nothing was
             observed.
         losses_before: −log p(y_i | λ), ``[N]``.
+        table: one row per example. ``plot()`` draws one against the other.
     """
 
     losses: Tensor
@@ -61,13 +63,14 @@ class SiteLeaveOneOut(Tabular):
 
 
 @dataclass(frozen=True)
-class SiteScores(Tabular):
+class SiteScores(Tabular, Plottable):
     """What :func:`blr_analysis.sensitivity` found for a sum of sites.
 
     Attributes:
         losses: −log p(y_i | λ), in nats, ``[N]``.
         deviation: how far the example's own log-predictive falls without it, in nats, ``[N]``;
-            larger shapes the model more.
+            larger shapes the model more; NaN where nothing was observed.
+        table: one row per example. ``plot()`` draws the deviations, the largest first.
     """
 
     losses: Tensor
@@ -76,30 +79,54 @@ class SiteScores(Tabular):
     def __len__(self) -> int:
         return len(self.losses)
 
+    def top(self, k: int = 10) -> Tensor:
+        """The k examples that shape the model most, by index, the first of them most.
+
+        Raises:
+            InputError: k below 1, or more than there are examples with a deviation.
+        """
+        seen = int(self.deviation.isfinite().sum())
+        if positive_int("k", k) > seen:
+            raise InputError(f"k must be at most {seen}, the examples with a deviation, got {k}")
+        ranked = self.deviation.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return ranked.argsort(descending=True, stable=True)[:k]
+
     def __repr__(self) -> str:
-        return f"SiteScores(N={len(self)}, mean deviation {float(self.deviation.mean()):.4g} nats)"
+        mean = float(self.deviation.nanmean())
+        return f"SiteScores(N={len(self)}, mean deviation {mean:.4g} nats; see .table, .plot())"
 
 
-def site_leave_one_out(task: Any, fitted: SumOfSites, options: dict[str, Any]) -> SiteLeaveOneOut:
-    """Leave-one-out of a sum of sites; ``task`` is None, for the fit keeps its data."""
-    before, after = _log_predictives(task, fitted, options)
+def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
+    """The fitted model that was given in the place of one of them or both; None: a network's.
+
+    Raises:
+        InputError: there is a task beside it.
+    """
+    given = posterior if isinstance(posterior, SumOfSites) else task
+    if not isinstance(given, SumOfSites):
+        return None
+    other = task if given is posterior else posterior
+    if other is not None and other is not given:
+        raise InputError(
+            f"a fitted {type(given).__name__} keeps its own data and stands alone, as in "
+            f"sensitivity(fitted); leave out the {type(other).__name__}"
+        )
+    return given
+
+
+def site_leave_one_out(fitted: SumOfSites, options: dict[str, Any]) -> SiteLeaveOneOut:
+    """Leave-one-out of a sum of sites."""
+    before, after = _log_predictives(fitted, options)
     return SiteLeaveOneOut(losses=-after, losses_before=-before)
 
 
-def site_sensitivity(task: Any, fitted: SumOfSites, options: dict[str, Any]) -> SiteScores:
+def site_sensitivity(fitted: SumOfSites, options: dict[str, Any]) -> SiteScores:
     """Sensitivity of a sum of sites."""
-    before, after = _log_predictives(task, fitted, options)
+    before, after = _log_predictives(fitted, options)
     return SiteScores(losses=-before, deviation=before - after)
 
 
-def _log_predictives(
-    task: Any, fitted: SumOfSites, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    if task is not None:
-        raise InputError(
-            f"a fitted {type(fitted).__name__} keeps its own data: pass None in the place of the "
-            "task"
-        )
+def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     named = [name for name, value in options.items() if value not in (None, 0, "auto")]
     if named:
         raise InputError(

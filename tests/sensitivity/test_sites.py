@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -82,11 +83,17 @@ def test_a_gaussian_process_classifier() -> None:
         assert float(loo.losses[i]) == pytest.approx(float(exact), abs=0.02)
 
 
-def test_times_without_an_observation_have_no_loss() -> None:
+def chain() -> tuple[Any, Any]:
+    """Four times, the second without an observation."""
     y = torch.tensor([[1.0], [torch.nan], [4.0], [3.0]], dtype=F64)
     one = torch.eye(1, dtype=F64)
     states = StateSpace(one, one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one))
-    loo = blr.leave_one_out(None, states.fit(y))
+    fitted = states.fit(y)
+    return blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+
+
+def test_times_without_an_observation_have_no_loss() -> None:
+    _, loo = chain()
     assert loo.losses.isnan().tolist() == [False, True, False, False]
     assert loo.nll == pytest.approx(float(loo.losses[[0, 2, 3]].mean()))
 
@@ -105,3 +112,65 @@ def test_what_makes_no_sense_is_refused() -> None:
         blr.sensitivity(None, fitted, variance=True)
     with pytest.raises(InputError, match="no sites"):
         blr.leave_one_out(None, Fitted(fitted.q, [0.0], "log evidence"))
+
+
+def test_the_strongest_examples_by_index() -> None:
+    model, x, y = regression()
+    y[7] += 20.0
+    scores = blr.sensitivity(None, model.fit((x, y)))
+    ranked = scores.table.sort_values("deviation", ascending=False)["index"]
+    assert scores.top(3).tolist() == ranked[:3].tolist() and int(scores.top(1)) == 7
+    for k in (0, 26, "3"):
+        with pytest.raises(InputError, match="k must be"):
+            scores.top(k)
+
+
+def test_unobserved_times_are_neither_ranked_nor_drawn() -> None:
+    scores, loo = chain()
+    assert sorted(scores.top(3).tolist()) == [0, 2, 3]
+    assert "nan" not in repr(scores)
+    with pytest.raises(InputError, match="at most 3"):
+        scores.top(4)
+    assert len(scores.plot().lines[0].get_xdata()) == 3
+    assert len(loo.plot().lines[1].get_xdata()) == 3
+
+
+def test_pictures() -> None:
+    model, x, y = regression()
+    y[7] += 20.0
+    fitted = model.fit((x, y))
+    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+    ax = scores.plot(labels=[f"row {i}" for i in range(25)], n_labels=2)
+    drawn = sorted(scores.deviation.tolist(), reverse=True)
+    assert ax.lines[0].get_ydata().tolist() == pytest.approx(drawn)
+    assert "[nats]" in ax.get_ylabel() and "shapes more" in ax.get_ylabel()
+    ax = loo.plot(n_labels=1)
+    _, points, top = ax.lines
+    assert points.get_ydata().tolist() == pytest.approx(loo.losses.tolist())
+    assert points.get_xdata().tolist() == pytest.approx(loo.losses_before.tolist())
+    assert top.get_ydata().tolist() == pytest.approx([float(loo.losses[7])])
+    assert loo.plot(ax=ax) is ax
+    with pytest.raises(InputError, match="labels"):
+        loo.plot(labels=["one"])
+
+
+def test_a_memory_map_is_refused_with_what_to_use_instead() -> None:
+    model, x, y = regression()
+    scores = blr.sensitivity(None, model.fit((x, y)))
+    with pytest.raises(InputError, match=r"SiteScores has no memory map.*plot\(\).*top\(k\)"):
+        blr.memory_map(scores)
+
+
+@pytest.mark.parametrize("ask", [blr.sensitivity, blr.leave_one_out], ids=lambda f: f.__name__)
+def test_the_fit_stands_alone(ask: Any) -> None:
+    model, x, y = regression()
+    fitted = model.fit((x, y))
+    for found in (ask(fitted), ask(fitted, None)):
+        assert torch.equal(found.losses, ask(None, fitted).losses)
+    task = blr.Task(torch.nn.Linear(3, 1).double(), (x, y), likelihood="gaussian")
+    with pytest.raises(InputError, match="stands alone"):
+        ask(fitted, task)
+    with pytest.raises(InputError, match="is no network"):
+        blr.influence(fitted, fitted, task)
+    with pytest.raises(InputError, match="posterior"):
+        ask(task)

@@ -22,7 +22,8 @@ from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
-from blr_analysis.learning_rule.inference.skew_normal import SkewNormal, fit_skew_normal
+from blr_analysis.learning_rule.inference.skew_normal import SkewNormal
+from blr_analysis.learning_rule.inference.skew_normal_fit import FittedSkewNormal, fit_skew_normal
 from blr_analysis.learning_rule.inference.topics import FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.vmp import BayesianGaussianMixture, FittedMeanField
 
@@ -35,6 +36,7 @@ __all__ = [
     "Fitted",
     "FittedMeanField",
     "FittedMixture",
+    "FittedSkewNormal",
     "FittedStates",
     "FittedTopics",
     "GaussianMixtureEM",

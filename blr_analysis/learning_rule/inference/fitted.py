@@ -40,7 +40,9 @@ class NotConverged(UserWarning):
 class Fitted(Plottable, Tabular, Generic[Q]):
     """A posterior, how it was found, and its sites.
 
-    ``fitted.table`` says what each example did to it, ``fitted.plot()`` draws the history.
+    It answers as the posterior does: ``fitted.mean``, ``fitted.natural``, ``fitted.sample()`` are
+    those of ``fitted.q``, and ``fitted["name"]`` is a factor of a mean field. ``fitted.table``
+    says what each example did to it, ``fitted.plot()`` draws the history.
 
     Attributes:
         q: the posterior: a member of a family, or the factors of a mean field by name.
@@ -78,6 +80,21 @@ class Fitted(Plottable, Tabular, Generic[Q]):
     predictive: Callable[[Q, Any], Tensor] | None = None
     data: Any = None
     converged: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Of q, what a Fitted has not."""
+        q = self.__dict__.get("q")
+        if not name.startswith("_") and isinstance(q, ExponentialFamily) and hasattr(q, name):
+            return getattr(q, name)
+        kind = type(q).__name__
+        raise AttributeError(f"neither {type(self).__name__} nor its q, a {kind}, has {name!r}")
+
+    def __getitem__(self, name: str) -> Any:
+        """A factor of a mean field."""
+        if isinstance(self.q, Mapping) and name in self.q:
+            return self.q[name]
+        there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
+        raise InputError(f"no factor is called {name!r}: {there}")
 
     @property
     def sites(self) -> Sites:
@@ -145,7 +162,7 @@ class Fitted(Plottable, Tabular, Generic[Q]):
 
 def moved(q: Q, sites: Sites, sign: float) -> Q:
     """The posterior with λ + sign·λ̃, node by node; a leading dimension of λ̃ makes copies."""
-    if isinstance(q, ExponentialFamily):
+    if not isinstance(q, Mapping):
         return q.with_natural(add(q.natural, scale(sites, sign)))  # type: ignore[arg-type,return-value]
     corrected = {name: moved(q[name], site, sign) for name, site in sites.items()}  # type: ignore[index]
     return {**q, **corrected}  # type: ignore[dict-item,return-value]

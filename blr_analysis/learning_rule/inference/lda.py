@@ -12,27 +12,23 @@ With B = N and ρ = 1 that is variational Bayes by coordinate ascent.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import instance, positive_int, positive_number, tolerance
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.families.base import Natural, add, scale
+from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw
-from blr_analysis.learning_rule.inference.documents import (
-    Counts,
-    Local,
-    local_step,
-    read_counts,
-)
+from blr_analysis.learning_rule.inference.counts import Counts, read_counts
+from blr_analysis.learning_rule.inference.document_predictive import OwnTopics, log_predictive
+from blr_analysis.learning_rule.inference.documents import Local, local_step
+from blr_analysis.learning_rule.inference.topic_passes import ascent, moved, stochastic
 from blr_analysis.learning_rule.inference.topics import FittedTopics
-from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
 
 
@@ -76,15 +72,15 @@ class LDA:
         if positive_int("n_topics", self.n_topics) < 2:
             raise InputError("n_topics must be 2 or more: one topic is a word count")
         positive_int("max_local_iter", self.max_local_iter)
-        for name in ("doc_topic_prior", "topic_word_prior", "local_tol"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{name} must be positive, got {value!r}")
-        if not 0 <= self.learning_decay <= 1 or not self.learning_offset >= 0:
+        for name in ("doc_topic_prior", "topic_word_prior"):
+            if getattr(self, name) is not None:
+                positive_number(name, getattr(self, name))
+        positive_number("local_tol", self.local_tol)
+        if tolerance("learning_decay", self.learning_decay) > 1:
             raise InputError(
-                "learning_decay must lie between 0 and 1 and learning_offset be 0 or more, got "
-                f"{self.learning_decay!r} and {self.learning_offset!r}"
+                f"learning_decay must lie between 0 and 1, got {self.learning_decay!r}"
             )
+        tolerance("learning_offset", self.learning_offset)
         if self.dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
 
@@ -100,7 +96,7 @@ class LDA:
 
     def rho(self, step: int) -> float:
         """ρ_t = (t + τ_0)^−κ of the t-th step, t = 1, 2, …"""
-        return (step + self.learning_offset) ** -self.learning_decay
+        return (positive_int("step", step) + self.learning_offset) ** -self.learning_decay
 
     def fit(
         self,
@@ -141,23 +137,22 @@ class LDA:
         """
         data = read_counts(counts, self.dtype)
         passes, n_data = positive_int("passes", passes), len(data)
-        generator = torch.Generator().manual_seed(seed)
+        tolerance("tol", tol)
+        generator = _seeded(seed)
         prior = self.prior(data.n_words)
+        if start is not None:
+            instance("start", start, Dirichlet, "a Dirichlet, such as the q of another fit")
         q = self._initial(prior, generator) if start is None else _same_shape(start, prior)
         if batch_size is None:
-            turns = self._ascent(
-                data, q, prior, track(range(passes), label="topics", show=progress)
-            )
+            shown = track(range(passes), label="topics", show=progress)
+            turns = ascent(self, data, q, prior, shown)
         else:
             size = positive_int("batch_size", batch_size)
-            batches = (
-                batch
-                for _ in range(passes)
-                for batch in torch.randperm(n_data, generator=generator).split(size)
-            )
+            orders = (torch.randperm(n_data, generator=generator) for _ in range(passes))
+            batches = (batch for order in orders for batch in order.split(size))
             total = passes * -(-n_data // size)
             shown = track(batches, total=total, label="topics", show=progress)
-            turns = self._stochastic(data, q, prior, shown)
+            turns = stochastic(self, data, q, prior, shown)
         words, history, gamma = float(data.totals.sum()), [], q.concentration
         for q, gamma, elbo in turns:  # noqa: B007
             history.append(elbo / words)
@@ -170,6 +165,7 @@ class LDA:
             prior=prior,
             n_data=n_data,
             site_of=lambda chosen: self._sites(data, chosen, q, gamma),
+            predictive=self.log_predictive,
             data=data,
             converged=_flat(history, tol),
             model=self,
@@ -188,11 +184,13 @@ class LDA:
         Raises:
             DataError: as :meth:`fit`, or another vocabulary.
         """
+        instance("q", q, Dirichlet, "a Dirichlet, such as the q of a fit")
         data = read_counts(counts, self.dtype, n_words=q.concentration.shape[-1])
-        local = self.local(data, torch.arange(len(data)), q)
         prior = self.prior(data.n_words)
+        q = _same_shape(q, prior)
+        local = self.local(data, torch.arange(len(data)), q)
         ratio = positive_int("n_documents", n_documents) / len(data)
-        return self._moved(_same_shape(q, prior), prior, local, ratio, rho)
+        return moved(q, prior, local, ratio, rho)
 
     def local(
         self,
@@ -215,46 +213,22 @@ class LDA:
             expected=expected,
         )
 
-    def _stochastic(
-        self, data: Counts, q: Dirichlet, prior: Dirichlet, batches: Iterable[Tensor]
-    ) -> Iterator[tuple[Dirichlet, Tensor, float]]:
-        """q(β), γ and the ELBO after each pass, by steps with ρ_t on minibatches."""
-        gamma = prior.concentration.new_ones(len(data), self.n_topics)
-        bound, seen = 0.0, 0
-        for step, batch in enumerate(batches, start=1):
-            local = self.local(data, batch, q)
-            gamma[batch] = local.gamma
-            bound, seen = bound + float(local.bound.sum()), seen + len(batch)
-            last, q = q, self._moved(q, prior, local, len(data) / len(batch), self.rho(step))
-            if seen == len(data):
-                yield q, gamma, bound - float(last.kl(prior).sum())
-                bound, seen = 0.0, 0
+    def log_predictive(self, q: Dirichlet, counts: Any) -> Tensor:
+        """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, in nats, ``[M]``.
 
-    def _ascent(
-        self, data: Counts, q: Dirichlet, prior: Dirichlet, passes: Iterable[int]
-    ) -> Iterator[tuple[Dirichlet, Tensor, float]]:
-        """The same by coordinate ascent: ρ = 1, all documents in each step.
+        The bound of the local step, behind scikit-learn's perplexity, with β integrated out given
+        the responsibilities, which makes it tighter:
 
-        Documents start afresh until that would lower the ELBO; from then on, where they were.
+            L_d(λ) + Σ_k KL( Dir(λ_k) ‖ Dir(λ_k + n_d φ_dk) )
+
+        Raises:
+            DataError: as :meth:`fit`, or another vocabulary.
         """
-        rows, start, gamma, highest = torch.arange(len(data)), None, None, -math.inf
-        for _ in passes:
-            penalty = float(q.kl(prior).sum())
-            local = self.local(data, rows, q, start=start)
-            if start is None and float(local.bound.sum()) - penalty < highest:
-                local = self.local(data, rows, q, start=gamma)
-                start = gamma
-            highest, gamma = float(local.bound.sum()) - penalty, local.gamma
-            start = None if start is None else gamma
-            q = self._moved(q, prior, local, 1.0, 1.0)
-            yield q, gamma, highest
-
-    def _moved(
-        self, q: Dirichlet, prior: Dirichlet, local: Local, ratio: float, rho: float
-    ) -> Dirichlet:
-        """The rule for ℓ̄ = −log p(β) − N/B Σ_d E[log p(w_d, z_d | θ_d, β)]."""
-        site = {"log": ratio * local.expected}  # type: ignore[operator]
-        return blr_step(q, scale(add(prior.natural, site), -1.0), rho)
+        data = read_counts(counts, self.dtype, n_words=q.concentration.shape[-1])
+        rows = torch.arange(len(data))
+        gamma = self.local(data, rows, q, expected=None).gamma
+        documents = OwnTopics.of(data, rows, q, self.prior(data.n_words))
+        return log_predictive(documents, gamma, data.totals, self.document_prior())
 
     def _initial(self, prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
         """Every λ_kw from Gamma(100, 1/100), as scikit-learn and Hoffman's own code start."""
@@ -267,6 +241,12 @@ class LDA:
 
 def _flat(history: Sequence[float], tol: float) -> bool:
     return len(history) > 1 and abs(history[-1] - history[-2]) <= tol
+
+
+def _seeded(seed: int) -> torch.Generator:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
+    return torch.Generator().manual_seed(seed)
 
 
 def _same_shape(q: Dirichlet, prior: Dirichlet) -> Dirichlet:

@@ -16,21 +16,21 @@ whose error falls faster than any power of its spacing for smooth, decaying func
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
-from blr_analysis.learning_rule.inference.fitted import Fitted, until_flat
-from blr_analysis.learning_rule.rule import check_rho
-from blr_analysis.progress import track
 
 HALF_NORMAL = math.sqrt(2 / math.pi)  # E|w|
 GRID, REACH = 2001, 14.0  # points, and standard deviations on either side of the mean
+
+
+class NotSkewNormal(InputError):
+    """Numbers that are no parameters of a skew normal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class SkewNormal:
         numbers = (self.location, self.lean, self.precision)
         fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
         if not fine or not bool(self.precision > 0):
-            raise InputError(
+            raise NotSkewNormal(
                 "a skew normal has three finite numbers, the last of them (the precision) "
                 "positive: take a smaller learning rate, or another start"
             )
@@ -91,6 +91,10 @@ class SkewNormal:
         spread = expectation["square"] - m.square() - 2 * c * m * a - a.square()
         return cls(m, a, 1 / spread)
 
+    def with_natural(self, natural: Natural) -> SkewNormal:
+        """The member with these λ, as families have it."""
+        return self.from_natural(natural)
+
     @property
     def mean(self) -> Tensor:
         """E_q[θ]."""
@@ -108,12 +112,16 @@ class SkewNormal:
         side = torch.special.log_ndtr(self.lean * self.precision.sqrt() * z)
         return math.log(2) + side - 0.5 * z.square() - width.log() - 0.5 * math.log(2 * math.pi)
 
-    def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """E_q[f(θ)] on the grid; differentiable in the parameters through q's density."""
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """Places of the sums over θ, and the logarithm of their spacing."""
         reach = REACH * self.variance.detach().sqrt()
         steps = torch.linspace(-1, 1, GRID, dtype=reach.dtype, device=reach.device)
-        grid = self.mean.detach() + reach * steps
-        return (self.log_prob(grid).exp() * f(grid)).sum() * reach * 2 / (GRID - 1)
+        return self.mean.detach() + reach * steps, (reach * 2 / (GRID - 1)).log()
+
+    def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """E_q[f(θ)] on the grid; differentiable in the parameters through q's density."""
+        grid, spacing = self.grid()
+        return (self.log_prob(grid).exp() * f(grid)).sum() * spacing.exp()
 
     def elbo(self, log_joint: Callable[[Tensor], Tensor]) -> Tensor:
         """E_q[log p(y, θ) − log q(θ)], in nats."""
@@ -128,55 +136,3 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
         found = torch.autograd.grad(elbo, list(expectation.values()))
     gradient = dict(zip(expectation, found, strict=True))
     return SkewNormal.from_natural(add(q.natural, scale(gradient, rho)))
-
-
-def fit_skew_normal(
-    log_joint: Callable[[Tensor], Tensor],
-    start: SkewNormal,
-    *,
-    rho: float = 0.5,
-    tol: float = 1e-10,
-    max_iter: int = 2000,
-    progress: bool | None = None,
-) -> Fitted:
-    """The skew normal nearest to the posterior of one number, by the rule for mixtures.
-
-    The best Gaussian is a stationary point here as well (at a = 0 the derivatives in a and in m
-    are in proportion), so the start must lean, to either side.
-
-    Args:
-        log_joint: θ ``[K]`` → log p(y, θ) ``[K]``, up to a constant; twice differentiable.
-        start: where to begin; a ≠ 0, with the sign of the skewness.
-        rho: ρ in (0, 1].
-        tol: stop when the ELBO changes by at most this many nats.
-        max_iter: at most this many steps.
-        progress: True shows a bar, False does not, None on a terminal when it takes long.
-
-    Returns:
-        The posterior, with the ELBO after each step. A mixture has no sites.
-
-    Raises:
-        InputError: a start that does not lean, or a step that leaves the family.
-
-    Example:
-        A rate with one event observed, on the log scale, under a wide prior.
-
-        >>> def log_joint(theta): return theta - theta.exp() - theta.square() / 20
-        >>> start = SkewNormal(*torch.tensor([0.0, -1.0, 1.0], dtype=torch.float64))
-        >>> fit_skew_normal(log_joint, start, rho=1.0, tol=1e-6).q.mean
-        tensor(-0.428...)
-    """
-    check_rho(rho)
-    positive_int("max_iter", max_iter)
-    if not isinstance(start, SkewNormal) or float(start.lean) == 0:
-        raise InputError("start must be a SkewNormal with lean ≠ 0: a Gaussian would stay one")
-    q = start
-
-    def elbos() -> Iterator[float]:
-        nonlocal q
-        for _ in track(range(max_iter), label="skew normal", show=progress):
-            q = skew_step(q, log_joint, rho)
-            yield float(q.elbo(log_joint))
-
-    history, converged = until_flat(elbos(), tol=tol, what="the ELBO")
-    return Fitted(q=q, history=history, objective="ELBO", converged=converged)  # type: ignore[type-var]

@@ -15,7 +15,9 @@ from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import subtract
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference.documents import Counts, Local, read_counts
+from blr_analysis.learning_rule.inference.counts import Counts, read_counts
+from blr_analysis.learning_rule.inference.document_predictive import OwnTopics, log_predictive
+from blr_analysis.learning_rule.inference.documents import Documents, Local, SameTopics, settle
 from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted
 from blr_analysis.views import Tabular
 
@@ -71,6 +73,8 @@ class FittedTopics(Fitted[Dirichlet]):
             InputError: a vocabulary of another length.
         """
         n_words = self.q.concentration.shape[-1]
+        if isinstance(vocabulary, str) or not hasattr(vocabulary, "__iter__"):
+            raise InputError(f"vocabulary must be {n_words} words, got {vocabulary!r}")
         names = [str(word) for word in vocabulary]
         if len(names) != n_words:
             raise InputError(f"vocabulary must have {n_words} words, got {len(names)}")
@@ -100,6 +104,25 @@ class FittedTopics(Fitted[Dirichlet]):
                 "from a fixed point; go on with fit(counts, batch_size=None, start=fitted.q)"
             )
         return self.q.with_natural(left)
+
+    def left_out(self) -> Tensor:
+        """A lower bound on log p(w_d | λ − λ̃_d) of every document, in nats ``[N]``.
+
+        The documents' factors are found afresh under the topics without them; the bound is that
+        of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
+        for, as far from a fixed point, the prior is what stays of it; a warning says where that
+        happens to more than one word in a hundred.
+        """
+        rows, totals = torch.arange(self.n_data), self.data.totals
+        gamma = self._settled(SameTopics.of(self.data, rows, self.q), self.documents.concentration)
+        documents = OwnTopics.of(self.data, rows, self.q, self.prior, gamma)  # type: ignore[arg-type]
+        gamma = self._settled(documents, torch.ones_like(gamma))
+        return log_predictive(documents, gamma, totals, self.model.document_prior())
+
+    def _settled(self, documents: Documents, gamma: Tensor) -> Tensor:
+        model = self.model
+        alpha = model.document_prior().concentration
+        return settle(documents, gamma, alpha, tol=model.local_tol, max_iter=model.max_local_iter)
 
     def _score(self, counts: Any) -> tuple[Counts, Local]:
         model, n_words = self.model, self.q.concentration.shape[-1]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 from sklearn.decomposition import LatentDirichletAllocation
 
+import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference import LDA, documents
-from blr_analysis.learning_rule.inference.documents import local_step, read_counts
+from blr_analysis.learning_rule.inference import LDA, NotConverged, counts, documents
+from blr_analysis.learning_rule.inference.counts import read_counts
+from blr_analysis.learning_rule.inference.documents import exp_digamma, local_step
 
 K, V = 4, 60
 
@@ -156,21 +162,123 @@ def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
     assert torch.equal(fitted.without([]).concentration, fitted.q.concentration)
 
 
-@pytest.mark.slow
-def test_taking_a_document_out_foretells_fitting_without_it():
+def by_hand(topics: np.ndarray, counts: np.ndarray, alpha: float, gamma: np.ndarray) -> tuple:
+    """The bound of one document, E_q[log β] in it; the same with β integrated; γ; n_w φ_wk."""
+    words = np.flatnonzero(counts)
+    n, psi, log_gamma = counts[words], special.psi, special.gammaln
+    logs, totals = psi(topics[:, words]) - psi(topics.sum(1))[:, None], topics.sum(1)
+    for _ in range(20_000):
+        score = psi(gamma)[:, None] + logs
+        phi = np.exp(score - special.logsumexp(score, 0))
+        last, gamma = gamma, alpha + (n * phi).sum(1)
+        if np.abs(gamma - last).max() < 1e-13:
+            break
+    theta, prior = psi(gamma) - psi(gamma.sum()), np.full(len(gamma), alpha)
+    joint = (n * phi * (logs + theta[:, None])).sum() + ((prior - gamma) * theta).sum()
+    entropy = -(n * special.xlogy(phi, phi)).sum()
+    norms = [log_gamma(c).sum() - log_gamma(c.sum()) for c in (prior, gamma)]
+    bound = joint + entropy - norms[0] + norms[1]
+    sites = n * phi
+    seen = log_gamma(topics[:, words] + sites) - log_gamma(topics[:, words])
+    every = log_gamma(totals + sites.sum(1)) - log_gamma(totals)
+    return bound, bound - (sites * logs).sum() + seen.sum() - every.sum(), gamma, sites
+
+
+def test_left_out_documents_by_hand(settled):
+    """Each under λ − λ̃_d, its factors found afresh."""
+    matrix, _, fitted = settled
+    dense, topics = matrix.toarray().astype(float), fitted.q.concentration.numpy()
+    left_out, before = fitted.left_out(), fitted.log_predictive(matrix)
+    for d in range(40):
+        *_, sites = by_hand(topics, dense[d], 0.25, fitted.documents.concentration[d].numpy())
+        less = topics.copy()
+        less[:, np.flatnonzero(dense[d])] -= sites
+        for under, found in ((topics, before), (less, left_out)):
+            wanted = by_hand(under, dense[d], 0.25, np.ones(K))[1]
+            assert float(found[d]) == pytest.approx(wanted, rel=1e-7)
+    assert float((before - left_out).min()) > 0
+
+
+def test_the_predictive_is_a_tighter_bound_than_the_perplexitys():
+    """Against the exact log ∫ p(w|β) q(β) dβ, by all assignments of topics to four words."""
+    rng = np.random.default_rng(3)
+    counts = np.stack([rng.multinomial(4, rng.dirichlet(np.full(9, 0.3))) for _ in range(12)])
+    lda = LDA(2, topic_word_prior=0.1)
+    fitted = lda.fit(counts, passes=3, batch_size=4, progress=False)
+    topics, log_gamma = fitted.q.concentration.numpy(), special.gammaln
+    loose = lda.local(fitted.data, torch.arange(12), fitted.q, expected=None).bound
+    exact = []
+    for row in counts:
+        words, terms = np.repeat(np.arange(9), row), []
+        for chosen in itertools.product(range(2), repeat=4):
+            told = np.zeros((2, 9))
+            np.add.at(told, (np.array(chosen), words), 1.0)
+            parts = [(topics[k], told[k]) for k in range(2)] + [(np.full(2, 0.5), told.sum(1))]
+            terms.append(
+                sum(
+                    (log_gamma(c + n) - log_gamma(c)).sum()
+                    - log_gamma((c + n).sum())
+                    + log_gamma(c.sum())
+                    for c, n in parts
+                )
+            )
+        exact.append(special.logsumexp(terms))
+    ours = fitted.log_predictive(counts).numpy()
+    assert (loose.numpy() < ours - 1e-4).all() and (ours < np.array(exact)).all()
+    assert fitted.perplexity(counts) > np.exp(-ours.sum() / counts.sum())
+
+
+def refits() -> tuple[sp.csr_matrix, LDA]:
     rng = np.random.default_rng(5)
     mixed = rng.dirichlet(np.full(K, 0.3), 100) @ rng.dirichlet(np.full(V, 0.05), K)
-    counts = sp.csr_matrix(np.stack([rng.multinomial(50, p) for p in mixed]))
-    lda = LDA(K, topic_word_prior=0.1, local_tol=1e-7, max_local_iter=2000)
-    fitted = lda.fit(counts, passes=2000, batch_size=None, tol=1e-10, progress=False)
-    foretold, refitted = [], []
+    matrix = sp.csr_matrix(np.stack([rng.multinomial(50, p) for p in mixed]))
+    return matrix, LDA(K, topic_word_prior=0.1, local_tol=1e-7, max_local_iter=2000)
+
+
+@pytest.mark.slow
+def test_taking_a_document_out_foretells_fitting_without_it():
+    matrix, lda = refits()
+    fitted = lda.fit(matrix, passes=2000, batch_size=None, tol=1e-10, progress=False)
+    foretold, refitted, losses = [], [], []
+    left_out, before = fitted.left_out(), fitted.log_predictive(matrix)
     for gone in range(0, 100, 10):
-        rest = counts[np.setdiff1d(np.arange(100), [gone])]
+        rest = matrix[np.setdiff1d(np.arange(100), [gone])]
         again = lda.fit(rest, passes=300, batch_size=None, start=fitted.q, tol=1e-8, progress=False)
         refitted.append((again.q.mean - fitted.q.mean).flatten())
         foretold.append((fitted.without([gone]).mean - fitted.q.mean).flatten())
+        losses.append(float(again.log_predictive(matrix[gone])[0]))
     together = torch.stack([torch.cat(foretold), torch.cat(refitted)])
     assert float(torch.corrcoef(together)[0, 1]) > 0.9
+    chosen = slice(0, 100, 10)
+    fall, truth = (before - left_out)[chosen], before[chosen] - torch.tensor(losses)
+    print(torch.stack([fall, truth]), float(torch.corrcoef(torch.stack([fall, truth]))[0, 1]))
+    assert float(torch.corrcoef(torch.stack([fall, truth]))[0, 1]) > 0.9
+    assert float(fall.sum() / truth.sum()) == pytest.approx(1, abs=0.15)
+
+
+def test_leave_one_out_and_sensitivity_take_documents(settled):
+    matrix, _, fitted = settled
+    loo = blr.leave_one_out(None, fitted)
+    scores = blr.sensitivity(None, fitted)
+    torch.testing.assert_close(-loo.losses, fitted.left_out())
+    torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
+    table = fitted.table
+    np.testing.assert_allclose(table.gain, scores.deviation)
+    np.testing.assert_allclose(table.log_predictive, fitted.log_predictive(matrix))
+
+
+def test_topics_that_lag_behind_keep_their_prior_and_say_so():
+    start = Dirichlet(torch.full((K, V), 0.3, dtype=torch.float64))
+    fitted = LDA(K, learning_offset=1e6).fit(
+        corpus(20), passes=1, batch_size=5, start=start, progress=False
+    )
+    with pytest.warns(NotConverged, match=r"\d\d.\d% of the words cannot be taken out"):
+        left_out = fitted.left_out()
+    assert bool(torch.isfinite(left_out).all())
+    near = LDA(K).fit(corpus(20), passes=300, batch_size=None, tol=1e-9, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        near.left_out()
 
 
 def test_topics_that_lag_behind_refuse_to_give_back_more_than_they_hold():
@@ -181,12 +289,15 @@ def test_topics_that_lag_behind_refuse_to_give_back_more_than_they_hold():
         fitted.without(range(20))
 
 
-@pytest.mark.parametrize(("block", "turns"), [(1, 1), (700, 3), (1 << 20, 100)])
-def test_blocks_and_rounds_change_nothing(monkeypatch, block, turns):
+@pytest.mark.parametrize(
+    ("waste", "together", "turns"), [(0, 1, 1), (700, 3000, 3), (1 << 20, 1 << 20, 100)]
+)
+def test_blocks_groups_and_rounds_change_nothing(monkeypatch, waste, together, turns):
     data, q = read_counts(corpus(50), torch.float64), Dirichlet(torch.tensor(random_topics()))
     rows, prior = torch.randperm(50)[:33], LDA(K).document_prior()
     before = local_step(data, rows, q, prior)
-    monkeypatch.setattr(documents, "BLOCK", block)
+    monkeypatch.setattr(counts, "WASTE", waste)
+    monkeypatch.setattr(documents, "TOGETHER", together)
     monkeypatch.setattr(documents, "ROUND", turns)
     after = local_step(data, rows, q, prior)
     torch.testing.assert_close(after.gamma, before.gamma, rtol=1e-9, atol=0)
@@ -194,17 +305,29 @@ def test_blocks_and_rounds_change_nothing(monkeypatch, block, turns):
     torch.testing.assert_close(after.expected, before.expected, rtol=1e-9, atol=1e-12)
 
 
-def test_blocks_hold_every_entry_once_and_stay_small(monkeypatch):
-    monkeypatch.setattr(documents, "BLOCK", 500)
-    counts = corpus(50)
+def test_blocks_hold_every_entry_once_and_little_padding(monkeypatch):
+    monkeypatch.setattr(counts, "WASTE", 100)
+    matrix = corpus(50)
     rows = torch.arange(49, 9, -1)
     found = torch.zeros(40, V, dtype=torch.float64)
-    sizes = []
-    for at, words, number in read_counts(counts, torch.float64).blocks(rows, K):
+    padding = []
+    for at, words, number in read_counts(matrix, torch.float64).blocks(rows, K):
         found[at] += torch.zeros(len(at), V).double().scatter_add_(1, words, number)
-        sizes.append(words.shape)
-    assert torch.equal(found, torch.tensor(counts.toarray()[rows.numpy()]).double())
-    assert all(d == 1 or d * length * K <= 500 for d, length in sizes) and len(sizes) > 3
+        padding.append(int((number == 0).sum()) * K)
+    assert torch.equal(found, torch.tensor(matrix.toarray()[rows.numpy()]).double())
+    assert max(padding) <= 100 < sum(padding) and 3 < len(padding) < 40
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-4)], ids=["double", "single"]
+)
+def test_exp_digamma_is_the_two_functions(dtype, rtol):
+    """Against SciPy; ψ(x) reaches −50 here, whose rounding the exponential multiplies by 50."""
+    x = torch.logspace(-1.7, 6, 5000, dtype=dtype)
+    wanted = np.exp(special.psi(x.double().numpy()))
+    np.testing.assert_allclose(exp_digamma(x), wanted, rtol=rtol)
+    np.testing.assert_allclose(exp_digamma(x[::50]), wanted[::50], rtol=rtol)
+    assert exp_digamma(torch.full((5000,), 1e-30, dtype=dtype)).eq(0).all()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -329,7 +452,57 @@ def test_other_mistakes_are_named():
     for options in (dict(passes=0), dict(batch_size=0)):
         with pytest.raises(InputError, match=next(iter(options))):
             LDA(2).fit(corpus(10), **options)
-    with pytest.raises(InputError, match="no closed form"):
-        fitted.left_out()
     with pytest.raises(InputError, match="example 10"):
         fitted.without([10])
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [None, "the cat", ["the cat", "a dog"], [["1", "2"], ["3", "4"]], [[1, 2], [3]]],
+    ids=["none", "text", "texts", "strings", "ragged"],
+)
+def test_what_is_no_matrix_of_numbers_is_refused(counts):
+    fitted = LDA(2).fit(corpus(10), passes=1, progress=False)
+    for call in (LDA(2).fit, fitted.perplexity, fitted.log_predictive):
+        with pytest.raises(DataError, match=r"counts must be a real matrix \[N, V\] of numbers"):
+            call(counts)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, True, np.nan, -1.0, [0.1, 0.2]])
+@pytest.mark.parametrize(
+    "name",
+    ["doc_topic_prior", "topic_word_prior", "learning_decay", "learning_offset", "local_tol"],
+)
+def test_settings_that_are_no_numbers_are_named(name, value):
+    if value is None and name.endswith("_prior"):
+        assert LDA(2, **{name: value}).document_prior().concentration[0] == 0.5
+        return
+    with pytest.raises(InputError, match=f"{name} must"):
+        LDA(2, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(seed=-1), "seed must be a whole number, at least 0, got -1"),
+        (dict(seed=None), "seed must"),
+        (dict(seed="0"), "seed must"),
+        (dict(tol=-1.0), "tol must be 0 or more"),
+        (dict(tol="small"), "tol must"),
+        (dict(passes="3"), "passes must"),
+        (dict(batch_size="all"), "batch_size must"),
+        (dict(start=np.ones((2, V))), "start must be a Dirichlet.* got ndarray"),
+    ],
+)
+def test_arguments_of_fit_are_named(options, match):
+    with pytest.raises(InputError, match=match):
+        LDA(2).fit(corpus(10), progress=False, **options)
+
+
+def test_arguments_of_other_methods_are_named():
+    fitted = LDA(2).fit(corpus(10), passes=1, progress=False)
+    with pytest.raises(InputError, match=r"q must be a Dirichlet.* got FittedTopics"):
+        LDA(2).step(fitted, corpus(5), n_documents=5, rho=0.5)  # type: ignore[arg-type]
+    for vocabulary in (None, "a" * V, 3):
+        with pytest.raises(InputError, match="vocabulary must be 60 words"):
+            fitted.topics(vocabulary)  # type: ignore[arg-type]
