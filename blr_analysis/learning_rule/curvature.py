@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
+
+from blr_analysis.learning_rule.families.gaussian import FullGaussian
 
 Tensors = list[Tensor]
 Losses = Callable[[Tensor], Tensor]
@@ -108,9 +112,16 @@ def squared_gradient(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
 def reparameterised(
     losses: Losses, theta: Tensor, mean: Tensor, precision: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient at a draw θ ~ N(m, 1/s), and s·(θ − m)·g: unbiased for E_q[diag ∇²ℓ] (K&R 11)."""
+    """Gradient g at a draw θ ~ N(m, S⁻¹), and an unbiased estimate of E_q[∇²ℓ] (K&R 11).
+
+    With precisions ``[P]`` s·(θ − m)·g, of the diagonal; with a matrix S ``[P, P]`` the symmetric
+    part of S(θ − m)gᵀ, of the whole.
+    """
     gradient = torch.func.grad(lambda t: losses(t).sum())(theta).detach()
-    return gradient, precision * (theta - mean) * gradient
+    if precision.ndim == 1:
+        return gradient, precision * (theta - mean) * gradient
+    outer = (precision @ (theta - mean)).unsqueeze(-1) * gradient
+    return gradient, 0.5 * (outer + outer.mT)
 
 
 def hutchinson(
@@ -123,10 +134,48 @@ def hutchinson(
     >>> h
     tensor([ 6., 12.])
     """
+    signs = _signs(theta.expand(n, *theta.shape), generator)
+    gradients, found = vmap(partial(_signed, losses, theta))(signs)
+    return gradients[0], found.mean(0)
+
+
+def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    drawn = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
+    return (2 * drawn - 1).to(like.dtype)
+
+
+def _signed(losses: Losses, theta: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient, and z ∘ (∇²ℓ z)."""
     gradient = torch.func.grad(lambda t: losses(t).sum())
-    found = torch.zeros_like(theta)
-    for _ in range(n):
-        signs = torch.randint(0, 2, theta.shape, generator=generator, device=theta.device) * 2 - 1
-        signs = signs.to(theta.dtype)
-        found += signs * torch.func.jvp(gradient, (theta,), (signs,))[1]
-    return gradient(theta).detach(), (found / n).detach()
+    value, bend = torch.func.jvp(gradient, (theta,), (signs,))[:2]
+    return value.detach(), (signs * bend).detach()
+
+
+Estimate = Callable[[Losses, Tensor, FullGaussian, torch.Generator | None], tuple[Tensor, Tensor]]
+
+
+def _at_each(one: Callable[[Losses, Tensor], tuple[Tensor, Tensor]]) -> Estimate:
+    return lambda losses, points, q, generator: vmap(partial(one, losses))(points)
+
+
+def _reparameterised(
+    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    return vmap(lambda t: reparameterised(losses, t, q.mean, q.precision))(points)
+
+
+def _hutchinson(
+    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    return vmap(partial(_signed, losses))(points, _signs(points, generator))
+
+
+ESTIMATES: dict[str, Estimate] = {
+    "exact": _at_each(exact),
+    "reparameterised": _reparameterised,
+    "hutchinson": _hutchinson,
+    "gauss_newton": _at_each(gauss_newton),
+    "squared_gradient": _at_each(squared_gradient),
+}
+"""By name, at places ``[S, P]`` of a look: gradients ``[S, P]`` and Hessians, ``[S, P, P]`` or
+their diagonals ``[S, P]``."""

@@ -8,22 +8,23 @@ gradient, its Hessian, a tuple of both) under a posterior.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily
-from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
+from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
 Value = TypeVar("Value")
+LOOKS = ("quadrature", "samples", "mean")
+MOST_NODES = 370  # whose Gauss–Hermite weights are still numbers
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,22 @@ AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
 BY_NODES = Look("by quadrature or samples", noisy=True)
 
 
-def at_mean(q: ExponentialFamily, f: Callable[[Tensor], Value]) -> Value:
+def at_mean(q: ExponentialFamily, f: Callable[[Any], Value]) -> Value:
     """E_q[f(θ)] ≈ f(E_q[θ]), the delta method (Khan & Rue, Eq. 7); exact where f is linear.
+
+    Raises:
+        InputError: θ has no mean, such as the number of a class.
 
     >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
     >>> at_mean(q, torch.square)
     tensor([4.])
     """
-    return f(q.expectation["linear"])
+    return f(q.expected_point())
 
 
 def at_samples(
     q: ExponentialFamily,
-    f: Callable[[Tensor], Value],
+    f: Callable[[Any], Value],
     n: int = 1,
     *,
     generator: torch.Generator | None = None,
@@ -77,16 +81,17 @@ def at_samples(
     >>> abs(draws - 5).item() < 0.1
     True
     """
-    positive_int("n", n)
-    draws = q.sample(n, generator=generator)
-    return _average([f(theta) for theta in draws], [1 / n] * n)
+    draws = q.sample(positive_int("n", n), generator=generator)
+    values = [f(tree_map(lambda t, i=i: t[i], draws)) for i in range(n)]
+    return _average(values, [1 / n] * n)
 
 
 def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Value], nodes: int = 20) -> Value:
     """E_q[f(θ)] by Gauss–Hermite quadrature; exact for polynomials of degree 2·nodes − 1.
 
     For one weight, or for a function that treats each weight by itself: ``f`` is called with
-    every weight at the k-th node of its own marginal.
+    every weight at the k-th node of its own marginal. Of smooth functions of one number however
+    wide q is, :func:`~blr_analysis.learning_rule.quadrature.expected` is the expectation.
 
     Raises:
         InputError: q is no Gaussian with one variance for each weight.
@@ -97,11 +102,59 @@ def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Value], nodes: int 
     """
     if not isinstance(q, DiagonalGaussian):
         raise InputError(f"quadrature needs a DiagonalGaussian, not a {type(q).__name__}")
-    positive_int("nodes", nodes)
-    places, weights = hermegauss(nodes)
-    std = q.precision.rsqrt()
-    values = [f(q.mean + float(z) * std) for z in places]
-    return _average(values, [float(w) / math.sqrt(2 * math.pi) for w in weights])
+    points, shares = places(q, "quadrature", positive_int("nodes", nodes))
+    return _average([f(point) for point in points], shares.tolist())
+
+
+def places(
+    q: FullGaussian | DiagonalGaussian,
+    look: str,
+    n: int = 20,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Where a look evaluates the loss under a Gaussian, and what each place counts.
+
+    Args:
+        q: the Gaussian, with copies or without.
+        look: ``"mean"``; ``"samples"``, at least n of them in pairs m ± ε; or ``"quadrature"``, n
+            nodes of Gauss–Hermite for each variable's marginal.
+        n: draws or nodes.
+        generator: of the draws.
+
+    Returns:
+        Places ``[S, ..., P]`` and weights ``[S]`` of sum 1: E_q[f] ≈ Σ_s w_s f(θ_s).
+
+    Raises:
+        InputError: another look, no positive n, more than 370 nodes, or a quadrature for several
+            variables that are not independent.
+
+    >>> places(DiagonalGaussian(torch.tensor([2.0]), torch.tensor([4.0])), "quadrature", 2)
+    (tensor([[1.5000],
+            [2.5000]]), tensor([0.5000, 0.5000]))
+    """
+    one_of("look", look, LOOKS)
+    positive_int("samples", n)
+    if look == "mean":
+        return q.mean.unsqueeze(0), q.mean.new_ones(1)
+    if look == "samples":
+        half = q.sample(-(-n // 2), generator=generator)
+        both = torch.cat([half, 2 * q.mean - half])
+        return both, both.new_full((len(both),), 1 / len(both))
+    check_nodes(n, q.mean.shape[-1] if isinstance(q, FullGaussian) else 1)
+    nodes, shares = (torch.as_tensor(x).to(q.mean) for x in hermegauss(n))
+    std = q.precision.rsqrt().reshape(q.mean.shape)
+    return q.mean + nodes.view(-1, *[1] * q.mean.ndim) * std, shares / shares.sum()
+
+
+def check_nodes(nodes: int, variables: int = 1) -> None:
+    """Raise :class:`InputError` unless Gauss–Hermite can have so many nodes, in one variable."""
+    if nodes > MOST_NODES:
+        raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {nodes}")
+    if variables != 1:
+        raise InputError(
+            f"quadrature is for one variable; take look='samples' for {variables} of them"
+        )
 
 
 def adversary(mean: Tensor, gradient: Tensor, precision: Tensor, radius: float) -> Tensor:

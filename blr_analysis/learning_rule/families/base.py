@@ -81,6 +81,14 @@ class ExponentialFamily(ABC):
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Any:
         """A draw θ ~ q; with ``n``, n draws along a new leading dimension."""
 
+    def expected_point(self) -> Any:
+        """E_q[θ], in the form that :meth:`sample` gives θ.
+
+        Raises:
+            InputError: θ has no mean.
+        """
+        return self.expectation["linear"]
+
     def log_base(self, theta: Any) -> Tensor:
         """log h(θ); 0 unless the family says otherwise."""
         return torch.zeros_like(self._inner(self.natural, self.statistics(theta)))

@@ -62,6 +62,9 @@ class Dirichlet(ExponentialFamily):
         """E_q[θ] = α / Σ α."""
         return self.concentration / self.concentration.sum(-1, keepdim=True)
 
+    def expected_point(self) -> Tensor:
+        return self.mean
+
     @property
     def natural(self) -> Natural:
         return {"log": self.concentration - 1}
@@ -136,6 +139,9 @@ class Beta(ExponentialFamily):
     def mean(self) -> Tensor:
         """E_q[θ] = a / (a + b)."""
         return self.a / (self.a + self.b)
+
+    def expected_point(self) -> Tensor:
+        return self.mean
 
     @property
     def natural(self) -> Natural:

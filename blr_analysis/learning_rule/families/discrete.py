@@ -185,6 +185,12 @@ class Categorical(ExponentialFamily):
     def _kl(self, other: Self) -> Tensor:
         return (self.probs * (self.log_probs - other.log_probs)).sum(-1)
 
+    def expected_point(self) -> Tensor:
+        raise InputError(
+            "the mean of a class's number is no class: take the expectation parameters, or "
+            "at_samples"
+        )
+
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Indices of classes ``[n, ...]``, by the largest of Gumbel-perturbed log-probabilities."""
         logits = many(self.log_probs.detach(), n)

@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
 from blr_analysis.learning_rule.families.domain import (
     above,
@@ -153,6 +154,15 @@ class InverseGamma(ExponentialFamily):
 
     def _kl(self, other: Self) -> Tensor:
         return gamma_divergence(self.shape, self.scale, other.shape, other.scale)
+
+    def expected_point(self) -> Tensor:
+        """b / (a − 1)."""
+        if bool((self.shape <= 1).any()):
+            raise InputError(
+                "an InverseGamma has a mean where its shape is above 1, got "
+                f"{float(self.shape.amin()):.6g}"
+            )
+        return self.scale / (self.shape - 1)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Positive numbers ``[n, ...]``; none overflows."""

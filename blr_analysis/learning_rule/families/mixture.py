@@ -134,6 +134,12 @@ class GaussianMixture(ExponentialFamily):
         """
         return self.components.pull_back(gradient, hessian)
 
+    def expected_point(self) -> dict[str, Tensor]:
+        raise InputError(
+            "the mean of a component's number is no component: look at the mean of .marginal, "
+            "Σ π_k m_k, or at_samples"
+        )
+
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
@@ -207,6 +213,10 @@ class Marginal:
         if isinstance(self.components, DiagonalGaussian):
             precision = torch.diag_embed(precision)
         return (weights * apart).mT @ apart - (weights.unsqueeze(-1) * precision).sum(-3)
+
+    def expected_point(self) -> Tensor:
+        """Σ_k π_k m_k."""
+        return (self.weights.unsqueeze(-1) * self.components.mean).sum(-2)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of θ, ``[n, ..., P]``."""

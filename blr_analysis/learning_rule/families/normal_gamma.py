@@ -128,6 +128,10 @@ class NormalGamma(ExponentialFamily):
         gap = other.kappa * self.shape / self.rate * (self.mean - other.mean).square()
         return of_gamma + 0.5 * (ratio - log_ratio(other.kappa, self.kappa) + gap)
 
+    def expected_point(self) -> dict[str, Tensor]:
+        """``{"mean": m, "precision": a / b}``; m is the centre of x where x has no mean, a ≤ ½."""
+        return {"mean": self.mean, "precision": self.shape / self.rate}
+
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:

@@ -137,6 +137,10 @@ class Product(ExponentialFamily):
     def _kl(self, other: Self) -> Tensor:
         return self._total(lambda name, q: q.kl(other.factors[name]))
 
+    def expected_point(self) -> dict[str, Any]:
+        """The mean of each factor, by its name."""
+        return {k: q.expected_point() for k, q in self.factors.items()}
+
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Any]:

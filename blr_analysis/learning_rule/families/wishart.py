@@ -235,6 +235,10 @@ class NormalWishart(ExponentialFamily):
         size = self.mean.shape[-1]
         return self.wishart.log_partition() + 0.5 * size * (LOG_2PI - self.kappa.log())
 
+    def expected_point(self) -> dict[str, Tensor]:
+        """``{"mean": m, "precision": νV}``; m is the centre of x where x has no mean, ν ≤ p."""
+        return {"mean": self.mean, "precision": self.wishart.expected_point()}
+
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +25,17 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.inference.fitted import until_flat
-from blr_analysis.learning_rule.inference.scalar_likelihoods import ScalarLikelihood, expected
+from blr_analysis.learning_rule.inference.scalar_likelihoods import (
+    ScalarLikelihood,
+    expected_log_prob,
+)
 from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
-# E_q[·] of a function of the latent numbers, element by element: quadrature, or at_samples.
+# E_q[·] of a function of the latent numbers, element by element, such as at_samples.
 Expectation = Callable[[DiagonalGaussian, Callable[[Tensor], Tensor]], Tensor]
 HALVINGS = 20
+Q = TypeVar("Q", FullGaussian, DiagonalGaussian)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +47,14 @@ class Problem:
         design: Φ ``[N, P]``, whose rows are φ_i.
         targets: y ``[N]``.
         likelihood: log p(y_i|f_i).
-        expectation: how E_q[log p(y_i|f_i)] is taken.
+        expectation: how E_q[log p(y_i|f_i)] is taken; None: in closed form or by quadrature.
     """
 
     prior: FullGaussian
     design: Tensor
     targets: Tensor
     likelihood: ScalarLikelihood
-    expectation: Expectation = expected
+    expectation: Expectation | None = None
 
     def posterior(self, sites: Natural) -> FullGaussian:
         """λ_prior + Σ_i λ̃_i as a distribution, from ``[N]`` sites."""
@@ -57,7 +62,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(Generic[Q]):
     """One iterate.
 
     Attributes:
@@ -69,7 +74,7 @@ class State:
     """
 
     sites: Natural
-    q: FullGaussian
+    q: Q
     aims: Natural
     elbo: float
 
@@ -112,13 +117,13 @@ def aims(
     marginals: DiagonalGaussian,
     targets: Tensor,
     likelihood: ScalarLikelihood,
-    expectation: Expectation = expected,
+    expectation: Expectation | None = None,
 ) -> tuple[Natural, Tensor]:
     """∇_μ E_q[log p(y_i|f_i)], and the expectations themselves, for each example.
 
     The derivatives in the mean and the variance are those of the expectation as it is computed
     (∂/∂v E = ½ E[∂²], Price), so that a fixed point of the rule is a stationary point of the ELBO
-    to rounding, however many nodes there are.
+    to rounding.
 
     Returns:
         Natural parameters of the sites, ``[N]`` each, and E_q[log p(y_i|f_i)] ``[N]``.
@@ -130,7 +135,10 @@ def aims(
     variance = (1 / marginals.precision).detach().requires_grad_()
     with torch.enable_grad():
         there = DiagonalGaussian(mean, 1 / variance)
-        values = _expectations(expectation, there, lambda f: likelihood.log_prob(targets, f))
+        if expectation is None:
+            values = expected_log_prob(likelihood, there, targets)
+        else:
+            values = _expectations(expectation, there, lambda f: likelihood.log_prob(targets, f))
         found = torch.autograd.grad(values.sum(), (mean, variance), allow_unused=True)
     slope, half_bend = found
     if slope is None or half_bend is None:
@@ -155,7 +163,7 @@ def _expectations(
     return values
 
 
-def look(problem: Problem, sites: Natural) -> State:
+def look(problem: Problem, sites: Natural) -> State[FullGaussian]:
     """The state of these sites: their posterior, its ELBO, and where the sites should go.
 
     Raises:
@@ -168,32 +176,43 @@ def look(problem: Problem, sites: Natural) -> State:
     return State(sites, q, found, float(values.sum() - q.kl(problem.prior)))
 
 
-def step(problem: Problem, state: State, rho: float) -> State:
+def step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
     """One step of the rule in its site form (Khan & Rue, Eq. 60)."""
     return look(problem, add(scale(state.sites, 1 - rho), scale(state.aims, rho)))
 
 
-def rounding(state: State) -> float:
+def rounding(state: State[Any]) -> float:
     """What is lost in the last digit of an ELBO."""
     return torch.finfo(state.q.mean.dtype).eps * (1 + abs(state.elbo))
 
 
-def careful_step(problem: Problem, state: State, rho: float) -> State:
-    """A step whose ρ is halved until the ELBO does not fall (a departure from the rule).
+def careful_step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
+    """A step whose ρ is halved until the ELBO does not fall: :func:`halved`."""
+    return halved(lambda smaller: step(problem, state, smaller), state, rho)
+
+
+def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
+    """``attempt(ρ)``, with ρ halved until its ELBO is not below that of ``state``.
+
+    A departure from the rule; what leaves the family counts as a fall. Where even the whole step
+    changes the ELBO by rounding only, ``state`` is the fixed point and is returned.
 
     Raises:
         InputError: no step improves the ELBO: log p(y|f) or its derivatives are not finite.
     """
     slack = 64 * rounding(state)
-    for _ in range(HALVINGS):
+    at_rest = (1 + abs(state.elbo)) * torch.finfo(state.q.mean.dtype).eps ** 0.7
+    resting = False
+    for k in range(HALVINGS):
         try:
-            found = step(problem, state, rho)
+            found = attempt(rho / 2**k)
         except InputError:  # a precision that is not positive definite
-            rho /= 2
             continue
         if found.elbo >= state.elbo - slack:
             return found
-        rho /= 2
+        resting |= k == 0 and found.elbo >= state.elbo - at_rest
+    if resting:
+        return state
     raise InputError(
         f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): "
         f"{suspicion(state.aims, state.elbo)}"
@@ -220,7 +239,7 @@ def suspicion(aims: Natural, elbo: float) -> str:
     )
 
 
-def plain_step(problem: Problem, state: State, rho: float) -> State:
+def plain_step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
     """A step of the rule as it is written.
 
     Raises:
@@ -235,6 +254,27 @@ def plain_step(problem: Problem, state: State, rho: float) -> State:
         ) from error
 
 
+def start(problem: Problem, *, near: bool) -> State[FullGaussian]:
+    """Sites of zero, so that q is the prior; with ``near`` better ones where there are.
+
+    Where a prior leaves f wide, E_q[e^f] and its like are so large that the first step gives
+    precisions from which there is no way back in floating point. Better sites are what examples
+    say of f at its prior mean, with a standard deviation of at most 1.
+    """
+    zero = torch.zeros_like(problem.targets)
+    first = look(problem, {"linear": zero, "square": zero})
+    if not near:
+        return first
+    wide = latent(problem.prior, problem.design)
+    narrow = DiagonalGaussian(wide.mean, wide.precision.clamp_min(1.0))
+    told, _ = aims(narrow, problem.targets, problem.likelihood, problem.expectation)
+    try:
+        found = look(problem, told)
+    except InputError:  # a precision that is not positive definite
+        return first
+    return found if found.elbo > first.elbo or math.isnan(first.elbo) else first
+
+
 def run(
     problem: Problem,
     *,
@@ -243,8 +283,8 @@ def run(
     tol: float = 1e-10,
     max_iter: int = 500,
     progress: bool | None = None,
-) -> tuple[State, list[float], bool]:
-    """From sites of zero (q = prior) to a fixed point.
+) -> tuple[State[FullGaussian], list[float], bool]:
+    """From the sites of :func:`start` to a fixed point.
 
     Args:
         problem: the prior and the examples.
@@ -264,8 +304,7 @@ def run(
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     move = careful_step if halving else plain_step
-    zero = torch.zeros_like(problem.targets)
-    state = look(problem, {"linear": zero, "square": zero})
+    state = start(problem, near=halving)
     tol = max(tol, 4 * rounding(state))
 
     def elbos() -> Iterator[float]:

@@ -12,21 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, hessian, vmap
+from torch.func import vmap
 
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, tolerance
 from blr_analysis.errors import BLRError, InputError
+from blr_analysis.learning_rule.curvature import ESTIMATES, exact
+from blr_analysis.learning_rule.expectations import LOOKS, check_nodes, places
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.fitted import Fitted, until_flat
-from blr_analysis.learning_rule.inference.scalar_likelihoods import MOST_NODES
 from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
-LOOKS = ("quadrature", "samples", "mean")
+Second = Callable[[Loss, Tensor], tuple[Tensor, Tensor]]
+"""(ℓ, places ``[S, P]``) → gradients ``[S, P]`` and Hessians ``[S, P, P]``, or their diagonals."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,23 @@ class VariationalNewton:
     """Variational online Newton on a loss of few variables.
 
     With ``look="mean"`` (the delta method) and ρ = 1 it is Newton's method; with an expectation
-    it prefers minima that stay low all around (K&R, Fig. 1).
+    it prefers minima that stay low all around (K&R, Fig. 1). With ``curvature="gauss_newton"`` it
+    is OGN (at the mean) or VOGN (at samples) with a full covariance.
 
     Args:
         look: "quadrature" (Gauss–Hermite, one variable only), "samples" or "mean".
         samples: draws per step, taken in pairs m ± ε; or the nodes of the quadrature.
         rho: ρ in (0, 1].
         temperature: T; smaller ones give narrower posteriors.
-        max_iter, tol: stop after so many steps, or when the objective moves less than that; with
-            samples it never stands still, and all steps are made.
+        max_iter, tol: stop after so many steps, or when the objective moves less than that; what
+            is random never stands still, and all steps are made.
+        curvature: what the Hessian is taken to be (:mod:`~blr_analysis.learning_rule.curvature`):
+            "exact", "reparameterised" (gradients only, not at the mean), "hutchinson" (the
+            diagonal), and for a loss of every example "gauss_newton", Σ g_i g_iᵀ, or
+            "squared_gradient", the diagonal of (Σ g_i)(Σ g_i)ᵀ.
 
     Raises:
-        InputError: settings out of range.
+        InputError: settings out of range, or that do not go together.
 
     Example:
         >>> start = FullGaussian(torch.zeros(1), torch.eye(1))
@@ -60,82 +68,116 @@ class VariationalNewton:
     temperature: float = 1.0
     max_iter: int = 1000
     tol: float = 1e-10
+    curvature: str = "exact"
 
     def __post_init__(self) -> None:
         one_of("look", self.look, LOOKS)
+        one_of("curvature", self.curvature, tuple(ESTIMATES))
         positive_int("samples", self.samples)
         positive_int("max_iter", self.max_iter)
         check_rho(self.rho)
         positive_number("temperature", self.temperature)
         tolerance("tol", self.tol)
-        if self.look == "quadrature" and self.samples > MOST_NODES:
-            raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {self.samples}")
+        if self.look == "quadrature":
+            check_nodes(self.samples)
+        if self.look == "mean" and self.curvature == "reparameterised":
+            raise InputError(
+                "curvature='reparameterised' compares gradients around the mean: take "
+                "look='samples' or 'quadrature'"
+            )
 
     def fit(
         self,
         loss: Loss,
         start: FullGaussian,
         *,
+        prior: FullGaussian | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Fitted[FullGaussian]:
         """Run the rule from ``start``; ``history`` is E_q[ℓ]/T − H(q) before each step, in nats.
 
         Args:
-            loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
+            loss: ℓ, from a vector ``[P]`` to a number, or to one number for each example ``[N]``,
+                which are summed; by torch operations.
             start: q before the first step.
-            generator: of the draws, for "samples".
+            prior: p(θ), whose −log p(θ) is added in closed form, so that no estimate of curvature
+                takes it for data; ``history`` is then E_q[ℓ]/T + KL(q ‖ prior).
+            generator: of the draws, for "samples" and "hutchinson".
             progress: a progress bar.
 
         Raises:
-            InputError: a loss that is no number, or not finite where it is looked at; a start
-                with copies, or of several variables for a quadrature.
+            InputError: a loss that is no such number, or not finite where it is looked at; a start
+                or prior with copies, or of several variables for a quadrature; a curvature that
+                needs the loss of every example.
         """
-        instance("start", start, FullGaussian, "a FullGaussian")
-        if start.mean.ndim != 1:
-            raise InputError(
-                f"start must be one Gaussian, got copies {list(start.mean.shape[:-1])}"
-            )
-        if self.look == "quadrature" and start.mean.shape[-1] != 1:
-            raise InputError(
-                "quadrature is for one variable; take look='samples' for "
-                f"{start.mean.shape[-1]} of them"
-            )
+        for name, q in {"start": start, **({} if prior is None else {"prior": prior})}.items():
+            instance(name, q, FullGaussian, "a FullGaussian")
+            if q.mean.ndim != 1:
+                copies = list(q.mean.shape[:-1])
+                raise InputError(f"{name} must be one Gaussian, got copies {copies}")
+        if self.look == "quadrature":
+            check_nodes(self.samples, len(start.mean))
+        self._check_examples(loss, start.mean)
         q = start
 
         def steps() -> Iterator[float]:
             nonlocal q
             for _ in track(range(self.max_iter), label="variational Newton", show=progress):
-                offsets, shares = self._places(q, generator)
-                values, gradients, hessians = derivatives(loss, q.mean + offsets)
-                mean = (shares[:, None] * gradients).sum(0) / self.temperature
-                curved = (shares[:, None, None] * hessians).sum(0) / self.temperature
-                objective = (shares * values).sum() / self.temperature - q.entropy()
-                q = newton_step(q, mean, curved - q.precision, self.rho)
+                q, objective = self._step(loss, q, prior, generator)
                 yield float(objective)
 
-        if self.look == "samples":  # whose objective never stands still
+        if self.look == "samples" or self.curvature == "hutchinson":
             history, converged = list(steps()), True
         else:
             history, converged = until_flat(steps(), tol=self.tol)
-        return Fitted(q, history, "E_q[loss]/T − entropy", converged=converged)
+        wanted = "− entropy" if prior is None else "+ KL(q ‖ prior)"
+        return Fitted(q, history, f"E_q[loss]/T {wanted}", converged=converged)
 
-    def _places(self, q: FullGaussian, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Offsets from the mean ``[S, P]``, and what each counts."""
-        if self.look == "mean":
-            return torch.zeros_like(q.mean).unsqueeze(0), q.mean.new_ones(1)
-        if self.look == "quadrature":
-            from numpy.polynomial.hermite_e import hermegauss
+    def _step(
+        self,
+        loss: Loss,
+        q: FullGaussian,
+        prior: FullGaussian | None,
+        generator: torch.Generator | None,
+    ) -> tuple[FullGaussian, Tensor]:
+        """The next q, and the objective at this one."""
+        points, shares = places(q, self.look, self.samples, generator=generator)
+        estimate = ESTIMATES[self.curvature]
+        values, gradients, hessians = derivatives(
+            loss, points, lambda losses, at: estimate(losses, at, q, generator)
+        )
+        mean = (shares[:, None] * gradients).sum(0) / self.temperature
+        curved = (shares[:, None, None] * hessians).sum(0) / self.temperature
+        objective = (shares * values).sum() / self.temperature
+        if prior is None:
+            objective = objective - q.entropy()
+        else:
+            objective = objective + q.kl(prior)
+            mean = mean + prior.precision @ (q.mean - prior.mean)
+            curved = curved + prior.precision
+        return newton_step(q, mean, curved - q.precision, self.rho), objective
 
-            nodes, shares = (torch.as_tensor(x).to(q.mean) for x in hermegauss(self.samples))
-            return nodes.unsqueeze(-1) / q.precision[0].sqrt(), shares / shares.sum()
-        half = q.sample(-(-self.samples // 2), generator=generator) - q.mean
-        both = torch.cat([half, -half])
-        return both, both.new_full((len(both),), 1 / len(both))
+    def _check_examples(self, loss: Loss, place: Tensor) -> None:
+        if self.curvature != "gauss_newton":
+            return
+        found = _values(loss, place, examples=True)
+        if not found.ndim:
+            raise InputError(
+                "curvature='gauss_newton' squares the gradient of every example: the loss must "
+                f"return one number for each, [N], got {list(found.shape)}"
+            )
 
 
-def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def derivatives(
+    loss: Loss, points: Tensor, second: Second | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """ℓ, ∇ℓ and ∇²ℓ at points ``[S, P]``: ``[S]``, ``[S, P]``, ``[S, P, P]``.
+
+    Args:
+        loss: θ ``[P]`` → a number; with ``second``, or one for each example ``[N]``, to be summed.
+        points: where.
+        second: how gradients and Hessians are found; exactly if None.
 
     Raises:
         InputError: ℓ is no number, not finite there, or taken out of torch.
@@ -148,8 +190,11 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 [[12.]]]))
     """
     try:
-        gradients, values = vmap(grad_and_value(loss))(points)
-        hessians = vmap(hessian(loss))(points)
+        values = vmap(lambda t: _values(loss, t, examples=second is not None).sum())(points)
+        if second is None:
+            gradients, hessians = vmap(partial(exact, loss))(points)
+        else:
+            gradients, hessians = second(loss, points)
     except BLRError:
         raise
     except Exception as error:
@@ -157,6 +202,8 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             "loss must take a vector and return one number, by torch operations that torch.func "
             f"can differentiate: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
+    if hessians.ndim == 2:
+        hessians = torch.diag_embed(hessians)
     every = torch.cat([values.unsqueeze(1), gradients, hessians.flatten(1)], 1)
     finite = every.isfinite().all(1)
     if not bool(finite.all()):
@@ -171,6 +218,16 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             "of torch (detach), or a step function"
         )
     return values, gradients, hessians
+
+
+def _values(loss: Loss, place: Tensor, *, examples: bool) -> Tensor:
+    """ℓ at a place: a number, or with ``examples`` one for each of them."""
+    found = loss(place)
+    if not isinstance(found, Tensor) or found.ndim > examples:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        wanted = "return one number" + ", or one for each example [N]" * examples
+        raise InputError(f"loss must take a vector and {wanted}, got {shape}")
+    return found
 
 
 def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -> FullGaussian:

@@ -78,8 +78,8 @@ class GeneralizedLinear:
                 expectations, or for the rule as it is written.
             tol: stop when the ELBO changes by at most this many nats.
             max_iter: at most this many steps.
-            expectation: (marginals of f, function) → E of it, element by element; 64 nodes of
-                Gauss–Hermite quadrature by default;
+            expectation: (marginals of f, function) → E of it, element by element; in closed form
+                or by quadrature to 1e-9 by default;
                 ``partial(at_samples, n=100, generator=generator)`` is Monte Carlo.
             progress: True shows a bar, False does not, None on a terminal when it takes long.
 

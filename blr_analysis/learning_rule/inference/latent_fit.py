@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families.base import Natural, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.inference.cvi import Problem, latent, run, spread, summed
@@ -25,7 +25,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     check_elementwise,
     checked_targets,
-    expected,
+    expected_mean,
     log_predictive,
 )
 
@@ -68,19 +68,7 @@ class LatentFitted(Fitted[FullGaussian]):
             InputError: a likelihood given as a function, which says nothing of E[y|f], or whose
                 mean does not work element by element.
         """
-        likelihood = self.problem.likelihood
-        if likelihood.mean is None:
-            raise InputError(
-                "the likelihood has no mean: give ScalarLikelihood(name, log_prob, mean)"
-            )
-        f = self.latent(x)
-        found = expected(f, likelihood.mean)
-        if found.shape != f.mean.shape:
-            raise InputError(
-                f"the mean of likelihood {likelihood.name!r} must be a function f [K, M] -> "
-                f"E[y|f] [K, M]; for M = {len(f.mean)} its expectation is {tuple(found.shape)}"
-            )
-        return found
+        return expected_mean(self.problem.likelihood, self.latent(x))
 
     def without(self, indices: Any) -> FullGaussian:
         """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`. Holds one matrix, whatever M is."""
@@ -111,9 +99,7 @@ def fit_latent(
     """Fit q(θ) to checked data by :func:`~blr_analysis.learning_rule.inference.cvi.run`."""
     x, y = data
     design, _ = features(x)
-    expectation = options.pop("expectation", None)
-    chosen = {} if expectation is None else {"expectation": expectation}
-    problem = Problem(prior, design, y, likelihood, **chosen)
+    problem = Problem(prior, design, y, likelihood, options.pop("expectation", None))
     state, history, converged = run(problem, **options)
 
     def predictive(q: FullGaussian, new: Any) -> Tensor:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, positive_number
+from blr_analysis.checks import one_of, positive_int, positive_number
 from blr_analysis.checks import tolerance as check_tolerance
 from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.expectations import places
 from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
@@ -41,6 +42,8 @@ class MultimodalOptimisation:
         rho: ρ in (0, 1].
         temperature: T: a number, or two, from which it falls to which: high ones spread the
             components, low ones settle them.
+        look: "samples", or "mean", the delta method of Table 1: ∇ log q and ∇² log q are then those
+            at each component's mean.
         samples: draws of each component per step, taken in pairs m ± ε.
         n_iter: steps.
         entropy: whether the entropy has its share; without it components end up together.
@@ -63,12 +66,14 @@ class MultimodalOptimisation:
 
     rho: float = 0.1
     temperature: float | tuple[float, float] = 1.0
+    look: str = "samples"
     samples: int = 12
     n_iter: int = 200
     entropy: bool = True
 
     def __post_init__(self) -> None:
         check_rho(self.rho)
+        one_of("look", self.look, ("samples", "mean"))
         positive_int("samples", self.samples)
         positive_int("n_iter", self.n_iter)
         ends = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,) * 2
@@ -116,20 +121,18 @@ class MultimodalOptimisation:
         for k in track(range(self.n_iter), label="multimodal", show=progress):
             temperature = self._temperature(k)
             q = GaussianMixture(pi, parts)
-            half = parts.sample(-(-self.samples // 2), generator=generator)  # [S, K, P]
-            draws = torch.cat([half, 2 * parts.mean - half])
-            values, gradients, hessians = derivatives(loss, draws.flatten(0, 1))
-            marginal = q.marginal
-            flat = draws.flatten(0, 1)
+            points, shares = places(parts, self.look, self.samples, generator=generator)
+            flat, marginal = points.flatten(0, 1), q.marginal  # [S · K, P]
+            values, gradients, hessians = derivatives(loss, flat)
             logs = marginal.log_prob(flat)
-            objective = (values / temperature + logs).view(-1, count).mean(0)
+            objective = shares @ (values / temperature + logs).view(-1, count)
             history.append(float((pi * objective).sum()))
             gradients, hessians = gradients / temperature, hessians / temperature
             if self.entropy:
                 gradients = gradients + marginal.score(flat)
                 hessians = hessians + marginal.hessian(flat)
-            gradient = gradients.view(-1, count, size).mean(0)
-            change = hessians.view(-1, count, size, size).mean(0)
+            gradient = torch.tensordot(shares, gradients.view(-1, count, size), 1)
+            change = torch.tensordot(shares, hessians.view(-1, count, size, size), 1)
             parts = newton_step(parts, gradient, change, self.rho)
         return Fitted(GaussianMixture(pi, parts), history, "E_q[loss]/T − entropy")
 

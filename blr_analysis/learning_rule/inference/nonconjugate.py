@@ -7,13 +7,15 @@ its expectation,
     λ̃_ij = ∇_μ_j E_q[log p(y_i | x_iᵀθ)],
 
 and the nodes move in turn, each to the sum of its messages: the rule, coordinate by coordinate,
-at ρ = 1. With f_i = x_iᵀθ Gaussian under the mean field, an expectation is over one number.
+at ρ = 1, halved where that overshoots. With f_i = x_iᵀθ Gaussian under the mean field, an
+expectation is over one number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,17 @@ from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
-from blr_analysis.learning_rule.inference.cvi import above_zero, aims, suspicion
+from blr_analysis.learning_rule.inference.cvi import (
+    State,
+    above_zero,
+    aims,
+    halved,
+    suspicion,
+)
 from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, until_flat
 from blr_analysis.learning_rule.inference.latent_fit import checked_pair
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
-    expected,
     log_predictive,
     scalar_likelihood,
 )
@@ -74,6 +81,7 @@ class MeanFieldRegression:
         data: tuple[Tensor, Tensor],
         *,
         rho: float = 1.0,
+        halving: bool = True,
         max_iter: int = 1000,
         tol: float = 1e-9,
         progress: bool | None = None,
@@ -82,8 +90,10 @@ class MeanFieldRegression:
 
         Args:
             data: (x ``[N, P]``, y ``[N]``); put a column of ones for an intercept.
-            rho: ρ in (0, 1]. The messages of a non-conjugate factor depend on the node they go
-                to, so that sweeps at 1 may overshoot; a smaller ρ damps them (K&R 60).
+            rho: ρ in (0, 1], with ``halving`` the first that is tried at each node. The messages of
+                a non-conjugate factor depend on the node they go to, so that 1 may overshoot.
+            halving: halve ρ, node by node, until the ELBO does not fall; False for the rule as it
+                is written.
             max_iter: the most sweeps.
             tol: stop when the ELBO changes by no more than this, in nats.
             progress: whether to show a bar; None shows it on a terminal after a second.
@@ -93,24 +103,28 @@ class MeanFieldRegression:
 
         Raises:
             DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: a step that leaves the family: take a smaller ``rho``; settings out of
-                range; a likelihood that does not work element by element.
+            InputError: no step improves the ELBO, or without ``halving`` a step leaves the family;
+                settings out of range; a likelihood that does not work element by element.
         """
         check_rho(rho)
         positive_int("max_iter", max_iter)
         tolerance("tol", tol)
         likelihood = scalar_likelihood(self.likelihood)
         x, y = self._checked(data, likelihood)
-        q = self.prior
-        sites = {name: torch.zeros_like(x) for name in q.natural}
+        sites = {name: torch.zeros_like(x) for name in self.prior.natural}
+        state = _look(self.prior, sites, self.prior, x, y, likelihood)
 
         def steps() -> Iterator[float]:
-            nonlocal q
+            nonlocal state
             for _ in track(range(max_iter), label="message passing", show=progress):
                 for j in range(x.shape[1]):
-                    q = _visit(q, self.prior, j, x, y, likelihood, sites, rho)
-                values = expected(latent(q, x), lambda f: likelihood.log_prob(y, f))
-                yield float(values.sum() - q.kl(self.prior))
+                    column = {name: site[:, j : j + 1] for name, site in sites.items()}
+                    before = replace(state, sites=column)
+                    attempt = partial(_visit, before, self.prior, j, x, y, likelihood)
+                    state = halved(attempt, before, rho) if halving else attempt(rho)
+                    for name, site in sites.items():
+                        site[:, j : j + 1] = state.sites[name]
+                yield state.elbo
 
         history, converged = until_flat(steps(), tol=tol, what="the ELBO")
 
@@ -119,7 +133,7 @@ class MeanFieldRegression:
             return log_predictive(likelihood, latent(q, x), y)
 
         return Fitted(
-            q=q,
+            q=state.q,
             history=history,
             objective="ELBO",
             prior=self.prior,
@@ -145,45 +159,50 @@ def latent(q: DiagonalGaussian, x: Tensor) -> DiagonalGaussian:
     return DiagonalGaussian((x * q.mean).sum(-1), 1 / above_zero(variance))
 
 
-def messages(
-    q: DiagonalGaussian, j: int, x: Tensor, y: Tensor, likelihood: ScalarLikelihood
-) -> Natural:
-    """λ̃_ij of all examples to node j, ``[N, 1]``, from E_q[∇] and E_q[∇²] of log p(y_i|f_i)."""
-    f = latent(q, x)
-    of_f, _ = aims(f, y, likelihood)
+def messages(q: DiagonalGaussian, j: int, x: Tensor, of_f: Natural) -> Natural:
+    """λ̃_ij of all examples to node j, ``[N, 1]``, from ∇_μ E_q[log p(y_i|f_i)] of f_i."""
     bend = 2 * of_f["square"]
-    slope = of_f["linear"] + bend * f.mean
+    slope = of_f["linear"] + bend * latent(q, x).mean
     own = x[:, j]
     node = DiagonalGaussian(q.mean[j : j + 1], q.precision[j : j + 1])
     return node.pull_back((own * slope).unsqueeze(1), (own.square() * bend).unsqueeze(1))
 
 
-def _visit(
+def _look(
     q: DiagonalGaussian,
+    sites: Natural,
+    prior: DiagonalGaussian,
+    x: Tensor,
+    y: Tensor,
+    likelihood: ScalarLikelihood,
+) -> State[DiagonalGaussian]:
+    """q with its ELBO, and ∇_μ E_q[log p(y_i|f_i)] of every f_i."""
+    of_f, values = aims(latent(q, x), y, likelihood)
+    return State(sites, q, of_f, float(values.sum() - q.kl(prior)))
+
+
+def _visit(
+    state: State[DiagonalGaussian],
     prior: DiagonalGaussian,
     j: int,
     x: Tensor,
     y: Tensor,
     likelihood: ScalarLikelihood,
-    sites: Natural,
     rho: float,
-) -> DiagonalGaussian:
-    """One step of the rule for node j; its column of the sites moves with it, in place."""
-    told = messages(q, j, x, y, likelihood)
-    here = slice(j, j + 1)
+) -> State[DiagonalGaussian]:
+    """One step of the rule for node j; ``sites`` are its column, ``[N, 1]``, and move with it."""
+    q, here = state.q, slice(j, j + 1)
+    told = messages(q, j, x, state.aims)
     node, first = (DiagonalGaussian(p.mean[here], p.precision[here]) for p in (q, prior))
     gradient = scale(add(first.natural, {k: v.sum(0) for k, v in told.items()}), -1.0)
     try:
         node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
     except InputError as error:
-        f = latent(q, x)
-        found, values = aims(f, y, likelihood)
         raise InputError(
-            f"the step of coefficient {j} leaves the Gaussians: take a smaller rho than {rho:g}; "
-            f"else {suspicion(found, float(values.sum()))}"
+            f"the step of coefficient {j} leaves the Gaussians: take a smaller rho than {rho:g} or "
+            f"halving=True; else {suspicion(state.aims, state.elbo)}"
         ) from error
-    for name, column in told.items():
-        sites[name][:, here] = (1 - rho) * sites[name][:, here] + rho * column
+    column = add(scale(state.sites, 1 - rho), scale(told, rho))
     mean, precision = q.mean.clone(), q.precision.clone()
     mean[here], precision[here] = node.mean, node.precision
-    return DiagonalGaussian(mean, precision)
+    return _look(DiagonalGaussian(mean, precision), column, prior, x, y, likelihood)

@@ -1,11 +1,9 @@
 """Non-conjugate inference against direct maximisation of the ELBO, NUTS, and closed forms.
 
 The Gaussian that maximises the ELBO is not the posterior, so two things are asked: that the rule
-finds that Gaussian (to 1e-6, against quasi-Newton on mean and Cholesky factor), and that it is as
-near to long NUTS runs (``benchmarks/reference_draws.py``) as theory says it must be: means within
-their Monte Carlo error, and standard deviations within Talagrand's bound. With KL = KL(p ‖ q) for
-a Gaussian q, W₂(p, q)² ≤ 2 KL in units of q's deviations, which bounds the difference in every
-direction; KL is measured by importance sampling.
+finds that Gaussian (to 1e-6, against quasi-Newton on mean and Cholesky factor), and that it is near
+to long NUTS runs (``benchmarks/reference_draws.py``): means within their Monte Carlo error, and
+variances in every direction within that and a fixed 10 %.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from hypothesis import strategies as st
 from numpy.polynomial.hermite import hermgauss
 from scipy import optimize, stats
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.linear_model import PoissonRegressor
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
@@ -90,13 +89,11 @@ def log_joint(fitted: LatentFitted, thetas: Tensor) -> Tensor:
     return told.sum(-1) + problem.prior.log_prob(thetas)
 
 
-def weighted(fitted: LatentFitted, draws: int = 50_000) -> tuple[Tensor, Tensor, float]:
-    """Draws of q, their self-normalised importance weights, and KL(posterior ‖ q)."""
+def weighted(fitted: LatentFitted, draws: int = 50_000) -> tuple[Tensor, Tensor]:
+    """Draws of q, and their self-normalised importance weights."""
     thetas = fitted.q.sample(draws, generator=torch.Generator().manual_seed(0))
     ratios = log_joint(fitted, thetas) - fitted.q.log_prob(thetas)
-    weights = ratios.softmax(0)
-    evidence = ratios.logsumexp(0) - math.log(draws)
-    return thetas, weights, float((weights * (ratios - evidence)).sum())
+    return thetas, ratios.softmax(0)
 
 
 # The rule
@@ -133,6 +130,18 @@ def test_halving_keeps_the_elbo_from_falling(fits: dict[str, LatentFitted]) -> N
     slack = 1e-12 * abs(fits["poisson"].history[0])
     assert np.diff(fits["poisson"].history).min() > -slack
     assert torch.allclose(wild.q.mean, fits["poisson"].q.mean, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", [0.1, 0.01, 1e-3])
+def test_wide_priors_of_rates_lead_to_the_optimum(precision: float) -> None:
+    """f's prior deviation is up to 200: the mean nears scikit-learn's, with its weak ridge."""
+    x, y = examples("poisson")
+    fitted = GeneralizedLinear(standard(5, precision), "poisson").fit((x, y))
+    ridge = PoissonRegressor(alpha=precision / len(y), fit_intercept=False, tol=1e-10)
+    mode = torch.tensor(ridge.fit(x.numpy(), y.numpy()).coef_)
+    assert fitted.converged
+    deviations = fitted.q.covariance.diagonal().sqrt()
+    assert float(((fitted.q.mean - mode) / deviations).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -221,34 +230,34 @@ def test_one_step_for_a_gaussian_likelihood() -> None:
 # NUTS
 
 
+def variance_ratios(covariance: np.ndarray, told: dict[str, np.ndarray]) -> np.ndarray:
+    """Variances of q over those of NUTS in the directions where they differ the most."""
+    return np.linalg.eigvals(np.linalg.solve(told["covariance"], covariance)).real
+
+
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_nuts(name: str, fits: dict[str, LatentFitted]) -> None:
+    """Means within their Monte Carlo error; variances in every direction within 10 % besides.
+
+    The 10 % are for the Gaussian form of q. Neither they nor the errors, kept with the draws, know
+    of q, so that a covariance that is a quarter too wide or a fifth too narrow is noticed.
+    """
     fitted, told = fits[name], reference(PROBLEMS[name][0])
     assert told["r_hat"] < 1.01 and told["ess"] > 10_000
-    deviations = np.sqrt(np.diag(told["covariance"]))
-    mean = fitted.q.mean.numpy()
-    errors = np.abs(mean - told["mean"])
-    _, _, kl = weighted(fitted)
-    bound = math.sqrt(2 * kl)
-    # standard deviations of NUTS over those of q in the directions where they differ the most
-    ratios = np.sqrt(
-        np.linalg.eigvals(np.linalg.solve(fitted.q.covariance.numpy(), told["covariance"])).real
-    )
-    print(
-        f"{name}: |mean − NUTS| ≤ {(errors / deviations).max():.4f} sd, "
-        f"{(errors / told['mean_error']).max():.2f} Monte Carlo errors; sd ratios NUTS/q "
-        f"{ratios.min():.4f} … {ratios.max():.4f}; KL(p‖q) {kl:.5f}, bound {bound:.4f}"
-    )
-    assert (errors < 4 * told["mean_error"]).all()
-    noise = 4 * (told["variance_error"] / deviations**2).max()
-    assert (np.abs(ratios - 1) < bound + noise).all()
+    errors = np.abs(fitted.q.mean.numpy() - told["mean"]) / told["mean_error"]
+    covariance = fitted.q.covariance.numpy()
+    allowed = 0.1 + 4 * (told["variance_error"] / np.diag(told["covariance"])).max()
+    gaps = {k: np.abs(variance_ratios(k * covariance, told) - 1).max() for k in (1.0, 0.8, 1.25)}
+    print(f"{name}: mean within {errors.max():.2f} Monte Carlo errors; variances off by {gaps}")
+    assert errors.max() < 4
+    assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_nuts_by_importance_weights(name: str, fits: dict[str, LatentFitted]) -> None:
     """Weighted to the exact posterior, draws of q agree with NUTS in mean and covariance."""
     told = reference(PROBLEMS[name][0])
-    thetas, weights, _ = weighted(fits[name])
+    thetas, weights = weighted(fits[name])
     mean = weights @ thetas
     error = (weights.square() @ (thetas - mean).square()).sqrt().numpy()
     assert (np.abs(mean.numpy() - told["mean"]) < 4 * np.hypot(error, told["mean_error"])).all()
@@ -311,22 +320,22 @@ def test_left_out_against_refitting(fits: dict[str, LatentFitted]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     mean=st.floats(-5, 5),
-    std=st.floats(0.05, 2),
+    std=st.floats(0.05, 4),
     name=st.sampled_from(sorted(PROBLEMS)),
     label=st.sampled_from([0.0, 1.0]),
 )
 def test_quadrature(mean: float, std: float, name: str, label: float) -> None:
-    """Expectations to 1e-6, predictive probabilities to 2e-5, where f's deviation is at most 2."""
+    """Expectations and predictive probabilities against the trapezoidal rule of NumPy."""
     z = np.linspace(-12, 12, 20_001)
     weights = stats.norm.pdf(z) * (z[1] - z[0])  # the trapezoidal rule, scipy's densities
     log_probs = PROBLEMS[name][1](label, mean + std * z)
     likelihood = scalar_likelihood(name)
-    f = DiagonalGaussian(torch.tensor([mean]).double(), torch.tensor([std]).double() ** -2)
-    y = torch.tensor([label]).double()
+    center, width, y = torch.tensor([[mean], [std], [label]], dtype=torch.float64)
+    f = DiagonalGaussian(center, width**-2)
     ours = float(expected(f, lambda t: likelihood.log_prob(y, t))[0])
-    assert ours == pytest.approx(weights @ log_probs, rel=1e-6, abs=1e-6)
+    assert ours == pytest.approx(weights @ log_probs, rel=1e-8, abs=1e-9)
     found = float(log_predictive(likelihood, f, y).exp()[0])
-    assert found == pytest.approx(weights @ np.exp(log_probs), abs=2e-5)
+    assert found == pytest.approx(weights @ np.exp(log_probs), rel=1e-9, abs=1e-12)
 
 
 def test_a_function_is_a_likelihood(fits: dict[str, LatentFitted]) -> None:
@@ -486,11 +495,5 @@ def test_a_mean_that_mixes_examples_is_named() -> None:
     prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
     mixing = ScalarLikelihood("mixing", squares, lambda f: f.sum())
     fitted = GeneralizedLinear(prior, mixing).fit((x, y))
-    with pytest.raises(InputError, match=r"mean of likelihood 'mixing' must be.*is \(1,\)"):
+    with pytest.raises(InputError, match=r"mean of likelihood 'mixing' must be.*it gave \(\)"):
         fitted.predict(x)
-
-
-def test_too_many_nodes_are_named() -> None:
-    f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
-    with pytest.raises(InputError, match="at most 370 nodes, got 500"):
-        expected(f, torch.square, 500)

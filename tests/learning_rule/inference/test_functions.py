@@ -14,6 +14,8 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.curvature import ESTIMATES
+from blr_analysis.learning_rule.expectations import places
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference.functions import VariationalNewton
 from blr_analysis.learning_rule.inference.multimodal import minima
@@ -152,7 +154,7 @@ def test_bad_input_is_named(run: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("loss", "match"),
     [
-        (lambda t: t**2, "return one number"),
+        (lambda t: t.outer(t), r"return one number.*got \[1, 1\]"),
         (lambda t: 3.0, "return one number"),
         (lambda t: None, "return one number"),
         (lambda t, u: t[0], "return one number.*TypeError"),
@@ -192,3 +194,184 @@ def test_a_start_with_copies_is_named(look: str) -> None:
     copies = FullGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
     with pytest.raises(InputError, match=r"one Gaussian, got copies \[2\]"):
         VariationalNewton(look=look).fit(lambda t: t[0] ** 2, copies)
+
+
+# Curvatures
+
+
+def regression(noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 3, dtype=F64, generator=generator)
+    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=F64)
+    return x, y + noise * torch.randn(40, dtype=F64, generator=generator)
+
+
+X, Y = regression()
+PRIOR = FullGaussian(
+    torch.tensor([0.2, 0.0, -0.1], dtype=F64),
+    torch.tensor([[2.0, 0.3, 0.0], [0.3, 1.0, 0.1], [0.0, 0.1, 3.0]], dtype=F64),
+)
+
+
+def squared_errors(t: Tensor) -> Tensor:
+    """One loss for each example, whose gradient is (x·t − y) x."""
+    return 0.5 * (Y - X @ t).square()
+
+
+def newton(curvature: str, look: str, **settings: Any) -> FullGaussian:
+    """From N(0, I), to the data of PRIOR and the regression."""
+    rule = VariationalNewton(curvature=curvature, look=look, **settings)
+    start = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+    generator = torch.Generator().manual_seed(0)
+    fitted = rule.fit(squared_errors, start, prior=PRIOR, generator=generator, progress=False)
+    return fitted.q
+
+
+def closed_form() -> FullGaussian:
+    precision = PRIOR.precision + X.mT @ X
+    told = PRIOR.precision @ PRIOR.mean + X.mT @ Y
+    return FullGaussian(torch.linalg.solve(precision, told), precision)
+
+
+@pytest.mark.parametrize("look", ["mean", "samples"])
+def test_exact_curvature_of_regression_is_conjugate(look: str) -> None:
+    """At ρ = 1 two steps are the posterior: pairs m ± ε have the mean of a linear gradient."""
+    q = newton("exact", look, rho=1.0, max_iter=2, tol=math.inf, samples=4)
+    wanted = closed_form()
+    torch.testing.assert_close(q.precision, wanted.precision, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(q.mean, wanted.mean, rtol=1e-11, atol=1e-12)
+
+
+def test_the_objective_with_a_prior_is_the_evidence() -> None:
+    """−log of ∫ exp(−ℓ) p, by the determinants of linear regression, at the posterior."""
+    wanted = closed_form()
+    rule = VariationalNewton(look="samples", rho=1.0, max_iter=1)
+    generator = torch.Generator().manual_seed(0)
+    values = [
+        rule.fit(squared_errors, wanted, prior=PRIOR, generator=generator, progress=False).history[
+            0
+        ]
+        for _ in range(200)
+    ]
+    gap = Y - X @ PRIOR.mean
+    cover = torch.eye(40, dtype=F64) + X @ torch.linalg.inv(PRIOR.precision) @ X.mT
+    evidence = 0.5 * (gap @ torch.linalg.solve(cover, gap) + torch.logdet(cover))
+    found = torch.tensor(values, dtype=F64)
+    assert abs(float(found.mean() - evidence)) < 4 * float(found.std()) / 200**0.5
+
+
+def test_gauss_newton_settles_at_the_sum_of_outer_products() -> None:
+    """At the mean m is the mode for any curvature, and S = Σ g_i g_iᵀ + S_0 there, by hand."""
+    q = newton("gauss_newton", "mean", rho=0.3, max_iter=3000, tol=1e-13)
+    mode = closed_form().mean
+    torch.testing.assert_close(q.mean, mode, rtol=1e-6, atol=1e-6)
+    each = (X @ mode - Y).numpy()[:, None] * X.numpy()
+    dense = sum(row[:, None] * row[None, :] for row in each)
+    torch.testing.assert_close(
+        q.precision, torch.tensor(dense) + PRIOR.precision, rtol=1e-5, atol=0
+    )
+
+
+def test_squared_gradients_rest_at_what_theorem_1_says() -> None:
+    """With all examples in the batch, w = 0: the square of the sum takes the place of Σ g_i².
+
+    At the mode Σ g_i is the prior's pull S_0 (m_0 − m), so that S = diag (S_0 (m_0 − m))² + S_0
+    (Khan et al., ICML 2018, Theorem 1), far below OGN's.
+    """
+    mode = closed_form().mean
+    pull = PRIOR.precision @ (PRIOR.mean - mode)
+    rest = FullGaussian(mode, pull.square().diag() + PRIOR.precision)
+    rule = VariationalNewton(curvature="squared_gradient", look="mean", max_iter=3, tol=math.inf)
+    q = rule.fit(squared_errors, rest, prior=PRIOR, progress=False).q
+    torch.testing.assert_close(q.mean, rest.mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(q.precision, rest.precision, rtol=1e-10, atol=1e-10)
+    each = (X @ mode - Y)[:, None] * X
+    assert (pull.square() < 0.5 * each.square().sum(0)).all()
+
+
+def quartic(t: Tensor) -> Tensor:
+    """Not quadratic, and its variables depend on each other."""
+    return (t**4).sum() / 8 + 0.3 * (t[0] * t[1]) ** 2 + 0.7 * t[0] * t[1] + t.square().sum()
+
+
+@pytest.mark.parametrize("curvature", ["reparameterised", "hutchinson"])
+def test_random_curvatures_agree_with_the_exact_one(curvature: str) -> None:
+    """At the same places, over and over: their mean is that of the exact Hessians."""
+    precision = torch.tensor([[3.0, 0.8], [0.8, 2.0]], dtype=F64)
+    q = FullGaussian(torch.tensor([0.5, -0.3], dtype=F64), precision)
+    generator = torch.Generator().manual_seed(1)
+    rounds, found, exactly = 300, [], []
+    for _ in range(rounds):
+        points, shares = places(q, "samples", 20, generator=generator)
+        for name, kept in ((curvature, found), ("exact", exactly)):
+            hessians = ESTIMATES[name](quartic, points, q, generator)[1]
+            kept.append(torch.tensordot(shares, hessians, 1))
+    wanted = torch.stack(exactly)
+    if curvature == "hutchinson":
+        wanted = wanted.diagonal(dim1=1, dim2=2)
+    gap = torch.stack(found) - wanted
+    error = gap.std(0) / rounds**0.5
+    assert (error > 1e-4).all()
+    assert (gap.mean(0).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize("curvature", ["reparameterised", "hutchinson"])
+def test_random_curvatures_settle_where_the_exact_one_does(curvature: str) -> None:
+    """The mean over the last steps, against the exact fixed point, by batches' own spread."""
+
+    def separate(t: Tensor) -> Tensor:
+        return (t**4).sum() / 8 + t.square().sum() - t[0]
+
+    start = FullGaussian(torch.zeros(2, dtype=F64), 2 * torch.eye(2, dtype=F64))
+    wanted = (
+        VariationalNewton(look="samples", samples=400, rho=0.3, max_iter=60)
+        .fit(separate, start, generator=torch.Generator().manual_seed(9), progress=False)
+        .q
+    )
+    generator, q, precisions, means = torch.Generator().manual_seed(0), start, [], []
+    rule = VariationalNewton(look="samples", curvature=curvature, samples=20, rho=0.1, max_iter=40)
+    for _ in range(13):  # batches of 40 steps, the first of them left out
+        q = rule.fit(separate, q, generator=generator, progress=False).q
+        precisions.append(q.precision.diagonal())
+        means.append(q.mean)
+    for found, target in ((precisions, wanted.precision.diagonal()), (means, wanted.mean)):
+        kept = torch.stack(found[1:])
+        error = kept.std(0) / len(kept) ** 0.5
+        assert ((kept.mean(0) - target).abs() < 4 * error + 0.02).all()
+
+
+def test_reparameterised_by_quadrature_is_exact_by_quadrature() -> None:
+    """Price's theorem, with no noise at all: one fixed point."""
+    found, wanted = (
+        VariationalNewton(curvature=name, samples=60, max_iter=400)
+        .fit(lambda t: t[0].cosh() + t[0] ** 4, gaussian(0.5, 2.0), progress=False)
+        .q
+        for name in ("reparameterised", "exact")
+    )
+    torch.testing.assert_close(found.precision, wanted.precision, rtol=1e-8, atol=0)
+    torch.testing.assert_close(found.mean, wanted.mean, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (lambda: VariationalNewton(curvature="fisher"), "curvature must be one of 'exact'"),
+        (
+            lambda: VariationalNewton(curvature="reparameterised", look="mean"),
+            "gradients around the mean",
+        ),
+        (
+            lambda: VariationalNewton(curvature="gauss_newton").fit(wall, gaussian(0.0, 1.0)),
+            r"one number for each, \[N\], got \[\]",
+        ),
+        (
+            lambda: VariationalNewton().fit(
+                wall, gaussian(0.0, 1.0), prior=FullGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
+            ),
+            r"prior must be one Gaussian, got copies \[2\]",
+        ),
+    ],
+)
+def test_curvatures_that_do_not_fit_are_named(run: Callable[[], object], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        run()

@@ -110,11 +110,29 @@ def test_optimum_of_the_elbo(name: str) -> None:
     assert max(gaps) < 1e-6
 
 
+def covariance_gap(covariance: np.ndarray) -> float:
+    """The largest difference to NUTS of any entry, in NUTS' own standard deviations."""
+    deviations = np.sqrt(np.diag(TOLD["covariance"]))
+    return np.abs((covariance - TOLD["covariance"]) / np.outer(deviations, deviations)).max()
+
+
 def test_nuts(logistic: LatentFitted) -> None:
-    """Means within the Monte Carlo error, deviations within what KL(posterior ‖ q) allows."""
+    """Means within the Monte Carlo error; covariances within 10 % besides, for q's Gaussian form.
+
+    Nothing of what is allowed comes from q: a quarter too wide or a fifth too narrow is noticed.
+    """
     assert TOLD["r_hat"] < 1.01 and TOLD["ess"] > 10_000
     mean, covariance = (part.numpy() for part in function_values(logistic))
-    deviations = np.sqrt(np.diag(TOLD["covariance"]))
+    errors = np.abs(mean - TOLD["mean"]) / TOLD["mean_error"]
+    allowed = 0.1 + 4 * (TOLD["variance_error"] / np.diag(TOLD["covariance"])).max()
+    gaps = {k: covariance_gap(k * covariance) for k in (1.0, 0.8, 1.25)}
+    print(f"mean within {errors.max():.2f} Monte Carlo errors; covariance off by {gaps}")
+    assert errors.max() < 4
+    assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
+
+
+def test_the_elbo_is_below_the_evidence_by_the_divergence(logistic: LatentFitted) -> None:
+    """log p(y) and KL(posterior ‖ q) by importance weights of draws of q."""
     v = logistic.q.sample(50_000, generator=torch.Generator().manual_seed(0))
     problem = logistic.problem
     told = problem.likelihood.log_prob(problem.targets, v @ problem.design.mT).sum(-1)
@@ -122,21 +140,6 @@ def test_nuts(logistic: LatentFitted) -> None:
     evidence = ratios.logsumexp(0) - math.log(len(v))
     kl = float(ratios.softmax(0) @ (ratios - evidence))
     assert logistic.history[-1] < float(evidence) < logistic.history[-1] + 2 * kl
-    bound = math.sqrt(2 * kl)
-    errors = np.abs(mean - TOLD["mean"])
-    spread = np.sqrt(np.diag(covariance)) / deviations
-    cross = covariance / np.outer(deviations, deviations)
-    cross -= TOLD["covariance"] / np.outer(deviations, deviations)
-    print(
-        f"|mean − NUTS| ≤ {(errors / deviations).max():.4f} sd, "
-        f"{(errors / TOLD['mean_error']).max():.2f} Monte Carlo errors; sd ratio q/NUTS "
-        f"{spread.min():.4f} … {spread.max():.4f}; largest entry of the covariance off by "
-        f"{np.abs(cross).max():.4f}; KL(p‖q) {kl:.4f}, bound {bound:.3f}"
-    )
-    assert (errors < 4 * TOLD["mean_error"]).all()
-    noise = 4 * (TOLD["variance_error"] / deviations**2).max()
-    assert (np.abs(spread - 1) < bound + noise).all()
-    assert np.abs(cross).max() < 2 * bound + bound**2 + noise
 
 
 def test_predictions_against_nuts(logistic: LatentFitted) -> None:

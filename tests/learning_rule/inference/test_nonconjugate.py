@@ -39,7 +39,7 @@ def counts() -> tuple[Tensor, Tensor]:
 
 
 def best_mean_field(
-    x: np.ndarray, y: np.ndarray, name: str
+    x: np.ndarray, y: np.ndarray, name: str, center: float = 0.1, precision: float = 0.7
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Means, variances and the ELBO, by a general optimiser and NumPy's quadrature."""
     places, weights = np.polynomial.hermite_e.hermegauss(64)
@@ -54,10 +54,11 @@ def best_mean_field(
         else:
             f = centre[:, None] + np.sqrt(spread)[:, None] * places
             fit = (-np.logaddexp(0, -(2 * y[:, None] - 1) * f)) @ weights
-        gap = 0.7 * (variance + (mean - 0.1) ** 2) - 1 - np.log(0.7 * variance)
+        gap = precision * (variance + (mean - center) ** 2) - 1 - np.log(precision * variance)
         return gap.sum() / 2 - fit.sum()
 
-    found = minimize(loss, np.zeros(2 * x.shape[1]), method="BFGS", options={"gtol": 1e-6})
+    start = np.repeat([0.0, -3.0], x.shape[1])  # far from where exp overflows
+    found = minimize(loss, start, method="BFGS", options={"gtol": 1e-6})
     return found.x[: x.shape[1]], np.exp(found.x[x.shape[1] :]), -found.fun
 
 
@@ -88,6 +89,30 @@ def test_a_conjugate_factor_gives_the_conjugate_mean() -> None:
     exact = Conjugate(start, linear(1.0)).fit((x, y)).q
     torch.testing.assert_close(fitted.q.mean, exact.mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(fitted.q.precision, exact.precision.diagonal())
+
+
+def correlated_counts() -> tuple[Tensor, Tensor]:
+    """Two columns nearly the same: a sweep at ρ = 1 overshoots."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 10, generator=generator, dtype=torch.float64)
+    x[:, 1] = x[:, 0] + 0.4 * x[:, 1]
+    return x, torch.poisson((x[:, 0] * 0.8 + x[:, 2] * 0.5 + 1).exp(), generator=generator)
+
+
+def test_halving_keeps_the_elbo_from_falling() -> None:
+    data = correlated_counts()
+    start = DiagonalGaussian(torch.zeros(10).double(), torch.ones(10).double())
+    with pytest.warns(NotConverged):
+        wild = MeanFieldRegression(start).fit(data, halving=False, max_iter=5)
+    assert np.diff(wild.history).min() < -1000, "sweeps at ρ = 1 were expected to overshoot"
+    fitted = MeanFieldRegression(start).fit(data)
+    assert fitted.converged
+    assert np.diff(fitted.history).min() > -1e-9
+    _, _, elbo = best_mean_field(data[0].numpy(), data[1].numpy(), "poisson", 0.0, 1.0)
+    assert fitted.history[-1] == pytest.approx(elbo, abs=1e-4)
+    for key, value in fitted.q.natural.items():
+        total = fitted.prior.natural[key] + fitted.sites[key].sum(0)
+        torch.testing.assert_close(value, total, rtol=1e-9, atol=1e-8)
 
 
 def test_left_out_follows_fitting_again() -> None:
@@ -127,8 +152,11 @@ def test_likelihoods_and_settings_that_are_none_are_named() -> None:
     data = counts()
     with pytest.raises(InputError, match="mixes examples"):
         MeanFieldRegression(prior(4), lambda y, f: -((f - f.mean()) ** 2)).fit(data)
+    upward = MeanFieldRegression(prior(4), lambda y, f: f**2)
+    with pytest.raises(InputError, match=r"no step along the natural gradient.*curves upward"):
+        upward.fit(data)
     with pytest.raises(InputError, match=r"step of coefficient 0 leaves.*curves upward"):
-        MeanFieldRegression(prior(4), lambda y, f: f**2).fit(data)
+        upward.fit(data, halving=False)
     with pytest.raises(InputError, match="tol must be 0 or more"):
         MeanFieldRegression(prior(4)).fit(data, tol=None)  # type: ignore[arg-type]
 
