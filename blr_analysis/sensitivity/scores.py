@@ -153,7 +153,7 @@ def sensitivity(
         return _of_sequences(task, q, variance, chunk_size, memory_budget, progress)
     c = n_outputs(task, q.mean)
     if variance is None:
-        variance = c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS
+        variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)
     columns = c if variance else 1
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
     start = 0
