@@ -46,6 +46,8 @@ def load(examples: int, held_out: bool) -> Data:
         examples: how many to train on.
         held_out: predict 5,000 other training images instead of the test images.
     """
+    if held_out and examples > HELD_OUT.start:
+        raise SystemExit(f"--look trains on at most {HELD_OUT.start:,} images")
     found = read("fashion-mnist")
     mean, scale = found.images.mean(), found.images.std()
     x, test, other = (

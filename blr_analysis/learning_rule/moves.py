@@ -142,15 +142,15 @@ def advance(
 ) -> None:
     """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ)).
 
-    ``precision`` is h + δ; ``estimate`` is used up.
+    ``precision`` is h + δ; it and ``estimate`` are used up.
     """
     rho = 1.0 - group["beta2"]
     if not move.positive:
         torch._foreach_lerp_(hess, estimate, rho)
         return
     torch._foreach_sub_(estimate, hess)
+    torch._foreach_div_(precision, estimate)  # its inverse times the gap: no square to overflow
     torch._foreach_add_(hess, estimate, alpha=rho)
-    torch._foreach_mul_(estimate, estimate)
     torch._foreach_addcdiv_(hess, estimate, precision, value=0.5 * rho**2)
 
 

@@ -175,9 +175,9 @@ def _settled(
             break
     if worst > 100 * tolerance:
         warnings.warn(
-            f"integrals over f are uncertain by {worst:.1e} of their size at {intervals + 1} "
+            f"integrals over f are uncertain by {worst:.0e} of their size at {intervals + 1} "
             "nodes, the most that are taken, for standard deviations of f up to "
-            f"{float(std.amax()):.3g}: "
+            f"{float(std.amax()):.0e}: "
             "scale the inputs, take a narrower prior, or a likelihood without steps",
             Inaccurate,
             stacklevel=3,

@@ -229,6 +229,11 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
             f"a fitted {type(task).__name__} is no network: sensitivity(fitted) and "
             "leave_one_out(fitted) take it"
         )
+    if posterior is None and not isinstance(task, Task):
+        raise InputError(
+            f"sensitivity and leave_one_out take a Task and its Posterior, or a fitted model, what "
+            f"model.fit(data) returns; got {type(task).__name__} and no posterior"
+        )
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
     return posterior.on(task, same_data=same_data)

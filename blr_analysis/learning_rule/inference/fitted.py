@@ -84,7 +84,7 @@ class Fitted(Plottable, Tabular, Generic[Q]):
     def __getattr__(self, name: str) -> Any:
         """Of q, what a Fitted has not."""
         q = self.__dict__.get("q")
-        if not name.startswith("_") and isinstance(q, ExponentialFamily) and hasattr(q, name):
+        if not name.startswith("_") and not isinstance(q, Mapping) and hasattr(q, name):
             return getattr(q, name)
         kind = type(q).__name__
         raise AttributeError(f"neither {type(self).__name__} nor its q, a {kind}, has {name!r}")
@@ -187,23 +187,28 @@ def rows(data: Any, chosen: Tensor) -> Any:
 
 
 def until_flat(
-    steps: Iterator[float], *, tol: float, what: str = "the objective"
+    steps: Iterator[float],
+    *,
+    tol: float | Callable[[float], float],
+    what: str = "the objective",
 ) -> tuple[list[float], bool]:
-    """Run through ``steps`` until the objective changes by at most ``tol``; warn if it never does.
+    """Run through ``steps`` until the objective changes by at most ``tol``, or ``tol(objective)``;
+    warn if it never does.
 
     Returns:
         The objective after each step, and whether the last change was small enough.
     """
     history: list[float] = []
+    allowed = tol if callable(tol) else lambda value: tol
     for value in steps:
         if not math.isfinite(value):
             raise InputError(f"{what} became {value} at iteration {len(history) + 1}")
         history.append(value)
-        if len(history) > 1 and abs(history[-1] - history[-2]) <= tol:
+        if len(history) > 1 and abs(history[-1] - history[-2]) <= allowed(value):
             return history, True
     warnings.warn(
-        f"{what} still changed by more than {tol:g} after {len(history)} iterations: raise "
-        "max_iter or tol",
+        f"{what} still changed by more than {allowed(history[-1]):g} after {len(history)} "
+        "iterations: raise max_iter or tol",
         NotConverged,
         stacklevel=3,
     )

@@ -177,7 +177,11 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
         for _ in range(max_iter):
             value, gradient, curvature = (t[0] for t in derivatives(loss, point.unsqueeze(0)))
             sizes, axes = torch.linalg.eigh(curvature)
-            step = axes @ ((axes.mT @ gradient) / sizes.abs().clamp_min(1e-6))
+            sizes = sizes.abs()
+            floor = torch.maximum(
+                1e-6 * sizes.amax(), sizes.new_tensor(torch.finfo(sizes.dtype).tiny)
+            )
+            step = axes @ ((axes.mT @ gradient) / sizes.maximum(floor))
             length = 1.0
             while not loss(point - length * step) <= value and length > 1e-8:
                 length /= 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, rows, until_flat
 from blr_analysis.learning_rule.inference.skew_normal import NotSkewNormal, SkewNormal, skew_step
@@ -130,6 +130,7 @@ def fit_skew_normal(
         raise InputError("start must be a SkewNormal with lean ≠ 0: a Gaussian would stay one")
     if (log_likelihood is None) != (data is None):
         raise InputError("log_likelihood and data go together: one of them is missing")
+    _check_data(data)
     told = None if log_likelihood is None else partial(_log_likelihoods, log_likelihood)
     q = start
 
@@ -188,3 +189,19 @@ def _log_predictive(q: SkewNormal, data: Any, told: LogLikelihood) -> Tensor:
     weights = q.log_prob(grid) + spacing
     parts = torch.arange(_count(data)).split(CHUNK)
     return torch.cat([(told(rows(data, part), grid) + weights).logsumexp(1) for part in parts])
+
+
+def _check_data(data: Any) -> None:
+    """Raise unless it is None, or N ≥ 1 examples in a tensor or a tuple of tensors."""
+    if data is None:
+        return
+    parts = data if isinstance(data, tuple) else (data,)
+    if not parts or not all(isinstance(part, Tensor) and part.ndim for part in parts):
+        raise DataError(
+            f"data must be a tensor [N, …] or a tuple of them, got {type(data).__name__}; "
+            "torch.as_tensor makes one"
+        )
+    if {len(part) for part in parts} != {len(parts[0])} or not len(parts[0]):
+        raise DataError(f"data must be N ≥ 1 examples, got {[len(part) for part in parts]}")
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise DataError("data contain NaN or inf; drop or mend those examples")

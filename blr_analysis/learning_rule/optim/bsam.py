@@ -149,10 +149,10 @@ class BSAM(RowOptimizer):
         draw = self._draw_adversary()
         try:
             yield
+            self._finish(draw)
         except BaseException:
             self._abandon(draw)
             raise
-        self._finish(draw)
 
     def _draw_adversary(self, adoptable: bool = False) -> Draw:
         if self._open is not None:
@@ -203,10 +203,10 @@ class BSAM(RowOptimizer):
                 try:
                     with torch.enable_grad():
                         losses.append(closure())
+                    self._finish(draw)
                 except BaseException:
                     self._abandon(draw)
                     raise
-                self._finish(draw)
         kept = losses[::2]  # at the samples, as with the other rows
         return None if kept[0] is None else sum(kept) / len(kept)
 

@@ -92,11 +92,13 @@ class Draw:
         _on_each_device(torch._foreach_add_, self.params, self.noises)
 
     def restore(self, buffers: Buffers) -> None:
-        """Put the means back."""
+        """Put the means back; once more does no harm, when an interrupt came in between."""
+        if self.closed:
+            return
         _on_each_device(torch._foreach_copy_, self.params, self.means)
-        buffers.give(self.mean_buffers)
-        self.means, self.mean_buffers = [], []
         self.closed = True
+        freed, self.mean_buffers, self.means = self.mean_buffers, [], []
+        buffers.give(freed)
 
 
 def _on_each_device(

@@ -29,6 +29,10 @@ from blr_analysis.learning_rule.optim.draws import GIVEN, Draw, state_dtype
 DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2}
 """By method: the power of the gradient's scale in the curvature estimate."""
 
+ROOM = 0.3
+"""A gradient's norm stays below the largest number to this power (4e11 in single precision), so
+that curvature estimates, which are squared and multiplied by ess, do not overflow."""
+
 
 @dataclass
 class Estimate:
@@ -80,6 +84,15 @@ class Gathered:
     def is_settled(self) -> bool:
         """Whether the means own their memory."""
         return any(e.curvature is not None for e in self.estimates.values())
+
+    def adopt(self) -> None:
+        """Gradients that someone put in the place of the shown ones, zeros excepted, hold."""
+        for param, estimate in self.estimates.items():
+            given = param.grad
+            if given is not None and given is not estimate.shown and bool(given.any()):
+                estimate.shown, estimate.version = given, -1
+                if estimate.curvature is None:
+                    estimate.grad = given
 
     def settle(self) -> None:
         """Let the means own their memory, and carry over what was done to ``p.grad``."""
@@ -175,14 +188,16 @@ class Gathered:
             estimate.grad.mul_(factor)
             estimate.curvature.mul_(factor ** DEGREES[estimate.method])
 
-    def find_non_finite(self) -> Tensor | None:
-        """The first parameter whose gradient holds NaN or inf."""
+    def find_unusable(self, inverse_scale: float) -> Tensor | None:
+        """The first parameter whose gradient is not finite, or larger than :data:`ROOM` allows."""
         rows = [(p, e.grad.detach()) for p, e in self.estimates.items()]
-        for alike in group_by(rows, lambda row: row[0].device).values():
-            sums = torch.stack([grad.sum(dtype=torch.float32) for _, grad in alike])
-            if not sums.isfinite().all():  # or a sum of finite numbers overflowed
-                for param, grad in alike:
-                    if not grad.isfinite().all():
+        for alike in group_by(rows, lambda row: (row[0].device, row[0].dtype)).values():
+            dtype = state_dtype(alike[0][0])
+            most = torch.finfo(dtype).max ** ROOM
+            norms = torch.stack(torch._foreach_norm([g for _, g in alike], 2, dtype))
+            if not bool((norms * inverse_scale < most).all()):
+                for (param, _), norm in zip(alike, norms.tolist(), strict=True):
+                    if not norm * inverse_scale < most:
                         return param
         return None
 

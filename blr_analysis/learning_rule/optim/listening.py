@@ -35,9 +35,11 @@ class Seen:
 
 @dataclass
 class Pass:
-    """One call of the model on ``batch`` examples."""
+    """One call of the model on ``batch`` examples; ``tasks`` tells the backward passes apart that
+    came to it."""
 
     batch: int
+    tasks: set[int] = field(default_factory=set)
     seen: list[Seen] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -75,14 +77,11 @@ class Listener:
     def start(self, wanted: Mapping[int, str]) -> None:
         """Put hooks on every layer with a parameter whose id is a key of ``wanted``."""
         units = units_of(self.model, wanted)
-        self._handles = [
-            self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            *(
-                unit.module.register_forward_hook(self._hook(unit), with_kwargs=True)
-                for unit in units
-            ),
-            self.model.register_forward_hook(self._leave, always_call=True),
-        ]
+        keep = self._handles.append  # one by one: an interrupt leaves none behind
+        keep(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        for unit in units:
+            keep(unit.module.register_forward_hook(self._hook(unit), with_kwargs=True))
+        keep(self.model.register_forward_hook(self._leave, always_call=True))
 
     def stop(self) -> None:
         """Take the hooks off; what was caught stays in :attr:`passes`."""
@@ -141,15 +140,16 @@ class Listener:
         values = [leaf.detach() for leaf in leaves]
         seen = Seen(Visit(unit, occurrence, args, kwargs, values, edges), [None] * len(leaves))
         for position, leaf in enumerate(leaves):
-            leaf.register_hook(_receiver(seen.grads, position, self._ears))
+            leaf.register_hook(_receiver(seen.grads, position, self._ears, passed.tasks))
         passed.seen.append(seen)
 
 
-def _receiver(grads: list[Tensor | None], position: int, ears: Ears) -> Any:
+def _receiver(grads: list[Tensor | None], position: int, ears: Ears, tasks: set[int]) -> Any:
     """A hook that adds up what comes back to an output."""
 
     def receive(grad: Tensor) -> None:
         if not ears.deaf:
+            tasks.add(torch._C._current_graph_task_id())
             before = grads[position]
             grads[position] = grad.detach() if before is None else before + grad.detach()
 

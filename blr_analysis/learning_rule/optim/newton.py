@@ -114,16 +114,42 @@ class Newton(torch.optim.Optimizer):
             moved = blr_step(q, pulled, float(group["lr"]))
             for param, part in zip(params, moved.mean.split(sizes), strict=True):
                 param.copy_(part.view_as(param))
-            self.state[params[0]]["precision"] = moved.precision
-            self.state[params[0]]["step"] = self.state[params[0]].get("step", 0) + 1
+            state = self.state[group["params"][0]]
+            state["precision"] = moved.precision
+            state["moved"] = [p.requires_grad for p in group["params"]]
+            state["step"] = state.get("step", 0) + 1
         return loss.detach()
 
     def _precision(self, mean: Tensor, group: dict[str, Any]) -> Tensor:
-        for param in group["params"]:
-            if "precision" in self.state[param]:
-                return self.state[param]["precision"]
+        """S of the parameters that are moved; from the start again when these are others."""
+        state = self.state[group["params"][0]]
+        if state.get("moved") == [p.requires_grad for p in group["params"]]:
+            return state["precision"]
         start = group["ess"] * (group["hess_init"] + group["weight_decay"])
         return start * torch.eye(len(mean)).to(mean)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``.
+
+        Raises:
+            OptimizerError: another optimizer's state, or of other parameters; nothing is loaded.
+        """
+        hint = "load a state_dict() of Newton, made with the same parameters"
+        try:
+            (group,) = state_dict["param_groups"]
+            name, count = group["algorithm"], len(group["params"])
+            (entry,) = state_dict["state"].values() or [{}]
+            moved, precision = entry.get("moved", []), entry.get("precision", torch.zeros(0, 0))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise OptimizerError(f"this is no state of Newton; {hint}") from None
+        held = self.param_groups[0]["params"]
+        size = sum(p.numel() for p, is_moved in zip(held, moved, strict=False) if is_moved)
+        if name != "Newton" or count != len(held) or precision.shape != (size, size):
+            raise OptimizerError(
+                f"the state of {name} with {count} parameters and a precision of shape "
+                f"{tuple(precision.shape)} does not fit {len(held)} parameters; {hint}"
+            )
+        super().load_state_dict(state_dict)
 
 
 def _check(settings: dict[str, Any]) -> None:

@@ -104,6 +104,12 @@ class PerExample:
                 "loss.backward() inside the context"
             )
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
+        if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
+            raise OptimizerError(
+                f"{self.algorithm} cannot tell the examples apart: one backward pass went through "
+                "several calls of the model, whose rows may be the same examples or others. Call "
+                "the model once on all of them (torch.cat), or backward after every call"
+            )
         values = {name: p.detach() for name, p in self.model.named_parameters()}
         squares: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}

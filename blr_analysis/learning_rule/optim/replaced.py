@@ -122,10 +122,10 @@ class ReplacingOptimizer(RowOptimizer):
         draw = self._begin(Replaced(False, look=look))
         try:
             yield
+            self._finish(draw)
         except BaseException:
             self._abandon(draw)
             raise
-        self._finish(draw)
 
     def _restore(self, draw: Draw) -> None:
         super()._restore(draw)

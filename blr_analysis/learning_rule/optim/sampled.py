@@ -91,10 +91,10 @@ class SampledOptimizer(torch.optim.Optimizer):
         draw = self._draw(train)
         try:
             yield
-        except BaseException:
+            self._finish(draw)
+        except BaseException:  # also an interrupt while the means are put back
             self._abandon(draw)
             raise
-        self._finish(draw)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if self._open is not None:
@@ -131,7 +131,7 @@ class SampledOptimizer(torch.optim.Optimizer):
         self._open = None
 
     def _abandon(self, draw: Draw) -> None:
-        if not draw.closed:
+        if self._open is draw or not draw.closed:
             with torch.inference_mode(False), torch.no_grad():
                 self._restore(draw)
                 self._drop(draw)
@@ -186,10 +186,10 @@ class SampledOptimizer(torch.optim.Optimizer):
             try:
                 with torch.enable_grad():
                     losses.append(closure())
+                self._finish(draw)
             except BaseException:
                 self._abandon(draw)
                 raise
-            self._finish(draw)
         return None if losses[0] is None else sum(losses) / len(losses)
 
     def _step(self) -> None:
@@ -207,17 +207,19 @@ class SampledOptimizer(torch.optim.Optimizer):
         together = self.sync and is_distributed()
         if true_on_any_rank([skip], next(iter(methods)).device)[0] if together else skip:
             return
+        gathered.adopt()
         if together or gathered.count > 1 or gathered.is_settled:
             gathered.settle()
         if together:
             gathered.scale_by(inverse_scale)
             inverse_scale = 1.0
             average_over_ranks(gathered, list(methods), list(methods.values()))
-        if found_inf is None and (bad := gathered.find_non_finite()) is not None:
+        if found_inf is None and (bad := gathered.find_unusable(inverse_scale)) is not None:
             raise OptimizerError(
-                f"the gradient of {self._describe(bad)} holds NaN or inf; weights and state are "
-                "as before the step. Look for the cause in loss or data, lower lr, raise "
-                "hess_init, or use a GradScaler, which skips such steps"
+                f"the gradient of {self._describe(bad)} holds NaN or inf, or is so large that its "
+                "square might overflow; weights and state are as before the step. Look for the "
+                "cause in loss or data, lower lr, raise hess_init, clip gradients, or use a "
+                "GradScaler, which skips such steps"
             )
         self._update(inverse_scale)
 
@@ -230,10 +232,16 @@ class SampledOptimizer(torch.optim.Optimizer):
         return f"a parameter of shape {tuple(param.shape)}"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. The draws gathered for the next step stay."""
+        """As in torch. The draws gathered for the next step stay; see :meth:`drop_draws`."""
         if not set_to_none:
             self._gathered.keep_zeros_apart()
         super().zero_grad(set_to_none)
+
+    def drop_draws(self) -> None:
+        """Forget the draws since the last step: of a minibatch that is to be skipped, say."""
+        if self._open is not None:
+            raise OptimizerError("drop_draws() inside sampled_params(): leave the context first")
+        self._gathered.clear()
 
     # Saving ----------------------------------------------------------------------------------
 

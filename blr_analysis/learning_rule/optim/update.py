@@ -113,4 +113,4 @@ def _source(estimate: Estimate, noisy: bool) -> list[Tensor]:
 
 
 def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
-    return tensors if factor == 1 else list(torch._foreach_mul(tensors, factor))
+    return tensors if factor == 1 or not tensors else list(torch._foreach_mul(tensors, factor))

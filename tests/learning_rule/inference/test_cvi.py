@@ -497,3 +497,23 @@ def test_a_mean_that_mixes_examples_is_named() -> None:
     fitted = GeneralizedLinear(prior, mixing).fit((x, y))
     with pytest.raises(InputError, match=r"mean of likelihood 'mixing' must be.*it gave \(\)"):
         fitted.predict(x)
+
+
+@pytest.mark.parametrize("precision", [1.0, 0.03, 0.01, 1e-3, 1e-4])
+def test_large_counts_under_wide_priors(precision: float) -> None:
+    """A prior under which E_q[e^f] is e^50 and more: the optimum by a scalar search instead."""
+    y = torch.arange(840.0, 1000.0, 2.0, dtype=torch.float64)
+    prior = FullGaussian(torch.zeros(1).double(), precision * torch.eye(1).double())
+    fitted = GeneralizedLinear(prior, "poisson").fit((torch.ones(len(y), 1).double(), y))
+
+    def minus_elbo(at: Any) -> float:
+        mean, log_sd = at
+        told = (y * mean - math.exp(mean + math.exp(2 * log_sd) / 2) - torch.lgamma(y + 1)).sum()
+        kl = 0.5 * (precision * (mean**2 + math.exp(2 * log_sd)) - 1 - math.log(precision))
+        return float(kl - log_sd - told)
+
+    tight = {"xatol": 1e-10, "fatol": 1e-12, "maxiter": 4000}
+    best = optimize.minimize(minus_elbo, [6.8, -5.0], method="Nelder-Mead", options=tight)
+    assert fitted.converged and fitted.history[-1] == pytest.approx(-best.fun, abs=1e-6)
+    assert float(fitted.q.mean) == pytest.approx(best.x[0], abs=1e-5)
+    assert float(fitted.q.precision) ** -0.5 == pytest.approx(math.exp(best.x[1]), rel=1e-4)

@@ -255,3 +255,9 @@ def test_a_descent_stays_where_the_loss_is_finite() -> None:
     """Newton's step from 3 on t − log t leads to −3, where the logarithm is no number."""
     found = minima(lambda t: t[0] - t[0].log(), torch.tensor([[3.0], [0.5]], dtype=torch.float64))
     torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_minima_do_not_depend_on_the_units_of_the_loss(scale: float) -> None:
+    found = minima(lambda t: scale * (t[0] - 3) ** 2, torch.zeros(1, 1).double())
+    torch.testing.assert_close(found, torch.tensor([[3.0]]).double())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sklearn.datasets import load_iris
 from torch import Tensor
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference import FittedSkewNormal
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
@@ -313,3 +314,24 @@ def test_examples_that_make_no_sense() -> None:
         )
     with pytest.raises(InputError, match="tol"):
         fit_skew_normal(log_prior, start, tol="small")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (torch.zeros(0), "N ≥ 1"),
+        ([1.0, 2.0], "as_tensor"),
+        (torch.tensor(1.0), "tensor"),
+        ((torch.zeros(3), torch.zeros(2)), "N ≥ 1"),
+        (torch.tensor([1.0, torch.nan]), "NaN"),
+    ],
+)
+def test_data_that_are_none(data: Any, match: str) -> None:
+    start = skew(0.0, 0.5, 1.0)
+    with pytest.raises(DataError, match=match):
+        fit_skew_normal(
+            lambda t: -0.5 * t**2,
+            start,
+            log_likelihood=lambda y, t: -0.5 * (y[:, None] - t) ** 2,
+            data=data,
+        )

@@ -491,13 +491,26 @@ def test_non_finite_gradient(bad: float, draws: int) -> None:
     assert all(tensor.isfinite().all() for tensor in problem.everything())
 
 
-def test_huge_but_finite_gradients_are_no_error() -> None:
+@pytest.mark.parametrize("value", [1e20, 3e38])
+def test_gradients_whose_squares_overflow_are_refused(value: float) -> None:
+    """They would make the precision infinite, and the weights NaN one step later."""
     theta = torch.nn.Parameter(torch.zeros(64))
-    optimizer = IVON([theta], lr=0.0, ess=1e-6, beta2=1.0)
+    optimizer = IVON([theta], lr=0.1, ess=60_000)
     with optimizer.sampled_params(train=True):
-        theta.grad = torch.full((64,), 3e38)  # the sum overflows
-    optimizer.step()
-    assert optimizer.state[theta]["step"] == 1
+        theta.grad = torch.full((64,), value)
+    with pytest.raises(OptimizerError, match="overflow"):
+        optimizer.step()
+    assert not theta.any() and theta not in optimizer.state
+
+
+def test_large_gradients_are_no_error() -> None:
+    theta = torch.nn.Parameter(torch.zeros(64))
+    optimizer = IVON([theta], lr=0.1, ess=60_000)
+    for _ in range(3):
+        with optimizer.sampled_params(train=True):
+            theta.grad = torch.full((64,), 1e10)
+        optimizer.step()
+    assert theta.isfinite().all() and optimizer.state[theta]["hess"].isfinite().all()
 
 
 def test_sparse_gradient() -> None:

@@ -12,7 +12,8 @@ from torch import nn
 import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families import DiagonalGaussian, Gamma
-from blr_analysis.learning_rule.optim import Newton
+from blr_analysis.learning_rule.optim import Newton, RowOptimizer
+from blr_analysis.learning_rule.optim.draws import Draw
 
 
 @pytest.mark.parametrize("kind", [blr.VOGN, blr.OGN])
@@ -150,3 +151,142 @@ def test_draws_are_counted_in_whole_numbers(n: object) -> None:
     ):
         with pytest.raises(InputError, match="n must be"):
             q.sample(n)
+
+
+def looked(optimizer: Any, model: nn.Module, scale: float = 1.0) -> None:
+    """One draw with its gradients."""
+    with optimizer.sampled_params(train=True):
+        optimizer.zero_grad()
+        (scale * model(torch.ones(3, 2)).square().mean()).backward()
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_gradients_that_are_replaced_hold(draws: int) -> None:
+    """Clipping out of place is clipping."""
+    moved = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = make(blr.IVON, model.parameters(), hess_init=0.5)
+        for _ in range(draws):
+            looked(optimizer, model)
+        for p in model.parameters():
+            assert p.grad is not None
+            if in_place:
+                p.grad.mul_(0.01)
+            else:
+                p.grad = p.grad * 0.01
+        optimizer.step()
+        moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*moved)
+
+
+def test_draws_can_be_dropped() -> None:
+    moved = []
+    for spike in (True, False):
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        optimizer = make(blr.IVON, model.parameters())
+        if spike:
+            looked(optimizer, model, 1e6)
+            optimizer.drop_draws()
+        optimizer.generator = torch.Generator().manual_seed(0)
+        nn.init.zeros_(model.bias)
+        looked(optimizer, model)
+        optimizer.step()
+        moved.append(model.weight.detach().clone())
+    assert torch.equal(*moved)
+
+
+@pytest.mark.parametrize("kind", [blr.IVON, blr.BSAM, blr.STE])
+@pytest.mark.parametrize("where", ["restore", "_restore"])
+def test_an_interrupt_while_the_means_are_put_back(
+    kind: type, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The means come back, and the optimizer can go on."""
+    model = nn.Linear(2, 1)
+    settings = {} if kind is blr.STE else {"ess": 10}
+    optimizer = kind(model.parameters(), lr=0.1, **settings)
+    before = [p.detach().clone() for p in model.parameters()]
+    owner = Draw if where == "restore" else type(optimizer)
+    original, calls = getattr(owner, where), []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        original(*args)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        looked(optimizer, model)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.state_dict()
+    with optimizer.sampled_params():
+        pass
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_loss_scale_and_two_draws_of_rows_at_the_mean(name: str) -> None:
+    moved = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = RowOptimizer(model.parameters(), name, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        for _ in range(2):
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(3, 2)).square().mean()).backward()
+        scaler.step(optimizer)
+        moved.append(model.weight.detach().clone())
+    torch.testing.assert_close(*moved)
+
+
+def test_newton_forgets_the_precision_of_other_parameters() -> None:
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    scales = torch.tensor([1.0, 10.0, 100.0])
+
+    def loss() -> torch.Tensor:
+        return 0.5 * (scales * (a - 1) ** 2).sum() + 0.5 * ((b - 2) ** 2).sum()
+
+    optimizer = Newton([a, b], lr=0.5)
+    b.requires_grad_(False)
+    for _ in range(6):
+        optimizer.step(loss)
+    a.requires_grad_(False)
+    b.requires_grad_(True)
+    fresh = nn.Parameter(torch.zeros(3))
+    other = Newton([fresh], lr=0.5)
+    optimizer.step(loss)
+    other.step(lambda: 0.5 * ((fresh - 2) ** 2).sum())
+    torch.testing.assert_close(b, fresh)
+
+
+@pytest.mark.parametrize("state", [None, {}, torch.optim.Adam([torch.ones(1)]).state_dict()])
+def test_newton_refuses_the_state_of_another(state: Any) -> None:
+    with pytest.raises(OptimizerError, match="state of Newton"):
+        Newton(nn.Linear(2, 1).parameters()).load_state_dict(state)
+
+
+def test_newton_refuses_a_state_of_another_size() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Newton(model.parameters(), weight_decay=0.1)
+    optimizer.step(lambda: model(torch.ones(3, 2)).square().mean())
+    Newton(nn.Linear(2, 1).parameters()).load_state_dict(optimizer.state_dict())
+    with pytest.raises(OptimizerError, match="does not fit"):
+        Newton(nn.Linear(3, 1).parameters()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [blr.VOGN, blr.OGN])
+def test_several_calls_of_the_model_in_one_backward(kind: type) -> None:
+    """Are its rows the same examples, or others? Nobody can tell."""
+    model = nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), lr=0.1, ess=10, model=model)
+    x = torch.randn(4, 2)
+    with (
+        pytest.raises(OptimizerError, match="cannot tell the examples apart"),
+        optimizer.sampled_params(train=True),
+    ):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), model(x + 1)).backward()
