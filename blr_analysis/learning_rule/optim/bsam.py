@@ -227,6 +227,11 @@ class BSAM(RowOptimizer):
             )
         super()._step()
 
+    def drop_draws(self) -> None:
+        """As :meth:`IVON.drop_draws`, a sample that has no adversary yet included."""
+        super().drop_draws()
+        self._sampled = None
+
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`IVON.state_dict`; not between a sample and its adversary."""
         if self._sampled is not None:

@@ -198,6 +198,18 @@ def test_draws_can_be_dropped() -> None:
     assert torch.equal(*moved)
 
 
+def test_bsam_drops_a_sample_without_its_adversary() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = make(blr.BSAM, model.parameters())
+    looked(optimizer, model)
+    optimizer.drop_draws()
+    looked(optimizer, model)
+    with optimizer.adversarial_params():
+        model(torch.ones(3, 2)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 1
+
+
 @pytest.mark.parametrize("kind", [blr.IVON, blr.BSAM, blr.STE])
 @pytest.mark.parametrize("where", ["restore", "_restore"])
 def test_an_interrupt_while_the_means_are_put_back(
