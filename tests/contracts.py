@@ -17,10 +17,7 @@ from torch.distributions import MultivariateNormal
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.full import Full
-from blr_analysis.posterior.kronecker import Kronecker
-from blr_analysis.posterior.lowrank import LowRank
-from blr_analysis.posterior.structures import Structure
+from blr_analysis.posterior.structures import Full, Kronecker, LowRank, Structure
 from blr_analysis.task import Task
 
 EXACT = 1e-10

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.outer import MatrixShape, Outer, rotated
 from blr_analysis.backprop.terms import Dense, Term
-from blr_analysis.posterior.kronecker import Block, Kronecker
-from blr_analysis.posterior.structures import Spectral, Structure, Tree
+from blr_analysis.posterior.structures import Block, Kronecker, Spectral, Structure, Tree
 
 
 def in_basis(form: Structure, terms: Sequence[Term]) -> list[Term]:

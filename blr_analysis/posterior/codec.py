@@ -9,10 +9,15 @@ from torch import Tensor
 
 from blr_analysis.backprop.outer import MatrixShape
 from blr_analysis.errors import StorageError
-from blr_analysis.posterior.full import Full
-from blr_analysis.posterior.kronecker import Block, Kronecker
-from blr_analysis.posterior.lowrank import LowRank
-from blr_analysis.posterior.structures import Diagonal, Prior, Structure
+from blr_analysis.posterior.structures import (
+    Block,
+    Diagonal,
+    Full,
+    Kronecker,
+    LowRank,
+    Prior,
+    Structure,
+)
 
 OWN_KEYS = (
     "structure",

@@ -228,7 +228,7 @@ class Posterior:
 
     def precision_root_product(self, v: Tree) -> Tree:
         """R v with S = R Rᵀ (symmetric for "diag", "kron"; Cholesky for "full"; for "lowrank"
-        see :class:`~blr_analysis.posterior.lowrank.LowRank`)."""
+        see :class:`~blr_analysis.posterior.structures.lowrank.LowRank`)."""
         return self.form.root(self._vector(v))
 
     def covariance_root_product(self, v: Tree) -> Tree:

@@ -27,12 +27,17 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.assemble import tied_names
 from blr_analysis.posterior.checks import check_prior
-from blr_analysis.posterior.full import Full
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.kronecker import Block, Kronecker
-from blr_analysis.posterior.lowrank import LowRank
-from blr_analysis.posterior.sketch import Sketch, sketch
-from blr_analysis.posterior.structures import Diagonal, Prior, Structure
+from blr_analysis.posterior.structures import (
+    Block,
+    Diagonal,
+    Full,
+    Kronecker,
+    LowRank,
+    Prior,
+    Structure,
+)
+from blr_analysis.posterior.structures.sketch import Sketch, sketch
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")

@@ -18,8 +18,7 @@ from torch import Tensor
 from blr_analysis.backprop.outer import MatrixShape, Outer
 from blr_analysis.backprop.terms import Rows, Term
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.kronecker import Block, Kronecker
-from blr_analysis.posterior.structures import Spectral, Tree
+from blr_analysis.posterior.structures import Block, Kronecker, Spectral, Tree
 
 ROUNDS = 8  # of balancing rows and columns
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.full import Full
+from blr_analysis.posterior.structures import Full
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "full", "lowrank")

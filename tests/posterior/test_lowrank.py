@@ -17,9 +17,9 @@ import blr_analysis as blr
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior import laplace, lowrank, stacked
-from blr_analysis.posterior.lowrank import LowRank
-from blr_analysis.posterior.sketch import sketch
+from blr_analysis.posterior import laplace, stacked
+from blr_analysis.posterior.structures import LowRank, lowrank
+from blr_analysis.posterior.structures.sketch import sketch
 
 SIZE = 43  # parameters of the MLP
 

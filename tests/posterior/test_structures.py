@@ -12,9 +12,7 @@ from oracles import flatten, relative, unflatten
 
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import fit_laplace
-from blr_analysis.posterior.full import Full
-from blr_analysis.posterior.kronecker import Kronecker
-from blr_analysis.posterior.structures import Diagonal, is_spectral
+from blr_analysis.posterior.structures import Diagonal, Full, Kronecker, is_spectral
 from blr_analysis.task import Task
 
 

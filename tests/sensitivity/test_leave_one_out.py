@@ -31,7 +31,7 @@ from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.posterior.full import Full
+from blr_analysis.posterior.structures import Full
 
 ESTIMATES = ("full", "kron", "diag")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.stacked import combined, products
-from blr_analysis.posterior.structures import Prior, Tree, prior_of
+from blr_analysis.posterior.structures.contract import Prior, Tree, prior_of
 
 WIDEST, NARROWEST = 128, 8  # vectors multiplied in one pass
 OVERSAMPLING = 1.5  # size of the Krylov space over the rank asked for

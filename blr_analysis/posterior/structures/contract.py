@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -185,46 +184,6 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
                 )
-
-
-@dataclass(frozen=True)
-class Diagonal(Spectral):
-    """One precision per weight."""
-
-    values: dict[str, Tensor]
-    kind = "diag"
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
-        return {n: tuple(s.shape) for n, s in self.values.items()}
-
-    def forward(self, v: Tree) -> Tree:
-        return v
-
-    def backward(self, v: Tree) -> Tree:
-        return v
-
-    def with_values(self, values: dict[str, Tensor]) -> Diagonal:
-        return Diagonal(values)
-
-    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
-        return {n: prior_of(prior, n) for n in self.values}
-
-    def diagonal(self, *, inverse: bool = False) -> Tree:
-        return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}
-
-    def gram(self, terms: Sequence[Term]) -> Tensor:
-        variance = {n: 1 / s for n, s in self.values.items()}
-        return total([term.gram(variance) for term in terms])
-
-    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
-        return {n: s for term in terms for n, s in term.square_sum().items()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(self.values)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Diagonal:
-        return Diagonal({n: s.to(device, dtype) for n, s in self.values.items()})
 
 
 def prior_of(prior: Prior, name: str) -> float | Tensor:

@@ -18,7 +18,7 @@ from blr_analysis.backprop.outer import (
 )
 from blr_analysis.backprop.terms import Dense, Term
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.structures import Prior, Spectral, Tree, prior_of, total
+from blr_analysis.posterior.structures.contract import Prior, Spectral, Tree, prior_of, total
 
 
 @dataclass(frozen=True)

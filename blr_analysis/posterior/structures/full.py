@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of
+from blr_analysis.posterior.structures.contract import Prior, Structure, Tree, prior_of
 
 
 class Full(Structure):

@@ -11,7 +11,7 @@ from torch import Tensor
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.stacked import cast, columns_of, pieces, products
-from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of, total
+from blr_analysis.posterior.structures.contract import Prior, Structure, Tree, prior_of, total
 
 HELD = 2**22  # numbers of an intermediate result
 
