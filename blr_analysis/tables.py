@@ -1,0 +1,823 @@
+"""Results as pandas DataFrames, and DataFrames as files.
+
+One function per kind of result, each over plain attributes; they are registered with
+:func:`blr_analysis.views.make_table`, so that ``scores.table`` and its like find them. In order:
+one row per example, per pair or group, per epoch or setting, per tensor or model of a merge, per
+row of the rule; then files.
+
+    >>> each_table([dict(group=3, n=10, nll_before=0.2, nll_after=0.5)]).nll_change.tolist()
+    [0.3]
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import torch
+from pandas.api.types import is_object_dtype
+from torch import Tensor
+
+from blr_analysis.errors import DataError, InputError, StorageError
+from blr_analysis.learning_rule.inference.fitted import Fitted
+from blr_analysis.learning_rule.inference.topics import TopicWords
+from blr_analysis.learning_rule.table import Table1
+from blr_analysis.memory_map import REGIONS, MemoryMap, error_size, variance_size
+from blr_analysis.merging.curve import MergeCurve
+from blr_analysis.merging.merge import MergeReport
+from blr_analysis.merging.mismatch import GradientMismatch
+from blr_analysis.merging.plan import Plan
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.influence_results import (
+    SHOWN,
+    GroupInfluence,
+    Influence,
+    TopInfluence,
+)
+from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
+from blr_analysis.sensitivity.monitor import COLUMNS, Histories, Monitor
+from blr_analysis.sensitivity.prior_selection import PriorSelection
+from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
+from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
+from blr_analysis.sensitivity.suspicious import KINDS, NONE, Suspicions
+from blr_analysis.sensitivity.tokens import TokenScores
+from blr_analysis.sensitivity.what_if import ByClass, WhatIf
+from blr_analysis.views import GroupRows, make_table
+
+__all__ = [
+    "calibration_table",
+    "class_table",
+    "each_table",
+    "fitted_table",
+    "group_influence_table",
+    "histories_table",
+    "influence_table",
+    "leave_one_out_table",
+    "memory_map_table",
+    "merge_curve_table",
+    "mismatch_table",
+    "monitor_table",
+    "plan_table",
+    "prior_selection_table",
+    "read_table",
+    "report_table",
+    "rule_table",
+    "scores_table",
+    "sequence_leave_one_out_table",
+    "sequence_scores_table",
+    "site_leave_one_out_table",
+    "site_scores_table",
+    "suspicious_table",
+    "token_scores_table",
+    "top_influence_table",
+    "topics_table",
+    "what_if_table",
+    "write_table",
+]
+
+
+# Columns
+
+
+def _array(values: Any) -> Any:
+    """A tensor or sequence as an array that pandas takes; half precisions become float32."""
+    if not isinstance(values, Tensor):
+        return values if hasattr(values, "ndim") else np.asarray(values)
+    values = values.detach().cpu()
+    small = values.is_floating_point() and values.element_size() < 4
+    return (values.float() if small else values).numpy()
+
+
+def _spread(name: str, values: Any) -> dict[str, Any]:
+    """One column, or ``name_0`` … ``name_{C−1}`` where each example has C > 1 values."""
+    array = _array(values)
+    if array.ndim == 1:
+        return {name: array}
+    array = array.reshape(len(array), -1)
+    if array.shape[1] == 1:
+        return {name: array[:, 0]}
+    return {f"{name}_{c}": array[:, c] for c in range(array.shape[1])}
+
+
+def _frame(
+    columns: Mapping[str, Any], metadata: Mapping[str, Sequence[Any]] | None = None
+) -> pd.DataFrame:
+    """The columns, None as NaN, and behind them the user's metadata."""
+    n = len(next(iter(columns.values())))
+    arrays: dict[str, Any] = {}
+    for name, values in columns.items():
+        arrays |= _spread(name, np.full(n, np.nan) if values is None else values)
+    for name, values in (metadata or {}).items():
+        if len(values) != n:
+            raise DataError(f"metadata {name!r} holds {len(values)} values for {n} examples")
+        arrays[_free(str(name), arrays)] = _plain(values)
+    return pd.DataFrame(arrays)
+
+
+def _plain(values: Sequence[Any]) -> Any:
+    """A metadata column as pandas takes it: numbers out of tensors, rows of a matrix as lists."""
+    if isinstance(values, Tensor | np.ndarray):
+        array = _array(values)
+        return array if array.ndim == 1 else array.tolist()
+    return [_array(v).tolist() if isinstance(v, Tensor) else v for v in values]
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    while name in taken:
+        name += "_metadata"
+    return name
+
+
+# One row per example
+
+
+@make_table.register(Scores)
+def scores_table(scores: Any) -> pd.DataFrame:
+    """One row per example, in the order of the dataset.
+
+    ============== ========================================================== ==============
+    column         what                                                       more is
+    ============== ========================================================== ==============
+    index          position in the dataset
+    target         y_i (``target_0`` … where each example has several)
+    prediction     class, or mean (``prediction_0`` … where several)
+    loss           ℓ_i = −log p(y_i | f_i), nats                              worse fitted
+    error          ‖e_i‖₂, Euclidean norm of the prediction error; |e_i| if   more wrong
+                   C = 1
+    variance       tr V_i, trace of the prediction variance; V_i if C = 1;    less certain
+                   NaN where V was not computed
+    deviation      how far the prediction would move without the example;     more influential
+                   NaN where V was not computed
+    self_influence g_iᵀΣg_i, first-order rise of its own loss, nats           more influential
+    leverage       largest eigenvalue of V_iΛ_i; NaN where unknown            more influential
+    …              the user's metadata; a name taken above gets the suffix ``_metadata``
+    ============== ========================================================== ==============
+    """
+    columns = {
+        "index": np.arange(len(scores.losses)),
+        "target": scores.targets,
+        "prediction": scores.predictions,
+        "loss": scores.losses,
+        "error": error_size(scores.error),
+        "variance": None if scores.variance is None else variance_size(scores.variance),
+        "deviation": scores.deviation,
+        "self_influence": scores.self_influence,
+        "leverage": scores.leverage,
+    }
+    return _frame(columns, scores.metadata)
+
+
+@make_table.register(LeaveOneOut)
+def leave_one_out_table(loo: Any) -> pd.DataFrame:
+    """One row per example: what it would have been predicted as, had it not been there.
+
+    Columns: index, target, prediction and loss without the example, prediction_before and
+    loss_before with it, deviation, leverage, correction ("first_order", "cavity", "bounded" or
+    "descent", as used for this row), then the user's metadata.
+    """
+    columns = {
+        "index": np.arange(len(loo.losses)),
+        "target": loo.targets,
+        "prediction": loo.predictions,
+        "prediction_before": loo.predictions_before,
+        "loss": loo.losses,
+        "loss_before": loo.losses_before,
+        "deviation": loo.deviation,
+        "leverage": loo.leverage,
+        "correction": np.asarray(loo.correction, dtype=object),
+    }
+    return _frame(columns, loo.metadata)
+
+
+@make_table.register(MemoryMap)
+def memory_map_table(memory: MemoryMap) -> pd.DataFrame:
+    """The table of the scores, its error and variance as mapped, and the region of each row."""
+    table = pd.DataFrame(make_table(memory.scores))
+    if "region" in table:
+        table = table.rename(columns={"region": _free("region", table)})
+    after = list(table).index("leverage") + 1
+    table = table.assign(error=memory.error.numpy(), variance=memory.variance.numpy())
+    table.insert(after, "region", pd.Categorical(memory.region, categories=REGIONS))
+    return table
+
+
+@make_table.register(Suspicions)
+def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
+    """One row per example, the most suspicious first.
+
+    ============= ========================================================== ===============
+    column        what                                                       more is
+    ============= ========================================================== ===============
+    index         position in the dataset
+    kind          the fault that is suspected: "label", "unfamiliar",
+                  "duplicate" or "none"
+    target        y_i (``target_0`` … where each example has several)
+    prediction    what the model answers
+    proposed      the label that would gain most; NaN for regression
+    gain          nats that its loss would fall by with that label, for a    worse (label)
+                  model without the example; for regression its left-out
+                  loss
+    unfamiliarity tr(Λ_i V_i), parameters that the example takes up          worse
+    closeness     how much nearer its twin is than its tenth neighbour,      worse
+                  0 … 1; NaN where twins were not asked for
+    twin          index of the nearest other example; −1 where not asked
+    …             the user's metadata; a name taken above gets the suffix ``_metadata``
+    ============= ========================================================== ===============
+    """
+    n = len(suspicions)
+    columns = {
+        "index": np.arange(n),
+        "kind": pd.Categorical(suspicions.kind, categories=[*KINDS, NONE]),
+        "target": suspicions.targets,
+        "prediction": suspicions.predictions,
+        "proposed": suspicions.proposed,
+        "gain": suspicions.gain,
+        "unfamiliarity": suspicions.unfamiliarity,
+        "closeness": suspicions.closeness,
+        "twin": np.full(n, -1) if suspicions.twin is None else suspicions.twin,
+    }
+    table = _frame(columns, suspicions.metadata)
+    return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
+
+
+@make_table.register(SequenceScores)
+def sequence_scores_table(scores: SequenceScores) -> pd.DataFrame:
+    """One row per sequence, in the order of the dataset.
+
+    ============== ========================================================== ==============
+    column         what                                                       more is
+    ============== ========================================================== ==============
+    index          position in the dataset
+    tokens         how many tokens count
+    loss           ℓ_i, summed over those tokens, nats                        worse fitted
+    loss_per_token loss / tokens, nats                                        worse fitted
+    self_influence g_iᵀΣg_i, first-order rise of ``loss``, nats               more influential
+    …              the user's metadata; a name taken above gets the suffix ``_metadata``
+    ============== ========================================================== ==============
+
+    Group them with ``table.groupby("speaker")[["tokens", "self_influence"]].sum()``.
+    """
+    columns = {
+        "index": np.arange(len(scores)),
+        "tokens": scores.tokens,
+        "loss": scores.losses,
+        "loss_per_token": scores.losses / scores.tokens,
+        "self_influence": scores.self_influence,
+    }
+    return _frame(columns, scores.metadata)
+
+
+@make_table.register(SequenceLeaveOneOut)
+def sequence_leave_one_out_table(loo: SequenceLeaveOneOut) -> pd.DataFrame:
+    """One row per sequence: its loss without it and with it, summed over its tokens.
+
+    Columns: index, tokens, loss, loss_before, loss_per_token, loss_per_token_before (nats),
+    correction (always "first_order"), then the user's metadata.
+    """
+    columns = {
+        "index": np.arange(len(loo)),
+        "tokens": loo.tokens,
+        "loss": loo.losses,
+        "loss_before": loo.losses_before,
+        "loss_per_token": loo.losses / loo.tokens,
+        "loss_per_token_before": loo.losses_before / loo.tokens,
+        "correction": np.asarray(loo.correction, dtype=object),
+    }
+    return _frame(columns, loo.metadata)
+
+
+@make_table.register(TokenScores)
+def token_scores_table(tokens: TokenScores) -> pd.DataFrame:
+    """One row per token that counts.
+
+    Columns: index (running number), sequence, position, target (token id), loss, change (the
+    first-order rise of the loss without the sequence), loss_without, all in nats, then the
+    metadata of the sequence.
+    """
+    columns = {
+        "index": np.arange(len(tokens)),
+        "sequence": tokens.sequence,
+        "position": tokens.position,
+        "target": tokens.target,
+        "loss": tokens.losses,
+        "change": tokens.change,
+        "loss_without": tokens.losses_without,
+    }
+    return _frame(columns, tokens.metadata)
+
+
+@make_table.register(SiteLeaveOneOut)
+def site_leave_one_out_table(loo: SiteLeaveOneOut) -> pd.DataFrame:
+    """Columns: index, loss (without the example) and loss_before, in nats."""
+    columns = {"index": np.arange(len(loo)), "loss": loo.losses, "loss_before": loo.losses_before}
+    return _frame(columns)
+
+
+@make_table.register(SiteScores)
+def site_scores_table(scores: SiteScores) -> pd.DataFrame:
+    """Columns: index, loss and deviation (what the loss rises by without the example), in nats."""
+    columns = {
+        "index": np.arange(len(scores)),
+        "loss": scores.losses,
+        "deviation": scores.deviation,
+    }
+    return _frame(columns)
+
+
+@make_table.register(Fitted)
+def fitted_table(fitted: Any) -> pd.DataFrame:
+    """One row per example of a :class:`blr_analysis.learning_rule.inference.Fitted`.
+
+    ============== ============================================================= ============
+    column         what                                                          more is
+    ============== ============================================================= ============
+    index          position in the data
+    log_predictive log p(y_i) under the posterior, in nats                       better
+    left_out       log p(y_i) under the posterior without the example, in nats   better
+    gain           log_predictive − left_out: what the example told the model    shapes more
+                   about itself
+    ============== ============================================================= ============
+
+    Raises:
+        InputError: a model without sites or without a predictive, or fitted without keeping its
+            data; its history is in ``fitted.history``.
+    """
+    left_out = _array(fitted.left_out())
+    if fitted.predictive is None or fitted.data is None:
+        raise InputError("the table needs the model's predictive and its data")
+    before = _array(fitted.log_predictive(fitted.data))
+    columns = {
+        "index": np.arange(len(left_out)),
+        "log_predictive": before,
+        "left_out": left_out,
+        "gain": before - left_out,
+    }
+    return _frame(columns)
+
+
+def calibration_table(posterior: Posterior) -> pd.DataFrame:
+    """What :func:`blr_analysis.calibrate` found, one row per example of its probe.
+
+    ========== =====================================================================
+    column     what
+    ========== =====================================================================
+    index      position in the dataset
+    weight     how many examples it stands for in the totals
+    exact      rise of its own loss without it by the exact solve, nats; NaN if unusable
+    estimated  the same by leave-one-out with the posterior as it was given
+    calibrated … and as it is now
+    ratio      exact / calibrated
+    residual   of the conjugate gradients, relative
+    converged  whether they met the tolerance
+    ========== =====================================================================
+
+    Raises:
+        InputError: the posterior was not calibrated.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> task = blr.Task(torch.nn.Linear(2, 2), (torch.randn(30, 2), torch.randint(2, (30,))))
+        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        >>> table = calibration_table(blr.calibrate(task, q, probe=8, progress=False))
+        >>> len(table), bool(table.converged.all())
+        (8, True)
+    """
+    record = posterior.record.get("calibration") if isinstance(posterior, Posterior) else None
+    if not record:
+        raise InputError("the posterior holds no calibration; blr_analysis.calibrate makes one")
+    exact = np.asarray(record["exact"], dtype=float)  # None becomes NaN
+    columns = {
+        "index": record["probe"],
+        "weight": record["weight"],
+        "exact": exact,
+        "estimated": record["estimated"],
+        "calibrated": record["calibrated"],
+        "ratio": exact / np.asarray(record["calibrated"], dtype=float),
+        "residual": record["residual"],
+        "converged": record["converged"],
+    }
+    return _frame(columns)
+
+
+# One row per pair of examples, or per group of them
+
+
+@make_table.register(TopInfluence)
+def top_influence_table(top: Any) -> pd.DataFrame:
+    """One row per test example and strong training example, most helpful first.
+
+    ================ ========================================================
+    column           what
+    ================ ========================================================
+    test             position of the test example in its dataset
+    effect           "helpful" (leaving it out hurts) or "harmful"
+    rank             1 for the strongest of its test example and effect
+    train            position of the training example
+    influence        rise of the test loss without it, nats
+    test_target, …   target and prediction of both (not for sequences)
+    …                metadata of the training example
+    ================ ========================================================
+    """
+    n_test, k = top.helpful.shape
+    train = torch.cat([top.helpful, top.harmful], dim=1).flatten()
+    test = torch.arange(n_test).repeat_interleave(2 * k)
+    columns: dict[str, Any] = {
+        "test": test,
+        "effect": (["helpful"] * k + ["harmful"] * k) * n_test,
+        "rank": list(range(1, k + 1)) * (2 * n_test),
+        "train": train,
+        "influence": torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
+    }
+    for side, indices in (("test", test), ("train", train)):
+        for name, values in top.pairs.described(indices, test=side == "test").items():
+            columns[f"{side}_{name}"] = values
+    metadata = top.pairs.task.metadata
+    return _frame(columns, {k: [v[i] for i in train.tolist()] for k, v in metadata.items()})
+
+
+@make_table.register(Influence)
+def influence_table(influence: Any) -> pd.DataFrame:
+    """The strongest few of each test example; see :func:`top_influence_table`."""
+    return top_influence_table(influence.top(min(SHOWN, influence.shape[0])))
+
+
+@make_table.register(GroupInfluence)
+def group_influence_table(influence: Any) -> pd.DataFrame:
+    """One row per group: group, n, influence (rise of the mean test loss without it, nats) and
+    influence_per_example (the same divided by n)."""
+    mean, sizes = _array(influence.mean), _array(influence.sizes)
+    columns = {"group": list(influence.groups), "n": sizes, "influence": mean}
+    return pd.DataFrame(columns).assign(influence_per_example=mean / sizes)
+
+
+@make_table.register(WhatIf)
+@make_table.register(ByClass)
+def what_if_table(result: Any) -> pd.DataFrame:
+    """The evaluation set of a what-if, class by class; see :func:`class_table`."""
+    before, after = result.before, result.after
+    return class_table(result.targets, before.losses, after.losses, before.correct, after.correct)
+
+
+def class_table(
+    targets: Tensor,
+    losses_before: Tensor,
+    losses_after: Tensor,
+    correct_before: Tensor | None = None,
+    correct_after: Tensor | None = None,
+) -> pd.DataFrame:
+    """Mean loss and accuracy per class, before and after a perturbation.
+
+    Columns: class, n, nll_before, nll_after (nats per example), accuracy_before,
+    accuracy_after (NaN without ``correct_*``). All arguments are [M].
+
+    Raises:
+        InputError: the targets are not classes: several per example, or not whole numbers.
+    """
+    classes = _array(targets)
+    if classes.ndim == 2 and classes.shape[1] == 1:
+        classes = classes[:, 0]
+    if classes.ndim != 1 or not np.array_equal(classes, np.round(classes)):
+        raise InputError(
+            "a table by class needs one whole-number target per example, not "
+            f"{classes.shape} of {classes.dtype}; use what_if_each(by=a metadata column)"
+        )
+    labels, member, n = np.unique(classes, return_inverse=True, return_counts=True)
+
+    def mean(values: Any) -> np.ndarray | None:
+        if values is None:
+            return None
+        return np.bincount(member, _array(values).astype(np.float64), len(labels)) / n
+
+    columns = {
+        "class": labels.astype(np.int64),
+        "n": n,
+        "nll_before": mean(losses_before),
+        "nll_after": mean(losses_after),
+        "accuracy_before": mean(correct_before),
+        "accuracy_after": mean(correct_after),
+    }
+    return _frame(columns)
+
+
+def each_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per group that was taken out, in the order given.
+
+    Args:
+        rows: mappings with group, n (examples in the group), nll_before, nll_after and, for
+            classification, accuracy_before, accuracy_after; the changes are worked out here,
+            further keys are kept, last.
+
+    Returns:
+        Columns: group, n, nll_before, nll_after, nll_change, accuracy_before,
+        accuracy_after, accuracy_change. Changes are after − before: a positive nll_change
+        means that the model is worse off without the group.
+
+    Raises:
+        InputError: a row lacks one of the first four keys.
+    """
+    derived = ("nll_change", "accuracy_change")
+    rows = [{k: v for k, v in row.items() if k not in derived} for row in rows]
+    order = ["group", "n", "nll_before", "nll_after", "accuracy_before", "accuracy_after"]
+    for row in rows:
+        missing = [key for key in order[:4] if key not in row]
+        if missing:
+            raise InputError(f"a row of what_if_each lacks {', '.join(missing)}; got {list(row)}")
+    table = pd.DataFrame(rows, columns=order + sorted({k for r in rows for k in r} - {*order}))
+    for column in [*order[2:], *({"error"} & {*table.columns})]:
+        table[column] = table[column].astype(np.float64)
+    table.insert(4, "nll_change", table["nll_after"] - table["nll_before"])
+    table.insert(7, "accuracy_change", table["accuracy_after"] - table["accuracy_before"])
+    return table
+
+
+@make_table.register(GroupRows)
+def _(groups: GroupRows) -> pd.DataFrame:
+    return each_table(groups.rows)
+
+
+# One row per epoch, or per setting that was tried
+
+
+@make_table.register(Monitor)
+def monitor_table(monitor: Any) -> pd.DataFrame:
+    """One row per recorded epoch.
+
+    =================== ====================================================== ==============
+    column              what                                                   more is
+    =================== ====================================================== ==============
+    epoch               epochs done
+    train_nll           mean loss of the watched training examples, nats       worse
+    train_accuracy      theirs
+    loo_nll             mean left-out loss: the estimate of test_nll           worse
+    loo_accuracy        of the left-out predictions; NaN for regression        better
+    test_nll            mean loss of the test task; NaN without one            worse
+    test_accuracy       its
+    mean_deviation      mean over the watched examples
+    mean_self_influence mean g_iᵀΣg_i, nats
+    max_leverage        largest eigenvalue of V_iΛ_i over all examples; from 1
+                        on, the posterior overstates V_i
+    seconds             what the recording took
+    =================== ====================================================== ==============
+    """
+    return pd.DataFrame(monitor.rows, columns=list(COLUMNS)).astype({"epoch": np.int64})
+
+
+@make_table.register(Histories)
+def histories_table(histories: Any) -> pd.DataFrame:
+    """Epoch × watched example: epoch, index, the measures that were kept, the user's metadata."""
+    epochs, n = len(histories.epochs), len(histories.indices)
+    columns = {
+        "epoch": np.repeat(np.asarray(histories.epochs, dtype=np.int64), n),
+        "index": np.tile(_array(histories.indices), epochs),
+        **{name: values.reshape(-1) for name, values in histories.kept.items()},
+    }
+    return _frame(columns, {k: list(v) * epochs for k, v in histories.metadata.items()})
+
+
+@make_table.register(PriorSelection)
+def prior_selection_table(selection: Any) -> pd.DataFrame:
+    """One row per δ, rising; the columns of :class:`blr_analysis.PriorSelection`."""
+    return pd.DataFrame(list(selection.rows))
+
+
+# Merging: one row per merge and task, per choice of weights, per tensor
+
+
+@make_table.register(GradientMismatch)
+def mismatch_table(result: Any) -> pd.DataFrame:
+    """One row per merge and task, of :func:`blr_analysis.gradient_mismatch`.
+
+    ===================== ==================================================== =============
+    column                what                                                 more is
+    ===================== ==================================================== =============
+    merge, task           names, as given
+    n_data                N_t, examples of the task
+    mismatch              ‖∇ℓ̄_t(θ_merged) − ∇ℓ̄_t(θ_t)‖                         worse
+    mismatch_per_example  the same over N_t                                    worse
+    mismatch_in_metric    √(Σ v²/S_t) of the same difference v, √nats; S_t is  worse
+                          H_t, with the prior of a posterior; NaN without
+    gradient_own          ‖∇ℓ̄_t(θ_t)‖: 0 at an optimum without a prior
+    gradient_merged       ‖∇ℓ̄_t(θ_merged)‖
+    distance              ‖θ_merged − θ_t‖, over the trainable parameters
+    gap                   ℓ̄_t(θ_merged) − ℓ̄_t(θ_t), nats, a sum over the task  worse
+    gap_per_example       the same over N_t                                    worse
+    gap_by_gradient       the gap if ℓ̄_t were quadratic between the two
+    gap_by_precision      the gap that H_t foretells; NaN without
+    nll_own, nll_merged   mean loss at θ_t and at θ_merged, nats               worse
+    accuracy_own, …       fraction right at θ_t and (accuracy_merged) at       better
+                          θ_merged; NaN for regression
+    test_nll_own, …       test_nll_merged, test_accuracy_own and
+                          test_accuracy_merged: on held-out data; NaN without
+    ===================== ==================================================== =============
+    """
+    return pd.DataFrame(list(result.rows))
+
+
+@make_table.register(MergeCurve)
+def merge_curve_table(curve: Any) -> pd.DataFrame:
+    """One row per method and set of weights, of :func:`blr_analysis.merge_curve`.
+
+    ===================== ==================================================== =============
+    column                what                                                 more is
+    ===================== ==================================================== =============
+    method                of merging
+    weight                α, where all models have the same one; else NaN
+    weight_<model>        α_t of each model
+    nll                   mean over the tasks of their mean losses, nats;      worse
+                          infinite where the merge could not be run
+    accuracy              mean over the tasks that have one; NaN without       better
+    nll_<task>            mean loss on each validation task, nats per example  worse
+    accuracy_<task>       fraction right; NaN for regression                   better
+    failure               why the merge could not be run; "" where it could
+    best                  whether this row is ``curve.best``
+    ===================== ==================================================== =============
+    """
+    rows = [
+        {
+            "method": point.method,
+            "weight": point.weights[0] if len(set(point.weights)) == 1 else float("nan"),
+            **{f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)},
+            "nll": point.nll,
+            "accuracy": point.accuracy,
+            **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
+            **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
+            "failure": point.failure,
+            "best": point is curve.best,
+        }
+        for point in curve.points
+    ]
+    return pd.DataFrame(rows)
+
+
+@make_table.register(Plan)
+def plan_table(plan: Plan) -> pd.DataFrame:
+    """One row per tensor of the result.
+
+    ========== =====================================================================
+    column     what
+    ========== =====================================================================
+    tensor     its name
+    fate       merged, or copied (integers in which all models agree)
+    dtype      as it is written
+    shape      as text, such as 64 × 32
+    bytes      as it is written
+    weights    α_t of every model, in order
+    precisions what stands for every H_t: own, base (H_0 + δ) or zero
+    note       tied copies, precisions that are missing
+    ========== =====================================================================
+    """
+    rows = [
+        {
+            "tensor": item.name,
+            "fate": item.fate,
+            "dtype": str(item.spec.dtype).removeprefix("torch."),
+            "shape": " × ".join(map(str, item.spec.shape)) or "1",
+            "bytes": item.spec.nbytes,
+            "weights": ", ".join(f"{a:g}" for a in item.weights),
+            "precisions": ", ".join(item.curved),
+            "note": item.note,
+        }
+        for item in plan.items
+    ]
+    names = ["tensor", "fate", "dtype", "shape", "bytes", "weights", "precisions", "note"]
+    return pd.DataFrame(rows, columns=names)
+
+
+@make_table.register(MergeReport)
+def report_table(report: MergeReport) -> pd.DataFrame:
+    """:func:`plan_table`, and ``fallback``: the entries where task arithmetic stands."""
+    table = plan_table(report.plan)
+    table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
+    return table
+
+
+# The rule, and the words of topics
+
+
+@make_table.register(Table1)
+def rule_table(table: Any) -> pd.DataFrame:
+    """The rows of :data:`blr_analysis.learning_rule.table.ROWS`; see :func:`blr_analysis.table1`.
+
+    ============== ===========================================================================
+    column         what
+    ============== ===========================================================================
+    algorithm      its name
+    family         of the posterior q
+    loss           where the loss is looked at
+    hessian        what the Hessian is taken to be
+    departures     named departures of the step from the rule; empty where there are none
+    approximations all of that in the words of Khan & Rue's Table 1
+    section        of Khan & Rue, or another source
+    analysable     whether its posterior can be analysed (sensitivity, leave-one-out, merging)
+    through        what hands that posterior over; empty where there is none
+    runs           the module that runs it
+    ============== ===========================================================================
+    """
+    rows = [
+        {
+            "algorithm": row.algorithm,
+            "family": row.family,
+            "loss": row.look.name,
+            "hessian": row.curvature.name,
+            "departures": ", ".join(row.move.departures),
+            "approximations": row.approximations,
+            "section": row.section,
+            "analysable": bool(row.analysable),
+            "through": row.analysable,
+            "runs": row.runs,
+        }
+        for row in table.rows
+    ]
+    return pd.DataFrame(rows)
+
+
+@make_table.register(TopicWords)
+def topics_table(topics: TopicWords) -> pd.DataFrame:
+    """One row per topic and word, the most probable first.
+
+    Returns:
+        Columns: topic (from 0), rank (from 1), word, probability (E[β_kw]).
+    """
+    rows = [
+        (topic, rank, word, probability)
+        for topic, pairs in enumerate(zip(topics.words, topics.probabilities, strict=True))
+        for rank, (word, probability) in enumerate(zip(*pairs, strict=True), start=1)
+    ]
+    return pd.DataFrame(rows, columns=["topic", "rank", "word", "probability"])
+
+
+# Files: CSV for eyes and spreadsheets, Parquet for programs
+
+
+def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Path, Path]:
+    """Write ``folder/stem.csv`` and ``folder/stem.parquet``, both whole or neither.
+
+    Both are written beside their targets and renamed into place. Parquet keeps every dtype;
+    CSV is for eyes and spreadsheets. A column of mixed types, which Parquet cannot hold, is
+    written as text, with a warning.
+
+    Returns:
+        The two paths.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+        InputError: ``stem`` is empty or contains a path.
+    """
+    if stem in ("", ".", "..") or Path(stem).name != stem:
+        raise InputError(f"stem must be a file name without folder or suffix; got {stem!r}")
+    folder = Path(folder)
+    csv, parquet = folder / f"{stem}.csv", folder / f"{stem}.parquet"
+    storable = _storable(table)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{stem}-", dir=folder) as beside:
+            table.to_csv(os.path.join(beside, csv.name), index=False)
+            storable.to_parquet(os.path.join(beside, parquet.name), index=False)
+            for path in (csv, parquet):
+                os.replace(os.path.join(beside, path.name), path)
+    except OSError as fault:
+        raise StorageError(
+            f"the table {stem!r} cannot be written to {folder}: {fault.strerror or fault}; "
+            "choose a folder that exists, or can be made, and has space"
+        ) from fault
+    return csv, parquet
+
+
+def read_table(path: str | Path) -> pd.DataFrame:
+    """Read a table back, from ``.parquet`` (every dtype kept) or ``.csv`` (dtypes guessed).
+
+    Raises:
+        StorageError: no such file, not readable as its suffix says, or another suffix.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        if path.suffix == ".csv":
+            # Python's own parser reads back the very float that was written.
+            return pd.read_csv(path, engine="python", keep_default_na=False, na_values=[""])
+    except (OSError, ValueError) as fault:  # pandas' and pyarrow's parse errors are ValueErrors
+        raise StorageError(f"{path} cannot be read as a table: {fault}") from fault
+    raise StorageError(f"{path} is no table of this package: expected .parquet or .csv")
+
+
+def _storable(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the columns that Parquet cannot hold turned into text."""
+    for name in filter(lambda name: is_object_dtype(table[name]), table.columns):
+        try:
+            pyarrow.array(table[name], from_pandas=True)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
+            warnings.warn(
+                f"column {name!r} mixes types that Parquet cannot hold: written as text",
+                stacklevel=3,
+            )
+            table = table.assign(**{name: table[name].map(str)})
+    return table
