@@ -13,7 +13,7 @@ import tiny_transformers as tiny
 import torch
 
 from blr_analysis.cli import main
-from blr_analysis.posterior import storage
+from blr_analysis.files import storage
 from blr_analysis.posterior.precision_files import read_precision_record
 
 pytest.importorskip("transformers")

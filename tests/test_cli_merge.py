@@ -21,8 +21,8 @@ from blr_analysis.cli import main
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.sizes import read_size
 from blr_analysis.errors import InputError
+from blr_analysis.files import Folder, fingerprint
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD
-from blr_analysis.weights import Folder, fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """

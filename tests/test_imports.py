@@ -24,7 +24,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks"},
-    {"likelihoods", "data", "weights"},
+    {"likelihoods", "data", "files"},
     {"batches"},
     {"task"},
     {"backprop"},

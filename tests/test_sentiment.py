@@ -16,8 +16,8 @@ from benchmarks.merging.sentiment import markdown, name_of
 from benchmarks.merging.sentiment_data import Text
 from benchmarks.merging.sentiment_ties import ties_step
 from benchmarks.merging.sentiment_train import Recipe, Texts
+from blr_analysis.files import storage
 from blr_analysis.merging import merge
-from blr_analysis.posterior import storage
 
 
 def documents() -> Iterator[Text]:

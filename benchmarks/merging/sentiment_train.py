@@ -27,7 +27,7 @@ import blr_analysis as blr
 from benchmarks.merging import sentiment_data
 from benchmarks.merging.sentiment_texts import BASE, Recipe, Texts, new_model, shuffled, texts
 from benchmarks.truth import store
-from blr_analysis.posterior import storage
+from blr_analysis.files import storage
 
 JOINT, GONE = "joint", "tweets"
 THEN, WITHOUT = f"joint, then {GONE}", f"joint without {GONE}"

@@ -13,7 +13,7 @@ from torch import nn
 
 from blr_analysis.checks import instance, path_of
 from blr_analysis.errors import InputError, ModelError, StorageError
-from blr_analysis.posterior.checkpoints import from_checkpoint
+from blr_analysis.posterior.capture import from_checkpoint
 from blr_analysis.posterior.precision_files import write_captured
 
 FOLDER = "precision"
@@ -35,7 +35,7 @@ def checkpoint_precision(
     """Write ``checkpoint/precision`` from the ``optimizer.pt`` of a Hugging Face Trainer.
 
     The state numbers its parameters and names none; see
-    :func:`~blr_analysis.posterior.checkpoints.from_checkpoint` for how they are named, and when
+    :func:`~blr_analysis.posterior.capture.from_checkpoint` for how they are named, and when
     that is refused. What is stored is the data's part H alone, N·√v̂ or N·B·v̂.
 
     Args:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blr_analysis.errors import BLRError, OptimizerError
+from blr_analysis.files import storage
 from blr_analysis.huggingface.recording import Recorder
-from blr_analysis.posterior import storage
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback

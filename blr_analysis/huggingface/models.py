@@ -22,9 +22,9 @@ from torch import nn
 
 from blr_analysis.checks import one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Folder, Spec
 from blr_analysis.huggingface.folders import TASKS, read_config, task_in
 from blr_analysis.task import find_device
-from blr_analysis.weights import Folder, Spec
 
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound

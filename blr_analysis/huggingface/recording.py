@@ -17,12 +17,18 @@ from torch import nn
 
 from blr_analysis.checks import one_of, positive_int, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
-from blr_analysis.posterior.assemble import HALF, HALF_REASON, Captured
-from blr_analysis.posterior.capture import from_optimizer, parameter_order, unwrap
+from blr_analysis.files import Folder
+from blr_analysis.posterior.capture import (
+    HALF,
+    HALF_REASON,
+    Captured,
+    from_optimizer,
+    parameter_order,
+    unwrap,
+)
+from blr_analysis.posterior.capture.readers import reader_of
 from blr_analysis.posterior.precision_files import write_captured
-from blr_analysis.posterior.readers import reader_of
 from blr_analysis.posterior.rounding import check_dtype
-from blr_analysis.weights import Folder
 
 DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "

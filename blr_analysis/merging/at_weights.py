@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Folder
 from blr_analysis.merging.merge import MergeReport
 from blr_analysis.task import Task
-from blr_analysis.weights import Folder
 
 State = Mapping[str, Tensor]
 

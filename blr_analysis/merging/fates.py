@@ -10,11 +10,11 @@ import torch
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import Precision
-from blr_analysis.weights import Source, Spec
 
 MERGED, COPIED = "merged", "copied"
 # What stands for the precision of one task in one tensor.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from blr_analysis.errors import StorageError
-from blr_analysis.posterior.placing import flush
+from blr_analysis.files.placing import flush
 
 # What tells a model how to run, or its user what it is allowed to do.
 CONFIG = (

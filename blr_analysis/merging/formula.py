@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.weights import Scratch
+from blr_analysis.files import Scratch
 
 BLOCK = 2**17  # entries at a time: what fits into a core's cache
 Curvature = Tensor | float

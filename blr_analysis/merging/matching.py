@@ -12,7 +12,7 @@ import torch
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
-from blr_analysis.weights import Scratch, Source, Spec
+from blr_analysis.files import Scratch, Source, Spec
 
 PIECE = 2**20  # entries compared at a time
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

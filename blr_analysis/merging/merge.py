@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
+from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.fates import MERGED, Part
 from blr_analysis.merging.files import check_free, copy_files, draft_of
 from blr_analysis.merging.job import Job, Member, Weight
@@ -26,7 +27,6 @@ from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.stream import stream
 from blr_analysis.merging.writing import Memory, Shards, check_room, write_text
 from blr_analysis.views import Tabular
-from blr_analysis.weights import Loaded, Source
 
 State = Mapping[str, Tensor]
 Documents = Callable[["MergeReport"], Mapping[str, str]]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.files import Folder, Source
 from blr_analysis.merging.adapters import is_adapter, open_adapter
 from blr_analysis.merging.fates import Part
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.plan import MAX_MEMORY, Plan, make_plan
 from blr_analysis.merging.precisions import open_precision
-from blr_analysis.weights import Folder, Source
 
 CONFIG = "config.json"
 # What changes a model's outputs and not the shapes of its weights.

@@ -10,6 +10,7 @@ import torch
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Source
 from blr_analysis.merging.fates import COPIED, OWN, Item, Part, fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job
@@ -17,7 +18,6 @@ from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import Precision, check_fits
 from blr_analysis.views import Tabular
-from blr_analysis.weights import Source
 
 CHUNK = 2**18  # entries of a tensor in hand at a time, at most
 WORKERS = 8

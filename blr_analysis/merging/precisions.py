@@ -17,11 +17,11 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec
+from blr_analysis.files.records import decode_record
+from blr_analysis.files.shards import CONFIG_FILE
+from blr_analysis.files.storage import RECORD_KEY
 from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.records import decode_record
-from blr_analysis.posterior.shards import CONFIG_FILE
-from blr_analysis.posterior.storage import RECORD_KEY
-from blr_analysis.weights import Folder, Loaded, Scratch, Source, Spec
 
 
 @dataclass(frozen=True)

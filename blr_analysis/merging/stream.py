@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Scratch
 from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import Curvature, combine_into
 from blr_analysis.merging.plan import Plan
-from blr_analysis.weights import Scratch
 
 
 class Sink(Protocol):

@@ -9,10 +9,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from blr_analysis.errors import StorageError
+from blr_analysis.files import Folder, Scratch, fingerprint
 from blr_analysis.merging.merge import MergeReport
 from blr_analysis.merging.plan import Item
 from blr_analysis.merging.stream import stream
-from blr_analysis.weights import Folder, Scratch, fingerprint
 
 
 class Compared:

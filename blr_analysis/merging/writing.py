@@ -15,8 +15,8 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import StorageError
+from blr_analysis.files.headers import CODES
 from blr_analysis.merging.fates import Item
-from blr_analysis.weights.headers import CODES
 
 INDEX = "model.safetensors.index.json"
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior import capture, checkpoints, loading, means, rounding, storage
+from blr_analysis.files import storage
+from blr_analysis.files.records import FIELDS
+from blr_analysis.posterior import capture, loading, means, rounding
 from blr_analysis.posterior.checks import check_prior, count_of, differences, real_tensors
-from blr_analysis.posterior.records import FIELDS
 from blr_analysis.posterior.structures import Diagonal, Prior, Structure, Tree
 from blr_analysis.task import Task, find_device
 
@@ -139,11 +140,11 @@ class Posterior:
     ) -> Posterior:
         """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
 
-        See :func:`blr_analysis.posterior.checkpoints.from_checkpoint`.
+        See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         return cls._of(
-            checkpoints.from_checkpoint(
+            capture.from_checkpoint(
                 path_of(path),
                 model,
                 n_data=n_data,

@@ -25,7 +25,7 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.posterior.assemble import tied_names
+from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import (

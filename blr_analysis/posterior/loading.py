@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import PosteriorError
-from blr_analysis.posterior import codec, storage
+from blr_analysis.files import storage
+from blr_analysis.posterior import codec
 from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.means import Model, mean_of, tied_in
 from blr_analysis.posterior.rounding import widened

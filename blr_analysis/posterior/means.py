@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.weights import Folder, fingerprint
+from blr_analysis.files import Folder, fingerprint
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -1,6 +1,6 @@
 """Precisions beside a model, for merging: diagonals by the model's own tensor names, no means.
 
-The format is the package's one (:mod:`~blr_analysis.posterior.storage`): a folder ``precision/``
+The format is the package's one (:mod:`~blr_analysis.files.storage`): a folder ``precision/``
 or one ``.safetensors`` file, the tensor ``<name>`` holding the diagonal of a precision that is a
 SUM over ``n_data`` examples, never a mean, and a record (``precision_config.json``) that says
 
@@ -13,7 +13,7 @@ SUM over ``n_data`` examples, never a mean, and a record (``precision_config.jso
 ``optimizer``           its class; with ``batch_size`` (examples per step), ``beta2``, ``step``
                         and ``bias_corrected`` where there was one
 ``tied``, ``frozen``    further names of tied tensors, by the first; names that had no gradient
-``model_sha256``        :func:`blr_analysis.weights.fingerprint` of the model's folder
+``model_sha256``        :func:`blr_analysis.files.fingerprint` of the model's folder
 ======================  ==========================================================================
 
 so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas).
@@ -31,13 +31,12 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.posterior import storage
-from blr_analysis.posterior.assemble import Captured
+from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.files.records import FIELDS
+from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.checks import check_prior, real_tensors
-from blr_analysis.posterior.records import FIELDS
 from blr_analysis.posterior.rounding import encode_as
 from blr_analysis.posterior.structures import Diagonal
-from blr_analysis.weights import Folder, fingerprint
 
 KINDS = (
     "ivon",

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from blr_analysis import Task
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
+from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.diagonals import buckets, fisher_diagonal
 from blr_analysis.huggingface.fisher import FisherResult, fisher
 from blr_analysis.huggingface.models import load_model
 from blr_analysis.huggingface.tokens import encode, task_of
 from blr_analysis.merging.precisions import open_precision
-from blr_analysis.posterior import storage
 from blr_analysis.posterior.precision_files import read_precision_record
-from blr_analysis.weights import Folder, fingerprint
 
 transformers = pytest.importorskip("transformers")
 

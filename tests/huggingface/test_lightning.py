@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis import IVON, Posterior
 from blr_analysis.errors import InputError, OptimizerError, PosteriorError
+from blr_analysis.files import storage
 from blr_analysis.huggingface import LightningPrecision
-from blr_analysis.posterior import storage
-from blr_analysis.posterior.capture import from_optimizer
-from blr_analysis.posterior.checkpoints import from_checkpoint
+from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 from blr_analysis.posterior.precision_files import read_precision_record
 
 N, BATCH = 20, 4

@@ -23,13 +23,11 @@ from blr_analysis.errors import (
     PosteriorError,
     StorageError,
 )
+from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.huggingface import TrainerPrecision, checkpoint_precision
 from blr_analysis.merging.merge import merge
-from blr_analysis.posterior import storage
-from blr_analysis.posterior.capture import from_optimizer
-from blr_analysis.posterior.checkpoints import from_checkpoint
+from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 from blr_analysis.posterior.precision_files import read_precision_record
-from blr_analysis.weights import Folder, fingerprint
 
 N, DECAY = 24, 0.01
 

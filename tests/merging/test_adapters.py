@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.errors import BLRError, ModelError, StorageError
+from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec
 from blr_analysis.merging.adapters import apply_adapter, is_adapter, open_adapter
 from blr_analysis.merging.adapters import source as adapter_source
 from blr_analysis.merging.adapters.names import translate
-from blr_analysis.weights import Folder, Loaded, Scratch, Source, Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blr_analysis.errors import InputError
+from blr_analysis.files import Scratch
 from blr_analysis.merging.formula import BLOCK, combine, combine_into
-from blr_analysis.weights import Scratch
 
 TASKS = 3
 

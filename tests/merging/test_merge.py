@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import blr_analysis as blr
+from blr_analysis.files import Folder
 from blr_analysis.merging.formula import combine
-from blr_analysis.weights import Folder
 
 METHODS = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
 

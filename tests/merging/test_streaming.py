@@ -19,11 +19,11 @@ from merging.models_on_disk import state, write_family, write_model
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, StorageError
+from blr_analysis.files import Folder, fingerprint
 from blr_analysis.merging import writing
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import execute
 from blr_analysis.merging.opening import plan
-from blr_analysis.weights import Folder, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 

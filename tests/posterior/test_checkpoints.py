@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError, StorageError
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.posterior.capture import from_optimizer
-from blr_analysis.posterior.checkpoints import from_checkpoint
+from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 
 N, DELTA = 200, 3.0
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from blr_analysis import Posterior, Task, fit_laplace
 from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.files.records import FIELDS
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.posterior import storage
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.posterior.precision_files import (
     KINDS,
@@ -24,8 +25,6 @@ from blr_analysis.posterior.precision_files import (
     write_captured,
     write_precision,
 )
-from blr_analysis.posterior.records import FIELDS
-from blr_analysis.weights import Folder, fingerprint
 
 N = 50
 ABOUT: dict[str, Any] = {"kind": "fisher_emp", "definition": "sum_i g_i^2", "n_data": N}

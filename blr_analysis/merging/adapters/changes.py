@@ -14,6 +14,7 @@ from typing import Any
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Source
 from blr_analysis.merging.adapters.checks import (
     check_floats,
     check_settings,
@@ -24,7 +25,6 @@ from blr_analysis.merging.adapters.config import AdapterConfig, ends_with
 from blr_analysis.merging.adapters.names import WRAPPED, Grouped, group, near, translate
 from blr_analysis.merging.adapters.shapes import LowRank, fitting, stored_transposed
 from blr_analysis.merging.adapters.ties import Said, drop_tied_heads, refuse_tied, same
-from blr_analysis.weights import Source
 
 
 @dataclass(frozen=True)

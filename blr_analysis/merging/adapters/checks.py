@@ -8,9 +8,9 @@ import torch
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Source
 from blr_analysis.merging.adapters.config import AdapterConfig, ends_with
 from blr_analysis.merging.adapters.names import Grouped
-from blr_analysis.weights import Source
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

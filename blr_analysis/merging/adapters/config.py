@@ -16,7 +16,7 @@ from typing import Any
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, StorageError
-from blr_analysis.weights.headers import parse_json
+from blr_analysis.files.headers import parse_json
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
+from blr_analysis.files import Folder, Loaded, Source
 from blr_analysis.merging.adapters.changes import changes_of
 from blr_analysis.merging.adapters.config import CONFIG, PICKLE, TENSORS, AdapterConfig, read_config
 from blr_analysis.merging.adapters.source import Adapter
-from blr_analysis.weights import Folder, Loaded, Source
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:

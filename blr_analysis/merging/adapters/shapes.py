@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Spec
 from blr_analysis.merging.adapters.config import AdapterConfig
-from blr_analysis.weights import Spec
 
 
 @dataclass(frozen=True)

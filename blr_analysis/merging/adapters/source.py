@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Scratch, Source, Spec
 from blr_analysis.merging.adapters.changes import Change
 from blr_analysis.merging.adapters.shapes import LowRank
-from blr_analysis.weights import Scratch, Source, Spec
 
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
 

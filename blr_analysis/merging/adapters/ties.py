@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from blr_analysis.errors import ModelError
+from blr_analysis.files import Scratch, Source
 from blr_analysis.merging.adapters.config import AdapterConfig
 from blr_analysis.merging.adapters.names import Grouped, near
-from blr_analysis.weights import Scratch, Source
 
 PIECE = 2**20  # elements at a time
 HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")

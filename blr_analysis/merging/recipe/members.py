@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blr_analysis.errors import BLRError, StorageError
+from blr_analysis.files import Folder
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.recipe.layer_weights import Setting, depths
 from blr_analysis.merging.recipe.paths import same_place
 from blr_analysis.merging.recipe.reading import Reading, Way, levels
 from blr_analysis.merging.recipe.schema import Entry, ModelParameters, RecipeText, SliceSource
 from blr_analysis.merging.recipe.vocabularies import renumbered
-from blr_analysis.weights import Folder
 
 # Methods of mergekit that recipes name and this package has not.
 ELSEWHERE = (

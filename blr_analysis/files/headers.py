@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from blr_analysis.errors import StorageError
-from blr_analysis.weights.source import Spec
+from blr_analysis.files.source import Spec
 
 DTYPES = {
     "F64": torch.float64,

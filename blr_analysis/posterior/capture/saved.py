@@ -15,8 +15,8 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError, StorageError
-from blr_analysis.posterior.readers import is_state
-from blr_analysis.posterior.records import AGAIN
+from blr_analysis.files.records import AGAIN
+from blr_analysis.posterior.capture.readers import is_state
 
 EXPORT = (
     "Its .metadata is a pickle, which can run code when it is read, so it is not read here. Export "

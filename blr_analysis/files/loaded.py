@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.weights.source import Scratch, Source, Spec
+from blr_analysis.files.source import Scratch, Source, Spec
 
 
 class Loaded(Source):

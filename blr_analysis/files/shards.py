@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.posterior.records import AGAIN, decode, decode_record, encode
+from blr_analysis.files.records import AGAIN, decode, decode_record, encode
 
 SHARD_KEY = "blr_analysis.shard"
 INDEX_FILE = "precision.safetensors.index.json"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from blr_analysis.errors import BLRError, InputError, StorageError
-from blr_analysis.weights import Folder, Loaded, Scratch, fingerprint
+from blr_analysis.files import Folder, Loaded, Scratch, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 

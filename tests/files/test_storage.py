@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.posterior import placing, shards, storage
+from blr_analysis.files import placing, shards, storage
 
 RECORD = {"kind": "ivon", "structure": "diag", "definition": "S", "n_data": 7, "groups": [[1, 2.5]]}
 BOTH = pytest.mark.parametrize("name", ["p.safetensors", "p"])

@@ -24,8 +24,8 @@ from torch import nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError
-from blr_analysis.posterior.assemble import HALF, HALF_REASON, Captured, Slot, assemble
-from blr_analysis.posterior.readers import reader_of, split_flat
+from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, Slot, assemble
+from blr_analysis.posterior.capture.readers import reader_of, split_flat
 
 HALF_WARNING = (
     "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "

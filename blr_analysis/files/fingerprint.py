@@ -6,8 +6,8 @@ import hashlib
 
 import torch
 
+from blr_analysis.files.source import Scratch, Source
 from blr_analysis.progress import track
-from blr_analysis.weights.source import Scratch, Source
 
 PIECE = 2**22  # bytes at a time
 

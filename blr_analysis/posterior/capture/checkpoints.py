@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError
-from blr_analysis.posterior.assemble import (
+from blr_analysis.posterior.capture.assemble import (
     HALF,
     HALF_REASON,
     Captured,
@@ -18,9 +18,9 @@ from blr_analysis.posterior.assemble import (
     assemble,
     tied_names,
 )
-from blr_analysis.posterior.grouping import name_states
-from blr_analysis.posterior.readers import reader_of_saved, split_flat
-from blr_analysis.posterior.saved import Saved, load_saved
+from blr_analysis.posterior.capture.grouping import name_states
+from blr_analysis.posterior.capture.readers import reader_of_saved, split_flat
+from blr_analysis.posterior.capture.saved import Saved, load_saved
 
 
 def from_checkpoint(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.weights.headers import AGAIN, Header, parse_json, read_header
-from blr_analysis.weights.source import Scratch, Source, Spec
+from blr_analysis.files.headers import AGAIN, Header, parse_json, read_header
+from blr_analysis.files.source import Scratch, Source, Spec
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError
-from blr_analysis.posterior.readers import State
+from blr_analysis.posterior.capture.readers import State
 
 TRAINER = "Trainer's groups"
 SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.posterior.readers import State
+from blr_analysis.posterior.capture.readers import State
 
 SCALINGS = ("sqrt", "squared", "ess")
 Prior = float | Mapping[str, float]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
-from blr_analysis.posterior.readers import Reader, State, steps
-from blr_analysis.posterior.scale import given_scale, own_scale
+from blr_analysis.posterior.capture.readers import Reader, State, steps
+from blr_analysis.posterior.capture.scale import given_scale, own_scale
 
 HALF = (torch.float16, torch.bfloat16)
 HALF_REASON = (

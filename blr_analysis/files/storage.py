@@ -32,9 +32,9 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.posterior.placing import beside, place
-from blr_analysis.posterior.records import AGAIN, FORMAT, VERSION, decode_record, encode
-from blr_analysis.posterior.shards import (
+from blr_analysis.files.placing import beside, place
+from blr_analysis.files.records import AGAIN, FORMAT, VERSION, decode_record, encode
+from blr_analysis.files.shards import (
     CONFIG_FILE,
     INDEX_FILE,
     SHARD_KEY,

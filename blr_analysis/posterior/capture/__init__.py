@@ -1,0 +1,18 @@
+"""Where a posterior comes from: a live optimizer, or what a training run saved."""
+
+from __future__ import annotations
+
+from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, tied_names
+from blr_analysis.posterior.capture.checkpoints import from_checkpoint
+from blr_analysis.posterior.capture.live import from_optimizer, parameter_order, unwrap
+
+__all__ = [
+    "HALF",
+    "HALF_REASON",
+    "Captured",
+    "from_checkpoint",
+    "from_optimizer",
+    "parameter_order",
+    "tied_names",
+    "unwrap",
+]
