@@ -266,7 +266,7 @@ def test_a_failed_save_leaves_the_old_one_and_nothing_else(
 KILLED = """
 import os, signal, sys
 import torch
-from blr_analysis.posterior import shards, storage
+from blr_analysis.files import shards, storage
 save, calls = shards.save_file, 0
 def killed(tensors, path, metadata):
     global calls
