@@ -104,6 +104,7 @@ class MemoryMap(Tabular, Plottable):
         )
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def memory_map(
     scores: Any,
     *,

@@ -124,6 +124,7 @@ def execute(
 
 
 @torch.no_grad()
+@torch.inference_mode(False)  # also where the caller switched it on
 def merge(
     base: State | nn.Module | str | os.PathLike[str] | None,
     models: Sequence[State | nn.Module | str | os.PathLike[str]],

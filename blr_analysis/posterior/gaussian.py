@@ -98,6 +98,7 @@ class Posterior:
         return self.form.kind
 
     @classmethod
+    @torch.inference_mode(False)  # also where the caller switched it on
     def from_optimizer(
         cls,
         optimizer: torch.optim.Optimizer,
@@ -127,6 +128,7 @@ class Posterior:
         )
 
     @classmethod
+    @torch.inference_mode(False)  # also where the caller switched it on
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
@@ -157,6 +159,7 @@ class Posterior:
         )
 
     @classmethod
+    @torch.inference_mode(False)  # also where the caller switched it on
     def _of(cls, captured: capture.Captured, model: nn.Module) -> Posterior:
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         return cls(
@@ -354,6 +357,7 @@ class Posterior:
         )
 
     @classmethod
+    @torch.inference_mode(False)  # also where the caller switched it on
     def load(
         cls,
         path: str | os.PathLike[str],

@@ -108,6 +108,7 @@ class Influence(Tensor, Tabular):
     def error(self) -> ProjectionError | None:
         return self.pairs.error
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def top(self, k: int = SHOWN) -> TopInfluence:
         """The k most helpful and the k most harmful training examples of every test example.
 
@@ -119,6 +120,7 @@ class Influence(Tensor, Tabular):
         best.add(torch.arange(self.shape[0]), self.matrix)
         return best.result(self.pairs)
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def group(self, selection: Selection | None = None, *, by: str | None = None) -> GroupInfluence:
         """Influence of groups of training examples: the sum over their members, first order.
 

@@ -102,7 +102,6 @@ class LeaveOneOut(Tabular):
         )
 
 
-@torch.inference_mode(False)  # also where the caller switched it on
 @overload
 def leave_one_out(
     task: Task,
@@ -123,6 +122,7 @@ def leave_one_out(
 ) -> SiteLeaveOneOut: ...
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def leave_one_out(
     task: Any,
     posterior: Any = None,

@@ -106,6 +106,7 @@ class Monitor(Plottable):
         ([2, 4, 6], torch.Size([3, 60]), True)
     """
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def __init__(
         self,
         task: Task,
@@ -232,6 +233,7 @@ class Monitor(Plottable):
         """How far each watched example's prediction would move without it, ``[E, n]``."""
         return self.history("deviation")
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def history(self, measure: str) -> Tensor:
         """A measure that is kept, by epoch and watched example, ``[E, n]``.
 
@@ -254,6 +256,7 @@ class Monitor(Plottable):
         kept = {name: self.history(name) for name in self.keep}
         return Histories(self.epochs, self.indices, kept, metadata).table
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
 
@@ -270,6 +273,7 @@ class Monitor(Plottable):
             "kept": {name: self.history(name) for name in self.keep},
         }
 
+    @torch.inference_mode(False)  # also where the caller switched it on
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; what was recorded here is replaced.
 

@@ -72,6 +72,7 @@ class Scores(Tabular, Plottable):
         return f"Scores(N={n}, C={c}, {self.likelihood.name}{held}; see .table, .plot())"
 
     @cached_property
+    @torch.inference_mode(False)
     def leverage(self) -> Tensor | None:
         """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
         if self.variance is None:
@@ -79,7 +80,6 @@ class Scores(Tabular, Plottable):
         return leverage(self.variance, self.likelihood.hessian_root(self.outputs))
 
 
-@torch.inference_mode(False)  # also where the caller switched it on
 @overload
 def sensitivity(
     task: Task,
@@ -96,6 +96,7 @@ def sensitivity(
 def sensitivity(task: SumOfSites | None, posterior: SumOfSites | None = None) -> SiteScores: ...
 
 
+@torch.inference_mode(False)  # also where the caller switched it on
 def sensitivity(
     task: Any,
     posterior: Any = None,
