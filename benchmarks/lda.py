@@ -38,7 +38,7 @@ from sklearn.feature_extraction.text import CountVectorizer
 from benchmarks.truth.wheels import ORANGE_TEXT
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.inference import LDA
-from blr_analysis.learning_rule.inference.counts import read_counts
+from blr_analysis.learning_rule.inference.documents import read_counts
 
 TEXTS = "orangecontrib/text/datasets/20newsgroups-{}.tab"
 Fit = Callable[[Any, int, argparse.Namespace, int], np.ndarray]

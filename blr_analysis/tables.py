@@ -27,7 +27,7 @@ from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError, StorageError
 from blr_analysis.learning_rule.inference.fitted import Fitted
-from blr_analysis.learning_rule.inference.topics import TopicWords
+from blr_analysis.learning_rule.inference.lda import TopicWords
 from blr_analysis.learning_rule.table import Table1
 from blr_analysis.memory_map import REGIONS, MemoryMap, error_size, variance_size
 from blr_analysis.merging.curve import MergeCurve

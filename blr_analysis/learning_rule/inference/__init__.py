@@ -19,12 +19,11 @@ from blr_analysis.learning_rule.inference.gp import GaussianProcess
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.kernels import linear_kernel, rbf
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
-from blr_analysis.learning_rule.inference.lda import LDA
+from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
 from blr_analysis.learning_rule.inference.skew_normal import SkewNormal
 from blr_analysis.learning_rule.inference.skew_normal_fit import FittedSkewNormal, fit_skew_normal
-from blr_analysis.learning_rule.inference.topics import FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.vmp import BayesianGaussianMixture, FittedMeanField
 
 __all__ = [

@@ -12,24 +12,38 @@ With B = N and ρ = 1 that is variational Bayes by coordinate ascent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.checks import instance, positive_int, positive_number, tolerance
+from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.families.base import Natural
+from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw
-from blr_analysis.learning_rule.inference.counts import Counts, read_counts
-from blr_analysis.learning_rule.inference.document_predictive import OwnTopics, log_predictive
-from blr_analysis.learning_rule.inference.documents import Local, local_step
-from blr_analysis.learning_rule.inference.topic_passes import ascent, moved, stochastic
-from blr_analysis.learning_rule.inference.topics import FittedTopics
+from blr_analysis.learning_rule.inference.documents import (
+    Counts,
+    Local,
+    OwnTopics,
+    SameTopics,
+    local_step,
+    log_predictive,
+    read_counts,
+    settle,
+)
+from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted
+from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
+from blr_analysis.views import Tabular
+
+Passes = Iterator[tuple[Dirichlet, Tensor, float]]
+"""q(β), γ and the ELBO after each pass."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +91,7 @@ class LDA:
                 positive_number(name, getattr(self, name))
         positive_number("local_tol", self.local_tol)
         if tolerance("learning_decay", self.learning_decay) > 1:
-            raise InputError(
-                f"learning_decay must lie between 0 and 1, got {self.learning_decay!r}"
-            )
+            raise InputError(f"learning_decay must lie in [0, 1], got {self.learning_decay!r}")
         tolerance("learning_offset", self.learning_offset)
         if self.dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
@@ -138,39 +150,82 @@ class LDA:
         data = read_counts(counts, self.dtype)
         passes, n_data = positive_int("passes", passes), len(data)
         tolerance("tol", tol)
-        generator = _seeded(seed)
-        prior = self.prior(data.n_words)
-        if start is not None:
-            instance("start", start, Dirichlet, "a Dirichlet, such as the q of another fit")
-        q = self._initial(prior, generator) if start is None else _same_shape(start, prior)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
+        generator, prior = torch.Generator().manual_seed(seed), self.prior(data.n_words)
+        if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
+            hundreds = torch.full_like(prior.concentration, 100.0)
+            q = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+        else:
+            q = _alike("start", start, prior)
         if batch_size is None:
             shown = track(range(passes), label="topics", show=progress)
-            turns = ascent(self, data, q, prior, shown)
+            turns = self._ascent(data, q, prior, shown)
         else:
             size = positive_int("batch_size", batch_size)
             orders = (torch.randperm(n_data, generator=generator) for _ in range(passes))
             batches = (batch for order in orders for batch in order.split(size))
             total = passes * -(-n_data // size)
             shown = track(batches, total=total, label="topics", show=progress)
-            turns = stochastic(self, data, q, prior, shown)
-        words, history, gamma = float(data.totals.sum()), [], q.concentration
+            turns = self._stochastic(data, q, prior, shown)
+        words, history, gamma, flat = float(data.totals.sum()), [], q.concentration, False
         for q, gamma, elbo in turns:  # noqa: B007
             history.append(elbo / words)
-            if _flat(history, tol):
+            flat = len(history) > 1 and abs(history[-1] - history[-2]) <= tol
+            if flat:
                 break
+
+        def site_of(chosen: Tensor) -> Natural:
+            local = self.local(data, chosen, q, start=gamma[chosen], expected="each")
+            return {"log": local.expected}  # type: ignore[dict-item]
+
         return FittedTopics(
             q=q,
             history=history,
             objective="ELBO",
             prior=prior,
             n_data=n_data,
-            site_of=lambda chosen: self._sites(data, chosen, q, gamma),
+            site_of=site_of,
             predictive=self.log_predictive,
             data=data,
-            converged=_flat(history, tol),
+            converged=flat,
             model=self,
             documents=Dirichlet(gamma),
         )
+
+    def _stochastic(
+        self, data: Counts, q: Dirichlet, prior: Dirichlet, batches: Iterable[Tensor]
+    ) -> Passes:
+        """Steps with ρ_t on minibatches, each pass over all documents in some order."""
+        gamma = prior.concentration.new_ones(len(data), self.n_topics)
+        bound, seen = 0.0, 0
+        for step, batch in enumerate(batches, start=1):
+            local = self.local(data, batch, q)
+            gamma[batch] = local.gamma
+            bound, seen = bound + float(local.bound.sum()), seen + len(batch)
+            last, q = q, _moved(q, prior, local, len(data) / len(batch), self.rho(step))
+            if seen == len(data):
+                yield q, gamma, bound - float(last.kl(prior).sum())
+                bound, seen = 0.0, 0
+
+    def _ascent(
+        self, data: Counts, q: Dirichlet, prior: Dirichlet, passes: Iterable[int]
+    ) -> Passes:
+        """Coordinate ascent: ρ = 1, all documents in each step.
+
+        Documents start afresh until that would lower the ELBO; from then on, where they were.
+        """
+        rows, start, gamma, highest = torch.arange(len(data)), None, None, -math.inf
+        for _ in passes:
+            penalty = float(q.kl(prior).sum())
+            local = self.local(data, rows, q, start=start)
+            if start is None and float(local.bound.sum()) - penalty < highest:
+                local = self.local(data, rows, q, start=gamma)
+                start = gamma
+            highest, gamma = float(local.bound.sum()) - penalty, local.gamma
+            start = None if start is None else gamma
+            q = _moved(q, prior, local, 1.0, 1.0)
+            yield q, gamma, highest
 
     def step(self, q: Dirichlet, counts: Any, *, n_documents: int, rho: float) -> Dirichlet:
         """One step on one minibatch of a stream: q(β) after it.
@@ -184,13 +239,12 @@ class LDA:
         Raises:
             DataError: as :meth:`fit`, or another vocabulary.
         """
-        instance("q", q, Dirichlet, "a Dirichlet, such as the q of a fit")
-        data = read_counts(counts, self.dtype, n_words=q.concentration.shape[-1])
+        data = read_counts(counts, self.dtype)
         prior = self.prior(data.n_words)
-        q = _same_shape(q, prior)
+        q = _alike("q", q, prior)
         local = self.local(data, torch.arange(len(data)), q)
         ratio = positive_int("n_documents", n_documents) / len(data)
-        return moved(q, prior, local, ratio, rho)
+        return _moved(q, prior, local, ratio, rho)
 
     def local(
         self,
@@ -227,30 +281,138 @@ class LDA:
         data = read_counts(counts, self.dtype, n_words=q.concentration.shape[-1])
         rows = torch.arange(len(data))
         gamma = self.local(data, rows, q, expected=None).gamma
-        documents = OwnTopics.of(data, rows, q, self.prior(data.n_words))
-        return log_predictive(documents, gamma, data.totals, self.document_prior())
-
-    def _initial(self, prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
-        """Every λ_kw from Gamma(100, 1/100), as scikit-learn and Hoffman's own code start."""
-        shape = torch.full_like(prior.concentration, 100.0)
-        return Dirichlet(log_gamma_draw(shape, generator).exp() / 100)
-
-    def _sites(self, data: Counts, rows: Tensor, q: Dirichlet, gamma: Tensor) -> Natural:
-        return {"log": self.local(data, rows, q, start=gamma[rows], expected="each").expected}  # type: ignore[dict-item]
+        documents = OwnTopics(data, rows, q, self.prior(data.n_words))
+        return log_predictive(documents, gamma, self.document_prior())
 
 
-def _flat(history: Sequence[float], tol: float) -> bool:
-    return len(history) > 1 and abs(history[-1] - history[-2]) <= tol
+def _moved(q: Dirichlet, prior: Dirichlet, local: Local, ratio: float, rho: float) -> Dirichlet:
+    """The rule for ℓ̄ = −log p(β) − N/B Σ_d E[log p(w_d, z_d | θ_d, β)]."""
+    site = {"log": ratio * local.expected}  # type: ignore[operator]
+    return blr_step(q, scale(add(prior.natural, site), -1.0), rho)
 
 
-def _seeded(seed: int) -> torch.Generator:
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
-    return torch.Generator().manual_seed(seed)
-
-
-def _same_shape(q: Dirichlet, prior: Dirichlet) -> Dirichlet:
-    wanted, found = prior.concentration.shape, q.concentration.shape
-    if wanted != found:
-        raise InputError(f"q(β) must have the shape [K, V] = {[*wanted]}, got {[*found]}")
+def _alike(name: str, q: Any, prior: Dirichlet) -> Dirichlet:
+    """q(β) in the dtype of the prior, or what is wrong with it."""
+    instance(name, q, Dirichlet, "a Dirichlet, such as the q of a fit")
+    wanted, given = prior.concentration.shape, q.concentration.shape
+    if wanted != given:
+        raise InputError(f"{name} must have the shape [K, V] = {[*wanted]}, got {[*given]}")
     return Dirichlet(q.concentration.to(prior.concentration.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class FittedTopics(Fitted[Dirichlet]):
+    """Topics: ``q`` has a copy for each, ``[K, V]``; examples are documents.
+
+    A document's site is n_dw φ_dwk ``[K, V]``, with φ found anew under the topics as they are. It
+    is dense: ask ``site_of`` for few documents where ``sites`` of all would not fit in memory.
+
+    Attributes:
+        model: the settings.
+        documents: q(θ_d) of the documents that were fitted, as they were last met, ``[N, K]``.
+    """
+
+    model: LDA = None  # type: ignore[assignment]
+    documents: Dirichlet = None  # type: ignore[assignment]
+
+    def transform(self, counts: Any) -> Tensor:
+        """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.
+
+        Raises:
+            DataError: as :meth:`LDA.fit`, or another vocabulary than the one fitted.
+        """
+        return Dirichlet(self._score(counts)[1].gamma).mean
+
+    def perplexity(self, counts: Any) -> float:
+        """exp(−ELBO per word) of documents, scikit-learn's ``perplexity``; lower is better.
+
+        The ELBO is that of these documents alone: the sum of their bounds, less KL(q(β) ‖ p(β))
+        of all topics. That last term does not depend on the documents: few of them make it weigh
+        more, so that perplexities can be compared on the same documents only.
+
+        Raises:
+            DataError: as :meth:`transform`.
+        """
+        data, local = self._score(counts)
+        bound = local.bound.sum() - self.q.kl(self.prior).sum()  # type: ignore[arg-type]
+        return math.exp(-float(bound / data.counts.sum()))
+
+    def topics(self, vocabulary: Sequence[str], top: int = 10) -> TopicWords:
+        """The most probable words of each topic.
+
+        Args:
+            vocabulary: the words of the columns, V of them.
+            top: how many words.
+
+        Raises:
+            InputError: a vocabulary of another length.
+        """
+        n_words = self.q.concentration.shape[-1]
+        several = hasattr(vocabulary, "__iter__") and not isinstance(vocabulary, str)
+        names = [str(word) for word in vocabulary] if several else []
+        if len(names) != n_words:
+            got = len(names) if several else repr(vocabulary)
+            raise InputError(f"vocabulary must be {n_words} words, got {got}")
+        best = self.q.mean.topk(min(positive_int("top", top), n_words), -1)
+        words = [tuple(names[i] for i in row) for row in best.indices.tolist()]
+        return TopicWords(words, [tuple(row) for row in best.values.tolist()])
+
+    def without(self, indices: Any) -> Dirichlet:
+        """q(β) without these documents, λ − Σ_d n_dw φ_dwk: the first step of fitting again.
+
+        Args:
+            indices: documents, as indices or as a mask ``[N]``.
+
+        Raises:
+            InputError: a document that does not exist, or topics so far from a fixed point that
+                they hold less of a word than these documents ask back.
+        """
+        chosen = torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
+        left = self.q.natural
+        for part in chosen.split(CHUNK) if len(chosen) else ():
+            start = self.documents.concentration[part]
+            removed = self.model.local(self.data, part, self.q, start=start).expected
+            left = subtract(left, {"log": removed})  # type: ignore[dict-item]
+        if bool((left["log"] <= -1).any()):
+            raise InputError(
+                "the topics hold less of a word than these documents, far from a fixed point: go "
+                "on with fit(counts, batch_size=None, start=fitted.q)"
+            )
+        return self.q.with_natural(left)
+
+    def left_out(self) -> Tensor:
+        """A lower bound on log p(w_d | λ − λ̃_d) of every document, in nats ``[N]``.
+
+        The documents' factors are found afresh under the topics without them; the bound is that
+        of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
+        for, as far from a fixed point, the prior is what stays of it; a warning says where that
+        happens to more than one word in a hundred.
+        """
+        rows, alpha = torch.arange(self.n_data), self.model.document_prior()
+        settled = partial(
+            settle, prior=alpha, tol=self.model.local_tol, max_iter=self.model.max_local_iter
+        )
+        gamma = settled(SameTopics(self.data, rows, self.q), self.documents.concentration)
+        documents = OwnTopics(self.data, rows, self.q, self.prior, gamma)  # type: ignore[arg-type]
+        return log_predictive(documents, settled(documents, torch.ones_like(gamma)), alpha)
+
+    def _score(self, counts: Any) -> tuple[Counts, Local]:
+        model, n_words = self.model, self.q.concentration.shape[-1]
+        data = read_counts(counts, model.dtype, n_words=n_words)
+        return data, model.local(data, torch.arange(len(data)), self.q, expected=None)
+
+
+@dataclass(frozen=True)
+class TopicWords(Tabular):
+    """Words of topics, the most probable first; ``table`` has a row for each topic and word.
+
+    Attributes:
+        words: for each topic.
+        probabilities: E[β_kw] of the same.
+    """
+
+    words: list[tuple[str, ...]]
+    probabilities: list[tuple[float, ...]]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{k:>3}  {' '.join(words)}" for k, words in enumerate(self.words))
