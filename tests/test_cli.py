@@ -22,7 +22,7 @@ from blr_analysis.audit import folder as folder_module
 from blr_analysis.audit import folder_for, investigate, show, summary, write, write_picture
 from blr_analysis.cli import main
 from blr_analysis.cli.script import load_tasks
-from blr_analysis.cli.selectors import Question, answers, parse, selected
+from blr_analysis.cli.selectors import selected
 from blr_analysis.errors import BLRError, InputError, StorageError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,7 @@ def model(outputs=3):
 
 def make_task():
     metadata = {"source": ["web", "book", "web"] * 20, "year": range(2000, 2060),
-                "checked": [True, False] * 30}
+                "checked": [True, False] * 30, "the word": ["it's", "its", "is"] * 20}
     return Task(model(Settings().classes), (X, Y), metadata=metadata)
 
 def make_test():
@@ -343,14 +343,22 @@ def test_audit_takes_groups_out_by_a_descent(
         (["loss<=0.5"], lambda t: t.loss <= 0.5),
         (["deviation>=0.1"], lambda t: t.deviation >= 0.1),
         (["source=web"], lambda t: t.source == "web"),
-        (["source!=web"], lambda t: t.source != "web"),
+        (["source != 'web'"], lambda t: t.source != "web"),
+        (["target == 1 and source == 'web'"], lambda t: (t.target == 1) & (t.source == "web")),
+        (
+            ["not (target in [0, 1] or suspicious)"],
+            lambda t: ~(t.target.isin([0, 1]) | t.suspicious),
+        ),
+        (["the word=it's"], lambda t: t["the word"] == "it's"),
+        (['`the word` == "it\'s"'], lambda t: t["the word"] == "it's"),
         (["year>2030"], lambda t: t.year > 2030),
         (["checked=true"], lambda t: t.checked),
-        (["checked!=yes"], lambda t: ~t.checked),
+        (["checked=no"], lambda t: ~t.checked),
         (["suspicious=true"], lambda t: t.suspicious),
         (["region=memorable"], lambda t: t.region == "memorable"),
         (["label_quality<0.2"], lambda t: t.label_quality < 0.2),
         (["3, 17"], lambda t: t["index"].isin([3, 17])),
+        (["0,"], lambda t: t["index"] == 0),
         (["index=5"], lambda t: t["index"] == 5),
         (["source=book", "year<2003"], lambda t: (t.source == "book") | (t.year < 2003)),
     ],
@@ -365,29 +373,40 @@ def test_selections_mean_the_rows_of_the_table(here: Path, texts: list[str], mea
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("source>web", "use = or !="),
+        ("source>3", "cannot be answered"),
         ("year=late", "'late' is none"),
-        ("checked>0", "true and false"),
-        ("nothing=3", "no column 'nothing'"),
+        ("checked=maybe", "true and false"),
+        ("nothing=3", "'nothing' is not defined"),
+        ("source == web", "words stand in quotes"),
         ("target=9", "selects none"),
         ("3,99", "example 99"),
-        ("three", "cannot read"),
+        ("three", "'three' is not defined"),
+        ("target + 1", "cannot read"),
         ("=3", "cannot read"),
         ("-1", "cannot read"),
         ("", "cannot read"),
+        ("target == @inputs", "cannot read"),
+        ("index == __import__('os').getpid()", "not call"),
+        ("target.to_csv('stolen.csv')", "not call"),
+        ("`source`.str.len() > 3", "not call"),
+        ("target = `source`.str.len()", "is none"),
     ],
 )
 def test_selections_that_mean_nothing(here: Path, text: str, word: str) -> None:
     task, _, q = inputs()
     with pytest.raises(InputError, match=re.escape(word)):
         selected([text], task, q)
+    assert not Path("stolen.csv").exists()
 
 
-def test_selections_are_read_as_typed() -> None:
-    assert parse("a b>=-1e-3") == Question("a b", ">=", "-1e-3")
-    assert parse("source==x=y") == Question("source", "==", "x=y")
-    assert parse("0,") == [0]
-    assert answers([float("nan"), None, 2.0], Question("year", "!=", "3")) == [False, False, True]
+def test_only_selections_of_analysed_columns_need_the_analyses(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, _, q = inputs()
+    monkeypatch.setattr("blr_analysis.cli.selectors.investigate", None)
+    assert selected(["target == 1 and loss > 0 and source == 'web'"], task, q).any()
+    with pytest.raises(TypeError):
+        selected(["deviation > 0"], task, q)
 
 
 # Failures
@@ -424,7 +443,7 @@ def test_selections_are_read_as_typed() -> None:
         ("loo script.py:make_task -p q.safetensors --correction best", "'cavity'"),
         ("map script.py:make_task -p q.safetensors --quantile 2", "quantile"),
         ("what-if script.py:make_task -p q.safetensors", "--remove"),
-        ("what-if script.py:make_task -p q.safetensors --remove three", "cannot read"),
+        ("what-if script.py:make_task -p q.safetensors --remove three", "quotes"),
         ("what-if script.py:make_task -p q.safetensors --remove target>=0", "all 60"),
         ("audit script.py:make_task -p q.safetensors --by colour", "no column 'colour'"),
         ("demo --seed -1", "seed"),

@@ -231,7 +231,7 @@ def what_if_(
         list[str],
         typer.Option(
             metavar="SELECTION",
-            help="COLUMN=VALUE, COLUMN>VALUE (also !=, >=, <, <=), or indices such as 3,17. "
+            help="COLUMN=VALUE, a query of the table as pandas writes it, or indices such as 3,17. "
             "Repeated: whatever any of them selects.",
             show_default=False,
         ),
@@ -257,14 +257,14 @@ def what_if_(
     from blr_analysis.audit import folder_for, show, what_if_section, write_picture
     from blr_analysis.audit.pictures import figure_of
     from blr_analysis.audit.summary import has_classes
-    from blr_analysis.cli.selectors import parse, selected
+    from blr_analysis.cli.selectors import check, selected
     from blr_analysis.plots import plot_what_if
     from blr_analysis.sensitivity import what_if
     from blr_analysis.tables import write_table
 
     check_choice(posterior, fit, prior_precision)
     for text in remove:
-        parse(text)
+        check(text)
     say = Teller()
     with nullcontext() if out is None else folder_for(out) as folder:
         ours, theirs = load_tasks(task, test)

@@ -1,16 +1,16 @@
-"""Which examples are meant: ``target=3``, ``loss>2.5``, ``source!=web``, or ``3,17``."""
+"""Which examples are meant: ``target=3``, ``source == 'web' and loss > 2.5``, or ``3,17``."""
 
 from __future__ import annotations
 
-import operator
+import ast
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache
-from numbers import Number
-from typing import Any
 
+import pandas as pd
 import torch
+from pandas.errors import UndefinedVariableError
 from torch import Tensor
 
 from blr_analysis.audit import investigate
@@ -18,54 +18,32 @@ from blr_analysis.audit.findings import JUDGED
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import Posterior
-from blr_analysis.sensitivity.selection import Columns
+from blr_analysis.sensitivity import sensitivity
+from blr_analysis.sensitivity.selection import CHEAP, Columns
 from blr_analysis.task import Task
 
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
-CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
+# Names that metadata do not keep in the audit's table.
 RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage", "region")
-RESERVED += (*JUDGED, "left_out_prediction", "left_out_loss")  # names that metadata do not keep
-ORDERED = (">", ">=", "<", "<=")
-_ASKED = re.compile(r"\s*([^=<>!]+?)\s*(==|!=|>=|<=|=|>|<)\s*(.*?)\s*", re.DOTALL)
-_LISTED = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*")
+RESERVED += (*JUDGED, "left_out_prediction", "left_out_loss")
+HOW = "write COLUMN=VALUE, a pandas query such as \"loss > 2 and source == 'web'\", or 3,17"
+_INDICES = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*")
+_EQUALS = re.compile(r"\s*([^=<>!]+?)\s*=\s*([^=].*?)\s*", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A comparison of a column with a value, as it was typed."""
-
-    column: str
-    comparison: str
-    value: str
-
-
-def parse(text: str) -> Question | list[int]:
-    """A comparison, or indices.
-
-    >>> parse("loss>=2.5")
-    Question(column='loss', comparison='>=', value='2.5')
-    >>> parse("3, 17")
-    [3, 17]
+def check(text: str) -> None:
+    """Refuse what is no selection, before any work: calls, attributes and ``@`` among it.
 
     Raises:
-        InputError: neither.
+        InputError: neither indices nor ``COLUMN=VALUE`` nor an expression of columns.
     """
-    if _LISTED.fullmatch(text):
-        return [int(part) for part in text.split(",") if part.strip()]
-    if asked := _ASKED.fullmatch(text):
-        return Question(*asked.groups())
-    raise InputError(
-        f"cannot read the selection {text!r}: expected COLUMN=VALUE, COLUMN>VALUE (also !=, >=, "
-        "<, <=; in quotes, so that the shell does not redirect), or indices such as 3,17"
-    )
+    if _INDICES.fullmatch(text) or _EQUALS.fullmatch(text):
+        return
+    try:
+        tree = ast.parse(re.sub("`[^`]*`", "_", text).strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        raise InputError(f"cannot read the selection {text!r}: {HOW}") from None
+    if any(isinstance(node, ast.Call | ast.Attribute) for node in ast.walk(tree)):
+        raise InputError(f"the selection {text!r} may compare columns, not call functions: {HOW}")
 
 
 def selected(texts: Sequence[str], task: Task, posterior: Posterior) -> Tensor:
@@ -74,89 +52,88 @@ def selected(texts: Sequence[str], task: Task, posterior: Posterior) -> Tensor:
     Raises:
         InputError: no such column or index, a value of another kind, or nothing selected.
     """
-    column = columns_of(task, posterior)
+
+    @cache
+    def whole() -> pd.DataFrame:
+        if task.likelihood.is_sequence:
+            return sensitivity(task, posterior).table
+        return investigate(task, posterior, by=None).table
+
     mask = torch.zeros(task.n_data, dtype=torch.bool)
     for text in texts:
-        question = parse(text)
-        if isinstance(question, Question):
-            found = answers(column(question.column), question)
-            if not any(found):
-                raise InputError(f"{text!r} selects none of the {task.n_data:,} examples")
-            mask |= torch.tensor(found)
-        else:
-            mask[chosen_indices(question, task.n_data, text)] = True
+        check(text)
+        if _INDICES.fullmatch(text):
+            indices = [int(part) for part in text.split(",") if part.strip()]
+            mask[chosen_indices(indices, task.n_data, text)] = True
+            continue
+        rows = _rows(text, _quick(text, task, posterior), whole)
+        if not rows.any():
+            raise InputError(f"{text!r} selects none of the {task.n_data:,} examples")
+        mask |= torch.tensor(rows.to_numpy(dtype=bool))
     return mask
 
 
-def columns_of(task: Task, posterior: Posterior) -> Callable[[str], Sequence[Any]]:
-    """The columns of the audit's table by name; the analyses run only where they are asked for."""
-    plain = Columns(task, posterior.on(task))
+def matches(text: str, table: pd.DataFrame) -> pd.Series:
+    """For each row whether the selection holds.
 
-    @cache
-    def table() -> Any:
-        return investigate(task, posterior, by=None).table
-
-    def column(name: str) -> Sequence[Any]:
-        if name in CHEAP or (name in task.metadata and name not in RESERVED):
-            return plain[name]
-        if name not in table():
-            known = ", ".join(map(str, table().columns))
-            raise InputError(f"there is no column {name!r}; there are {known}")
-        return table()[name].tolist()
-
-    return column
-
-
-def answers(column: Sequence[Any], question: Question) -> list[bool]:
-    """For each value of the column whether the comparison holds; missing values never do.
-
-    >>> answers([1, 2, 3], Question("target", ">", "1.5"))
-    [False, True, True]
-    >>> answers(["web", "book"], Question("source", "!=", "web"))
-    [False, True]
+    >>> matches("source=web", pd.DataFrame({"source": ["web", "book"]})).tolist()
+    [True, False]
+    >>> matches("target > 1 or target == 0", pd.DataFrame({"target": [0, 1, 2]})).tolist()
+    [True, False, True]
 
     Raises:
-        InputError: a column of numbers against a word, or an order asked of words.
+        UndefinedVariableError: a name that is no column.
+        InputError: a value of another kind than the column's, or no true-or-false answer.
     """
-    compare = COMPARISONS[question.comparison]
-    column = [value.item() if hasattr(value, "item") else value for value in column]
-    known = [value for value in column if not _missing(value)]
-    if known and all(isinstance(value, bool) for value in known):
-        wanted: Any = _yes_or_no(question)
-    elif known and all(isinstance(value, Number) for value in known):
-        wanted = _number(question)
-    elif question.comparison in ORDERED:
-        raise InputError(
-            f"column {question.column!r} holds words, which {question.comparison!r} cannot "
-            "compare; use = or !="
-        )
-    else:
-        wanted = question.value
-        return [not _missing(value) and compare(str(value), wanted) for value in column]
-    return [not _missing(value) and bool(compare(value, wanted)) for value in column]
-
-
-def _number(question: Question) -> float:
+    simple = _EQUALS.fullmatch(text)
+    query = text if simple is None else f"`{simple[1]}` == {_literal(table, *simple.groups())}"
     try:
-        return float(question.value)
-    except ValueError:
+        rows = table.eval(query, engine="python", local_dict={}, global_dict={})
+    except UndefinedVariableError:
+        raise
+    except Exception as error:  # whatever pandas makes of the user's expression
+        raise InputError(f"the selection {text!r} cannot be answered: {error}") from error
+    if not isinstance(rows, pd.Series) or not pd.api.types.is_bool_dtype(rows):
+        raise InputError(f"cannot read the selection {text!r}: {HOW}")
+    return rows
+
+
+def _literal(table: pd.DataFrame, column: str, value: str) -> str:
+    """The value as the column's kind writes it: a number, True or False, or a word."""
+    kind = pd.api.types.infer_dtype(table[column], skipna=True) if column in table else "string"
+    if kind == "boolean":
+        words = {"true": "True", "yes": "True", "1": "True"}
+        words |= {"false": "False", "no": "False", "0": "False"}
+        if value.lower() not in words:
+            raise InputError(f"column {column!r} holds true and false, not {value!r}")
+        return words[value.lower()]
+    if kind in ("integer", "floating", "mixed-integer-float"):
+        try:
+            return repr(float(value))
+        except ValueError:
+            raise InputError(f"column {column!r} holds numbers, and {value!r} is none") from None
+    return repr(value)
+
+
+def _rows(text: str, quick: pd.DataFrame, whole: Callable[[], pd.DataFrame]) -> pd.Series:
+    """The analyses run only where the text names a column that needs them."""
+    with suppress(UndefinedVariableError):
+        return matches(text, quick)
+    try:
+        return matches(text, whole())
+    except UndefinedVariableError as error:
+        known = ", ".join(map(str, whole().columns))
         raise InputError(
-            f"column {question.column!r} holds numbers, and {question.value!r} is none"
+            f"{text!r}: {error}; words stand in quotes, the columns are {known}"
         ) from None
 
 
-def _yes_or_no(question: Question) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if question.value.lower() not in words or question.comparison in ORDERED:
-        raise InputError(
-            f"column {question.column!r} holds true and false; select with "
-            f"{question.column}=true or {question.column}=false"
-        )
-    return words[question.value.lower()]
-
-
-def _missing(value: Any) -> bool:
-    try:
-        return value is None or bool(value != value)
-    except (TypeError, ValueError, RuntimeError):  # pandas.NA, arrays
-        return False
+def _quick(text: str, task: Task, posterior: Posterior) -> pd.DataFrame:
+    """The metadata, and the columns that the text names and forward passes alone give."""
+    columns = Columns(task, posterior.on(task))
+    table = {str(k): list(v) for k, v in task.metadata.items() if k not in RESERVED}
+    for name in CHEAP:
+        if name in text and not task.likelihood.is_sequence:
+            with suppress(InputError):  # several per example have names of their own
+                table[name] = list(columns[name])
+    return pd.DataFrame(table)
