@@ -136,10 +136,10 @@ WHAT_IF = flowed(
       blr-analysis what-if train.py:make_task -p FILE --remove 12,40 --out DIR
 
     COLUMN=VALUE needs no quotes; everything else is the query of a pandas DataFrame (and, or, not,
-    in), without function calls. Columns are those of the audit's table: index, target, prediction, loss, error, variance,
-    deviation, self_influence, leverage, region, left_out_prediction, left_out_loss,
-    label_quality, suspicious, and the task's metadata. With --out, the table by class, a picture
-    and the posterior without the examples (perturbed.safetensors) are written.
+    in), without function calls. Columns are those of the audit's table: index, target, prediction,
+    loss, error, variance, deviation, self_influence, leverage, region, left_out_prediction,
+    left_out_loss, label_quality, suspicious, and the task's metadata. With --out, the table by
+    class, a picture and the posterior without the examples (perturbed.safetensors) are written.
     """
 )
 
