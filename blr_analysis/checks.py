@@ -44,6 +44,16 @@ def tolerance(name: str, value: Any) -> float:
     return found
 
 
+def whole(value: Any) -> int | None:
+    """A whole number, ``3.0`` and NumPy's too, but no booleans; None for anything else."""
+    try:
+        if isinstance(value, float):
+            return int(value) if value.is_integer() else None
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     """One of these words."""
     if not isinstance(value, str) or value not in words:

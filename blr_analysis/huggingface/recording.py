@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from blr_analysis.checks import one_of, positive_int, some
+from blr_analysis.checks import one_of, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
 from blr_analysis.files import Folder
 from blr_analysis.posterior.capture import (
@@ -27,6 +27,7 @@ from blr_analysis.posterior.capture import (
     unwrap,
 )
 from blr_analysis.posterior.capture.readers import reader_of
+from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.precision_files import write_captured
 from blr_analysis.posterior.rounding import check_dtype
 
@@ -51,7 +52,7 @@ class Recorder:
     def __init__(
         self, n_data: int | None, scaling: str, dtype: torch.dtype | None, sha256: bool
     ) -> None:
-        self.n_data = None if n_data is None else positive_int("n_data", n_data)
+        self.n_data = None if n_data is None else n_data_of(n_data)
         self.scaling = one_of("scaling", scaling, ("sqrt", "squared"))
         self.dtype = check_dtype(dtype)
         self.sha256 = sha256

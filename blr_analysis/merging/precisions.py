@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, some
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec
 from blr_analysis.files.records import decode_record
 from blr_analysis.files.shards import CONFIG_FILE
 from blr_analysis.files.storage import RECORD_KEY
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.checks import n_data_of
+from blr_analysis.posterior.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
                 "its numbers are taken as averages over the examples, and n_data, how many there "
                 "were, says what they weigh. Give n_data beside the precision"
             )
-        return Precision(source, {n: n for n in source.specs}, scale=positive_int("n_data", n_data))
+        return Precision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
     if record.get("structure", "diag") != "diag":
         raise StorageError(
             f"{str(path)!r} is of structure {record['structure']!r}: a merge takes diagonal "
@@ -117,7 +119,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
         )
     try:
         names = record.get("parameters") or [n for n in source.specs if not n.endswith(".mean")]
-        prior = prior_inside(record.get("prior_precision", 0.0), record)
+        prior = Prior.of_any(record.get("prior_precision", 0.0)).within(record)
         return Precision(
             source,
             _stored(source, names, record.get("tied") or {}),
@@ -126,8 +128,6 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
             kind=str(record.get("kind", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
         raise StorageError(
             f"the record of {str(path)!r} is malformed ({error!r}): compute the precision again."
         ) from error
@@ -145,22 +145,16 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
         source = Loaded(label, tensors)
         tied = given.record.get("tied") or {}
         frozen = frozenset(given.record.get("frozen") or ())
-        prior = prior_inside(given.prior_precision, given.record)
-        if isinstance(prior, Mapping) and any(
-            isinstance(p, Tensor) and p.ndim > 0 for p in prior.values()
-        ):
-            source = Loaded(label, {n: s - _spread(prior[n], s) for n, s in tensors.items()})
-            prior = 0.0
+        prior = given.prior.within(given.record)
+        if prior.tensors:
+            source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
+            prior = Prior({None: 0.0})
         return Precision(
-            source, _stored(source, list(tensors), tied), _by_name(prior, tensors), frozen=frozen
+            source, _stored(source, list(tensors), tied), prior.numbers(tensors), frozen=frozen
         )
     source = Loaded(label, given)
-    scale = 1.0 if n_data is None else float(positive_int("n_data", n_data))
+    scale = 1.0 if n_data is None else float(n_data_of(n_data))
     return Precision(source, {n: n for n in source.specs}, scale=scale)
-
-
-def _spread(prior: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(prior, dtype=like.dtype, device=like.device)
 
 
 def _record(path: Path, source: Folder) -> dict[str, Any] | None:
@@ -189,33 +183,13 @@ def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
     return stored
 
 
-def _priors(path: Path, prior: Any, names: Iterable[str], source: Source) -> dict[str, float]:
+def _priors(path: Path, prior: Prior, names: Iterable[str], source: Source) -> dict[str, float]:
     if any(f"{n}.prior_precision" in source.specs for n in names):
         raise StorageError(
             f"{str(path)!r} has a prior precision for every single weight, which is not taken off "
             "here: save the data's part alone, with prior precision 0."
         )
-    return _by_name(prior, names)
-
-
-def prior_inside(prior: Any, record: Mapping[str, Any]) -> Any:
-    """δ as it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
-    factor = (record.get("calibration") or {}).get("scale", 1.0)
-    if factor == 1:
-        return prior
-    if isinstance(prior, Mapping):
-        return {n: p / factor for n, p in prior.items()}
-    return prior / factor
-
-
-def _by_name(prior: Any, names: Iterable[str]) -> dict[str, float]:
-    if isinstance(prior, Mapping):
-        found = {n: float(prior[n]) for n in names}
-    else:
-        found = dict.fromkeys(names, float(prior))
-    if not all(0 <= value < float("inf") for value in found.values()):
-        raise ValueError("a prior precision is ≥ 0")
-    return found
+    return Prior.read(prior, dict.fromkeys(names, ())).numbers(names)
 
 
 def check_fits(precision: Precision, reference: Source) -> None:

@@ -21,9 +21,7 @@ from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError
 from blr_analysis.merging.at_weights import State, named_states, state_of
 from blr_analysis.merging.methods import method_of
-from blr_analysis.merging.precisions import prior_inside
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.structures import prior_of
 
 
 def default_weights(method: str, n_models: int) -> list[float]:
@@ -190,10 +188,8 @@ def data_precision(precision: Any, name: str) -> State:
         InputError: neither tensors by name nor a posterior; NaN, inf or negative entries.
     """
     if isinstance(precision, Posterior):
-        prior = prior_inside(precision.prior_precision, precision.record)
-        found = {
-            n: (precision.precision(n) - prior_of(prior, n)).clamp_min(0) for n in precision.mean
-        }
+        prior = precision.prior.within(precision.record)
+        found = {n: (precision.precision(n) - prior.of(n)).clamp_min(0) for n in precision.mean}
     else:
         found = state_of(precision, name)
     for n, h in found.items():

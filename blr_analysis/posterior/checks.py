@@ -1,43 +1,15 @@
-"""What makes a mean, a prior precision and a number of examples acceptable; else, what to do."""
+"""What makes a mean and a number of examples acceptable; else, what to do."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from blr_analysis.checks import whole
 from blr_analysis.errors import PosteriorError
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def check_prior(prior: Any, shapes: Shapes, *, positive: bool = False) -> None:
-    """Raise :class:`PosteriorError` unless δ is finite, ≥ 0 (``positive``: > 0), and fits."""
-    if isinstance(prior, Mapping) and set(prior) != set(shapes):
-        absent, strange = sorted(set(shapes) - set(prior)), sorted(set(prior) - set(shapes))
-        raise PosteriorError(
-            "prior_precision must have one entry per parameter: missing "
-            f"{absent[:8] or 'none'}, unknown {strange[:8] or 'none'}"
-        )
-    for name, value in prior.items() if isinstance(prior, Mapping) else [("", prior)]:
-        where = f" of {name!r}" if name else ""
-        try:
-            delta = torch.as_tensor(value, dtype=torch.float64)
-            torch.empty(shapes.get(name, ()), device="meta").copy_(delta.to("meta"))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise PosteriorError(
-                f"prior_precision{where} must be a number, or one number or tensor per parameter "
-                f"name, got {value!r}"
-            ) from error
-        high = delta > 0 if positive else delta >= 0
-        if not bool((torch.isfinite(delta) & high).all()):
-            raise PosteriorError(
-                f"prior_precision{where} must be finite and {'above' if positive else 'at least'} "
-                f"0, got {value!r}"
-            )
+from blr_analysis.posterior.prior import Shapes
 
 
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
@@ -52,15 +24,12 @@ def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     return {n: t.detach() for n, t in tree.items()}
 
 
-def count_of(n_data: Any) -> int:
-    """N as a whole number, at least 0, or :class:`PosteriorError`."""
-    try:
-        count = -1 if isinstance(n_data, bool) else operator.index(n_data)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise PosteriorError(f"n_data must be the number of training examples, got {n_data!r}")
-    return count
+def n_data_of(n_data: Any, *, least: int = 1) -> int:
+    """N, the number of examples, or :class:`PosteriorError`."""
+    n = whole(n_data)
+    if n is None or n < least:
+        raise PosteriorError(f"n_data must be a positive whole number of examples, got {n_data!r}")
+    return n
 
 
 def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str], most: int = 8) -> str:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from blr_analysis.backprop.outer import MatrixShape
 from blr_analysis.errors import StorageError
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import (
     Block,
     Diagonal,
     Full,
     Kronecker,
     LowRank,
-    Prior,
     Structure,
 )
 
@@ -35,17 +35,8 @@ OWN_KEYS = (
 
 def encode(form: Structure, prior: Prior) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name and suffix, and the record that :func:`decode` needs."""
-    tensors = dict(form.tensors())
-    record: dict[str, Any] = {"structure": form.kind}
-    if isinstance(prior, Mapping):
-        record["prior_precision"] = {}
-        for name, value in prior.items():
-            if isinstance(value, Tensor) and value.ndim > 0:
-                tensors[f"{name}.prior_precision"] = value
-            else:
-                record["prior_precision"][name] = float(value)
-    else:
-        record["prior_precision"] = float(prior)
+    tensors = {**form.tensors(), **{f"{n}.prior_precision": t for n, t in prior.tensors.items()}}
+    record: dict[str, Any] = {"structure": form.kind, "prior_precision": prior.record}
     if isinstance(form, Kronecker):
         record["blocks"] = [
             {
@@ -77,14 +68,9 @@ def decode(
         bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
         mean = None if bare else {n: tensors[f"{n}.mean"] for n in names}
         form = _form(tensors, record, names)
-        prior: Any = record["prior_precision"]
-        if isinstance(prior, dict):
-            per_weight = {
-                n: tensors[f"{n}.prior_precision"]
-                for n in names
-                if f"{n}.prior_precision" in tensors
-            }
-            prior = {**prior, **per_weight}
+        suffix = ".prior_precision"
+        per_weight = {n: tensors[n + suffix] for n in names if n + suffix in tensors}
+        prior = Prior({**Prior.of_any(record["prior_precision"]).entries, **per_weight})
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(

@@ -15,8 +15,9 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior import capture, loading, means, rounding
-from blr_analysis.posterior.checks import check_prior, count_of, differences, real_tensors
-from blr_analysis.posterior.structures import Diagonal, Prior, Structure, Tree
+from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device
 
 
@@ -51,7 +52,7 @@ class Posterior:
         mean: Mapping[str, Tensor],
         precision: Mapping[str, Tensor] | Structure,
         *,
-        prior_precision: Prior,
+        prior_precision: Given | Prior,
         n_data: int,
         record: Mapping[str, Any] | None = None,
     ) -> None:
@@ -60,8 +61,8 @@ class Posterior:
             self.form: Structure = precision
         else:
             self.form = Diagonal(real_tensors("precision", precision))
-        self.prior_precision = prior_precision
-        self.n_data = count_of(n_data)
+        self.prior = Prior.of_any(prior_precision)
+        self.n_data = n_data_of(n_data, least=0)
         if record is not None:
             instance("record", record, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
@@ -81,7 +82,7 @@ class Posterior:
                 raise PosteriorError(
                     f"the mean of {name!r} holds NaN or inf; was the training run stable?"
                 )
-        check_prior(self.prior_precision, shapes)
+        Prior.read(self.prior, shapes)
         self.form.check()
 
     def __repr__(self) -> str:
@@ -96,6 +97,11 @@ class Posterior:
     def structure(self) -> str:
         """ "diag", "kron", "lowrank" or "full"."""
         return self.form.kind
+
+    @property
+    def prior_precision(self) -> Any:
+        """δ: one number, or a dict with a number or tensor by name."""
+        return self.prior.given
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -260,7 +266,7 @@ class Posterior:
         moved = object.__new__(Posterior)
         moved.mean = {n: m.to(target, kind) for n, m in self.mean.items()}
         moved.form = self.form.to(target, kind)
-        moved.prior_precision, moved.n_data = self.prior_precision, self.n_data
+        moved.prior, moved.n_data = self.prior, self.n_data
         moved.record = self.record
         return moved
 
@@ -330,7 +336,7 @@ class Posterior:
             (tensor([1.5000, 3.0000]), 1.0)
         """
         place = path_of(path)
-        tensors, record = rounding.encode_as(self.form, self.prior_precision, dtype)
+        tensors, record = rounding.encode_as(self.form, self.prior, dtype)
         stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
         if not mean and set(tensors) != set(self.mean):
             raise InputError(
@@ -363,7 +369,7 @@ class Posterior:
         path: str | os.PathLike[str],
         *,
         model: means.Model | None = None,
-        prior_precision: Prior | None = None,
+        prior_precision: Given | None = None,
     ) -> Posterior:
         """Read what :meth:`save` wrote, or a precision folder that lies beside a model.
 

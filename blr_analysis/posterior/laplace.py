@@ -26,15 +26,14 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import (
     Block,
     Diagonal,
     Full,
     Kronecker,
     LowRank,
-    Prior,
     Structure,
 )
 from blr_analysis.posterior.structures.sketch import Sketch, sketch
@@ -56,7 +55,7 @@ def fit_laplace(
     task: Task,
     *,
     structure: str = "kron",
-    prior_precision: Prior,
+    prior_precision: Given | Prior,
     curvature: str = "ggn",
     samples: int = 1,
     rank: int | None = None,
@@ -100,15 +99,10 @@ def fit_laplace(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters()
-    _check(task, params, structure, prior_precision, curvature, samples)
+    prior = _checked(task, params, structure, prior_precision, curvature, samples)
     _check_rank(params, structure, rank, tolerance)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
-    if isinstance(prior_precision, Mapping):
-        prior_precision = {
-            n: v.detach().to(params[n]) if isinstance(v, Tensor) else float(v)
-            for n, v in prior_precision.items()
-        }
     columns, count = _columns(task, curvature, samples, generator)
     settings: dict[str, Any] = dict(
         columns=count, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
@@ -117,7 +111,7 @@ def fit_laplace(
     def passes(label: str) -> Iterator[list[Term]]:
         return (c.terms(columns(c)) for c in chunks(task, params, label=label, **settings))
 
-    form, found = _basis(task, params, structure, passes, prior_precision, rank, tolerance, count)
+    form, found = _basis(task, params, structure, passes, prior, rank, tolerance, count)
     for terms in passes(f"{structure} {curvature}"):
         form = form.add(terms)
     if found is not None:
@@ -144,8 +138,8 @@ def fit_laplace(
         record["explained"] = found.share
     return Posterior(
         {n: p.clone() for n, p in params.items()},
-        form.plus_prior(prior_precision),
-        prior_precision=prior_precision,
+        form.plus_prior(prior),
+        prior_precision=prior,
         n_data=task.n_data,
         record=record,
     )
@@ -283,14 +277,14 @@ def _kronecker(blocks: tuple[Block, ...], params: Mapping[str, Tensor]) -> Krone
     return Kronecker(blocks, values, plain, tuple(params))
 
 
-def _check(
+def _checked(
     task: Task,
     params: Mapping[str, Tensor],
     structure: str,
-    prior: Prior,
+    prior: Given | Prior,
     curvature: str,
     samples: int,
-) -> None:
+) -> Prior:
     one_of("structure", structure, STRUCTURES)
     one_of("curvature", curvature, CURVATURES)
     positive_int("samples", samples)
@@ -308,13 +302,15 @@ def _check(
     for name, p in params.items():
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
-    check_prior(prior, {n: tuple(p.shape) for n, p in params.items()}, positive=True)
+    shapes = {n: tuple(p.shape) for n, p in params.items()}
+    checked = Prior.read(prior, shapes, positive=True).placed(params)
     size = sum(p.numel() for p in params.values())
     if structure == "full" and size > FULL_LIMIT:
         raise InputError(
             f"structure='full' holds a {size:,} × {size:,} matrix; use 'lowrank', 'kron' or 'diag' "
             f"above {FULL_LIMIT:,} parameters"
         )
+    return checked
 
 
 def _check_rank(

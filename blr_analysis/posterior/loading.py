@@ -13,21 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.posterior import codec
-from blr_analysis.posterior.checks import check_prior
 from blr_analysis.posterior.means import Model, mean_of, tied_in
+from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.rounding import widened
-from blr_analysis.posterior.structures import Diagonal, Prior, Structure
+from blr_analysis.posterior.structures import Diagonal, Structure
 
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
 
 
-def load_parts(path: str, model: Model | None, prior_precision: Prior | None) -> Parts:
+def load_parts(path: str, model: Model | None, prior_precision: Given | None) -> Parts:
     """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`."""
     tensors, record = storage.read(path)
     mean, form, prior, n_data, rest = codec.decode(tensors, record, path)
@@ -45,51 +44,29 @@ def load_parts(path: str, model: Model | None, prior_precision: Prior | None) ->
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if bare or record.get("rounded"):
         form = widened(form, mean)
-    outside = record.get("prior_outside")
+    kept = record.get("prior_outside")
+    outside = None if kept is None else Prior.of_any(kept)
     if prior_precision is not None:
-        outside = _given(prior_precision, prior, outside, form, path)
+        given = Prior.read(prior_precision, form.shapes)
+        outside = _given(given, prior, outside, form, path)
     if outside is not None:
         form, prior = _on(form, mean).plus_prior(outside), outside
     _check_positive(form, prior, path)
     return mean, form, prior, n_data, rest
 
 
-def _given(given: Prior, inside: Prior, outside: Any, form: Structure, path: str) -> Prior | None:
+def _given(
+    given: Prior, inside: Prior, outside: Prior | None, form: Structure, path: str
+) -> Prior | None:
     """The user's δ, to be added; None where the file's is the same."""
-    check_prior(given, form.shapes)
-    if not isinstance(form, Diagonal):
-        _refuse_prior(given, inside, path)
-        return None
-    if _is_zero(inside):
-        return given
-    if _same(given, inside, form):
-        return outside
-    _refuse_prior(given, inside, path)
-    return None
-
-
-def _refuse_prior(given: Prior, inside: Prior, path: str) -> None:
+    if isinstance(form, Diagonal):
+        if inside.is_zero:
+            return given
+        if given.equals(inside, form.shapes):
+            return outside
     raise PosteriorError(
-        f"{path!r} holds a precision with the prior precision {_words(inside)} in it, so "
-        f"prior_precision={_words(given)} cannot be added; leave it out"
+        f"{path!r} holds a precision with its prior in it; leave prior_precision out"
     )
-
-
-def _words(prior: Prior) -> str:
-    return "of each parameter" if isinstance(prior, Mapping) else f"{float(prior):g}"
-
-
-def _is_zero(prior: Prior) -> bool:
-    values = prior.values() if isinstance(prior, Mapping) else [prior]
-    return all(not bool(torch.as_tensor(v).any()) for v in values)
-
-
-def _same(one: Prior, two: Prior, form: Structure) -> bool:
-    def of(prior: Prior, name: str) -> Tensor:
-        value = prior[name] if isinstance(prior, Mapping) else prior
-        return torch.as_tensor(value, dtype=torch.float64).expand(form.shapes[name])
-
-    return all(torch.equal(of(one, n), of(two, n)) for n in form.shapes)
 
 
 def _on(form: Structure, mean: Mapping[str, Tensor]) -> Diagonal:
@@ -98,7 +75,7 @@ def _on(form: Structure, mean: Mapping[str, Tensor]) -> Diagonal:
 
 
 def _check_positive(form: Structure, prior: Prior, path: str) -> None:
-    if not isinstance(form, Diagonal) or not _is_zero(prior):
+    if not isinstance(form, Diagonal) or not prior.is_zero:
         return
     for name, s in form.values.items():
         empty = int((s == 0).sum())

@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import one_of, path_of, positive_int
+from blr_analysis.checks import one_of, path_of
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior.capture import Captured
-from blr_analysis.posterior.checks import check_prior, real_tensors
+from blr_analysis.posterior.checks import n_data_of, real_tensors
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.rounding import encode_as
 from blr_analysis.posterior.structures import Diagonal
 
@@ -101,7 +102,7 @@ def write_precision(
     """
     place = path_of(path)
     one_of("kind", kind, KINDS)
-    n = positive_int("n_data", n_data)
+    n = n_data_of(n_data)
     if not isinstance(definition, str) or not definition:
         raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
     held = real_tensors("precision", tensors)
@@ -109,12 +110,12 @@ def write_precision(
         raise InputError("there is no precision to write: tensors is empty")
     _check_values(held)
     shapes = {name: tuple(t.shape) for name, t in held.items()}
-    inside = _scalars("prior_precision", prior_precision, shapes)
-    outside = None if prior_outside is None else _scalars("prior_outside", prior_outside, shapes)
-    if outside is not None and _any(inside):
+    inside = _one_per_name(prior_precision, shapes)
+    outside = None if prior_outside is None else _one_per_name(prior_outside, shapes)
+    if outside is not None and not inside.is_zero:
         raise InputError(
-            f"prior_precision={inside} is said to be inside the tensors and prior_outside="
-            f"{outside} outside of them: give one of the two"
+            "prior_precision is said to be inside the tensors and prior_outside outside of them: "
+            "give one of the two"
         )
     stored, about = encode_as(Diagonal(held), inside, dtype)
     _check_values(stored)
@@ -126,7 +127,7 @@ def write_precision(
         {
             **dict.fromkeys(FIELDS),
             **record,
-            **({} if outside is None else {"prior_outside": outside}),
+            **({} if outside is None else {"prior_outside": outside.record}),
             **about,
             "kind": kind,
             "definition": definition,
@@ -236,15 +237,7 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _scalars(what: str, prior: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """δ as a float, or as one float per name."""
-    check_prior(prior, shapes)
-    if not isinstance(prior, Mapping):
-        return float(prior)
-    if any(isinstance(v, Tensor) and v.ndim for v in prior.values()):
-        raise InputError(f"{what} must be one number, or one per name, not one per weight")
-    return {name: float(value) for name, value in prior.items()}
-
-
-def _any(prior: float | Mapping[str, float]) -> bool:
-    return any(prior.values()) if isinstance(prior, Mapping) else bool(prior)
+def _one_per_name(given: ScalarPrior, shapes: Mapping[str, tuple[int, ...]]) -> Prior:
+    prior = Prior.read(given, shapes)
+    prior.numbers(shapes)
+    return prior

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import codec
-from blr_analysis.posterior.structures import Diagonal, Prior, Structure, prior_of
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.structures import Diagonal, Structure
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -66,20 +67,18 @@ def _data_part(
     None where H is negative somewhere, as IVON allows, or δ has an entry per weight: then S
     itself is to be rounded.
     """
+    if prior.tensors:
+        return None
     parts: dict[str, Tensor] = {}
     for name, s in form.values.items():
-        delta = prior_of(prior, name)
-        if isinstance(delta, Tensor) and delta.ndim:
-            return None
-        part = s.double() - float(delta)
-        noise = torch.finfo(s.dtype).eps * float(delta)  # δ itself was rounded in S
+        delta = float(prior.of(name))
+        part = s.double() - delta
+        noise = torch.finfo(s.dtype).eps * delta  # δ itself was rounded in S
         part.masked_fill_(part.abs() <= noise, 0.0)
         if bool((part < 0).any()):
             return None
         parts[name] = part.to(dtype)
-    named = isinstance(prior, Mapping)
-    outside = {n: float(prior_of(prior, n)) for n in parts} if named else float(prior)
-    record = {"structure": "diag", "prior_precision": 0.0, "prior_outside": outside}
+    record = {"structure": "diag", "prior_precision": 0.0, "prior_outside": prior.record}
     return parts, {**record, "rounded": True}
 
 

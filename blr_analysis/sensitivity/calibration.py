@@ -191,7 +191,7 @@ def calibrate(
     return Posterior(
         posterior.mean,
         form.zeros().plus(form, 1 / scale),
-        prior_precision=posterior.prior_precision,
+        prior_precision=posterior.prior,
         n_data=posterior.n_data,
         record={**posterior.record, "calibration": found},
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.posterior.structures import Prior, Tree, prior_of
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.curvature import Operator
 from blr_analysis.sensitivity.shares import as_target, loss_and_gradient
 from blr_analysis.task import Task
@@ -67,10 +68,9 @@ class Changed:
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        gradient = {n: prior_of(self.prior, n) * p for n, p in params.items()}
-        loss = 0.5 * sum(
-            float((prior_of(self.prior, n) * p.double().square()).sum()) for n, p in params.items()
-        )
+        gradient = self.prior.times(params)
+        squares = self.prior.times({n: p.double().square() for n, p in params.items()})
+        loss = 0.5 * sum(float(s.sum()) for s in squares.values())
         for task, indices in self.parts:
             slope, part = loss_and_gradient(task, params, indices)
             gradient = {n: g + slope[n] for n, g in gradient.items()}
@@ -85,7 +85,7 @@ class Changed:
         ]
 
         def times(v: Tree) -> Tree:
-            found = {n: prior_of(self.prior, n) * x for n, x in v.items()}
+            found = self.prior.times(v)
             for curvature in curvatures:
                 product = curvature.product(v, progress=False)
                 found = {n: x + product[n] for n, x in found.items()}

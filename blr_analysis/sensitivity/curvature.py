@@ -20,7 +20,8 @@ from blr_analysis.backprop.products import Curvature
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.task import Task
 
 Operator = Callable[[Tree], Tree]
@@ -44,7 +45,7 @@ class Precision:
         self,
         task: Task,
         params: Mapping[str, Tensor],
-        prior_precision: Prior,
+        prior_precision: Given | Prior,
         *,
         indices: Tensor | None = None,
         kind: str = "ggn",
@@ -53,12 +54,12 @@ class Precision:
         self.curvature = Curvature(
             task, params, indices=indices, kind=kind, memory_budget=memory_budget
         )
-        self.prior = prior_precision
+        self.prior = Prior.of_any(prior_precision)
 
     def times(self, v: Tree, *, progress: bool | None = False) -> Tree:
         """S v; leading dimensions of v are several vectors, multiplied in one sweep."""
-        found = self.curvature.product(v, progress=progress)
-        return {n: x + prior_of(self.prior, n) * v[n] for n, x in found.items()}
+        own = self.prior.times(v)
+        return {n: x + own[n] for n, x in self.curvature.product(v, progress=progress).items()}
 
 
 @dataclass(frozen=True)

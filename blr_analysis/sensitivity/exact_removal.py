@@ -62,7 +62,7 @@ def exact_removals(
     """Take each of these examples out in turn; the posterior preconditions the solves."""
     size = sum(m.numel() * m.element_size() for m in q.mean.values())
     together = max(1, (memory_budget or HELD) // (VECTORS * size))
-    precision = Precision(task, q.mean, q.prior_precision, kind=kind, memory_budget=memory_budget)
+    precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=memory_budget)
     found: list[tuple[Tensor, ...]] = []
     iterations = 0
     groups = indices.split(together)

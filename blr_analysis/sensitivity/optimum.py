@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ import torch
 from blr_analysis.backprop.record import fetched
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.laplace import fit_laplace
-from blr_analysis.posterior.structures import Prior, Structure, Tree, prior_of
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.sensitivity.curvature import Precision, Solution, cg
 from blr_analysis.task import Task
 
@@ -71,7 +71,7 @@ def on_a_copy(task: Task) -> Task:
 
 
 def descend(
-    task: Task, prior_precision: Prior, *, structure: str, tolerance: float, max_steps: int
+    task: Task, prior_precision: Given | Prior, *, structure: str, tolerance: float, max_steps: int
 ) -> Optimum:
     """Train the task's model, in place, to the optimum nearest downhill.
 
@@ -86,21 +86,22 @@ def descend(
         ModelError, DataError: as :meth:`Task.run`.
     """
     params = {n: p.clone() for n, p in task.parameters().items()}
-    value, gradient, residual = _objective(task, params, prior_precision)
-    damping, steps, least = 0.0, 0, _smallest(prior_precision)
+    prior = Prior.of_any(prior_precision)
+    value, gradient, residual = _objective(task, params, prior)
+    damping, steps, least = 0.0, 0, prior.smallest
     while residual > tolerance and steps < max_steps:
-        q = fit_laplace(task, structure=structure, prior_precision=prior_precision, progress=False)
+        q = fit_laplace(task, structure=structure, prior_precision=prior, progress=False)
         kind = "hessian" if residual < NEAR else "ggn"
-        precision = Precision(task, params, prior_precision, kind=kind)
+        precision = Precision(task, params, prior, kind=kind)
         downhill = {n: -g for n, g in gradient.items()}
         for _ in range(TRIES):
             solved = _solved(precision, q.form, damping, downhill, residual)
             if bool(solved.indefinite.any()):  # no minimum lies that way; the GGN is never so
-                precision = Precision(task, params, prior_precision)
+                precision = Precision(task, params, prior)
                 solved = _solved(precision, q.form, damping, downhill, residual)
             move = solved.x
             trial = {n: p + move[n] for n, p in params.items()}
-            found = _tried(task, trial, prior_precision)
+            found = _tried(task, trial, prior)
             promised = 0.5 * (_dot(downhill, move) + damping * _dot(move, move))
             if _better(found, (value, gradient), promised):
                 break
@@ -144,9 +145,9 @@ def _solved(
 Found = tuple[float, Tree, float]
 
 
-def _tried(task: Task, params: Tree, prior_precision: Prior) -> Found:
+def _tried(task: Task, params: Tree, prior: Prior) -> Found:
     try:
-        return _objective(task, params, prior_precision)
+        return _objective(task, params, prior)
     except ModelError:  # the step was so long that the outputs overflow
         return math.inf, {}, math.inf
 
@@ -161,7 +162,7 @@ def _better(found: Found, before: tuple[float, Tree], promised: float) -> bool:
     return promised > rounding or _norm(found[1]) < _norm(gradient)
 
 
-def _objective(task: Task, params: Tree, prior_precision: Prior) -> Found:
+def _objective(task: Task, params: Tree, prior: Prior) -> Found:
     """The objective, its gradient, and the gradient's relative size."""
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
     value, slope = 0.0, {n: torch.zeros_like(p) for n, p in params.items()}
@@ -177,17 +178,11 @@ def _objective(task: Task, params: Tree, prior_precision: Prior) -> Found:
             )
             for name, part in zip(slope, parts, strict=True):
                 slope[name] += part
-    pull = {n: prior_of(prior_precision, n) * p for n, p in params.items()}
+    pull = prior.times(params)
     gradient = {n: g + pull[n] for n, g in slope.items()}
     size = _norm(slope) + _norm(pull)
     residual = _norm(gradient) / size if size > 0 else 0.0
     return value + 0.5 * _dot(params, pull), gradient, residual
-
-
-def _smallest(prior: Prior) -> float:
-    """The smallest δ."""
-    parts = prior.values() if isinstance(prior, Mapping) else [prior]
-    return min(float(torch.as_tensor(part).min()) for part in parts)
 
 
 def _dot(a: Tree, b: Tree) -> float:

@@ -212,10 +212,10 @@ def _own(fit: Fit, task: Task) -> Trained:
                 "fit must return a blr_analysis.Posterior, or a pair (model, posterior); for "
                 f"δ={delta:g} it returned {type(given).__name__}"
             )
-        prior = q.prior_precision
-        if not isinstance(prior, Mapping) and not math.isclose(float(prior), delta, rel_tol=1e-3):
+        stated = q.prior.entries.get(None, delta)
+        if not math.isclose(float(stated), delta, rel_tol=1e-3):
             raise InputError(
-                f"fit returned a posterior with prior_precision={float(prior):g} for δ={delta:g}; "
+                f"fit returned a posterior with prior_precision={float(stated):g} for δ={delta:g}; "
                 "train with the δ that it is given (weight_decay = δ / N) and state it there"
             )
         if model is not under.model:

@@ -59,7 +59,7 @@ def refined(
         pull = loss_gradient(task, q.mean, alone)
         params = q.mean
         if not drifts(q, own, pull):
-            data = changed(task, q.prior_precision, leaving=alone)
+            data = changed(task, q.prior, leaving=alone)
             descent = Descent.start(data, dict(q.mean), q.form)
             descend(descent, steps=None, passes=passes, tolerance=1.0)
             params, found[k] = descent.point.params, True

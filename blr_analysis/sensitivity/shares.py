@@ -20,7 +20,7 @@ from blr_analysis.backprop.record import fetched
 from blr_analysis.errors import DataError, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root
-from blr_analysis.posterior.structures import Prior, Structure, Tree
+from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.task import Task
 
 
@@ -151,7 +151,7 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         n_data += sign * part.count
         for name, grad in part.gradient.items():
             pull[name] -= sign * grad
-    form, floored = form.floored(prior_within(q))
+    form, floored = form.floored(q.prior.within(q.record))
     move = form.solve(pull)
     mean = {n: m + move[n] for n, m in q.mean.items()}
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
@@ -162,17 +162,8 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
     perturbed = Posterior(
         mean,
         form,
-        prior_precision=q.prior_precision,
+        prior_precision=q.prior,
         n_data=n_data,
         record={**q.record, "kind": "what_if"},
     )
     return perturbed, floored
-
-
-def prior_within(q: Posterior) -> Prior:
-    """The prior's share of S: δ, or δ/τ where calibration has divided the whole of S by τ."""
-    scale = float(q.record.get("calibration", {}).get("scale", 1.0))
-    prior = q.prior_precision
-    if scale == 1.0:
-        return prior
-    return {n: d / scale for n, d in prior.items()} if isinstance(prior, Mapping) else prior / scale

@@ -125,7 +125,7 @@ def solve(
     moved = Posterior(
         descent.point.params,
         preconditioner.form,
-        prior_precision=q.prior_precision,
+        prior_precision=q.prior,
         n_data=preconditioner.n_data,
         record={**preconditioner.record, "solver": "cg", "passes": descent.passes},
     )
@@ -142,7 +142,7 @@ def _drifts(task: Task, q: Posterior, changes: list[tuple[int, Share]]) -> bool:
 
 def own_slope(task: Task, q: Posterior) -> float:
     """gᵀ Σ g for the gradient g = ∇ℓ̄(m) of the model's own objective; one pass over the data."""
-    whole = changed(task, q.prior_precision, leaving=torch.empty(0, dtype=torch.long))
+    whole = changed(task, q.prior, leaving=torch.empty(0, dtype=torch.long))
     own = whole.at(q.mean).gradient
     return dot(own, q.form.solve(own))
 
@@ -166,9 +166,7 @@ def _descended(
     memory_budget: int | None,
     progress: bool | None,
 ) -> Descent:
-    data = changed(
-        task, q.prior_precision, leaving=change.leaving, added=change.new, labels=change.labels
-    )
+    data = changed(task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels)
     steps = None if isinstance(plan.steps, str) else plan.steps
     bound = MOST_PASSES if plan.steps is not None else PASSES
     passes = plan.passes or bound

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
-from blr_analysis.posterior.structures import Prior
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.observation import check_outputs
 from blr_analysis.sensitivity.optimum import Optimum, descend, on_a_copy, write
@@ -122,7 +121,7 @@ def subset_posterior(
     one_of("structure", structure, STRUCTURES)
     weighing = _Weighing(
         _trainable(task, q),
-        _placed(q.prior_precision, q),
+        q.prior.placed(q.mean),
         structure,
         _rank(q, structure),
         max_steps,
@@ -146,7 +145,7 @@ def subset_posterior(
     return Posterior(
         fit.mean,
         fit.form,
-        prior_precision=posterior.prior_precision,
+        prior_precision=posterior.prior,
         n_data=task.n_data,
         record={
             **fit.record,
@@ -180,7 +179,7 @@ class _Weighing:
     def moved(self, weight: float, tolerance: float) -> Optimum:
         return descend(
             self.task,
-            _divided(self.prior, weight),
+            self.prior / weight,
             structure=self.preconditioner,
             tolerance=tolerance,
             max_steps=self.max_steps,
@@ -188,7 +187,7 @@ class _Weighing:
 
     def fit(self, weight: float) -> Posterior:
         """N(m, (w GGN + δ)⁻¹) at the present weights: w (GGN + δ/w)."""
-        prior = _divided(self.prior, weight)
+        prior = self.prior / weight
         options: dict[str, Any] = {**self.settings, "rank": self.rank}
         q = fit_laplace(self.task, structure=self.structure, prior_precision=prior, **options)
         form = q.form.zeros().plus(q.form, weight)
@@ -224,19 +223,6 @@ class _Weighing:
 
 def _trace(blocks: Tensor) -> float:
     return float(blocks.diagonal(dim1=-2, dim2=-1).double().sum())
-
-
-def _placed(prior: Prior, q: Posterior) -> Prior:
-    """δ where the posterior is, in its dtype."""
-    if not isinstance(prior, Mapping):
-        return prior
-    return {n: v.to(q.mean[n]) if isinstance(v, Tensor) else v for n, v in prior.items()}
-
-
-def _divided(prior: Prior, weight: float) -> Prior:
-    if isinstance(prior, Mapping):
-        return {n: value / weight for n, value in prior.items()}
-    return prior / weight
 
 
 def _trainable(task: Task, q: Posterior) -> Task:

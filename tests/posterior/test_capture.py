@@ -389,7 +389,7 @@ def test_a_prior_per_parameter() -> None:
     for name, g in fixed_gradients(model).items():
         torch.testing.assert_close(captured.precision[name], N * g.abs() + prior[name])
     del prior["norm.bias"]
-    with pytest.raises(InputError, match=r"'norm\.bias' stand only on one side"):
+    with pytest.raises(InputError, match=r"missing \['norm\.bias'\]"):
         from_optimizer(optimizer, model, n_data=N, prior_precision=prior)
 
 

@@ -18,6 +18,7 @@ from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import laplace, stacked
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import LowRank, lowrank
 from blr_analysis.posterior.structures.sketch import sketch
 
@@ -259,7 +260,15 @@ def test_sketch_starts_again_where_a_space_closes() -> None:
     params = {"w": torch.zeros(30, dtype=torch.float64)}
     columns = {"w": torch.eye(30, dtype=torch.float64).unsqueeze(0)}
     term = Dense(columns)
-    found = sketch(lambda label: [[term]], params, 1.0, rank=None, tolerance=1e-9, most=30, size=30)
+    found = sketch(
+        lambda label: [[term]],
+        params,
+        Prior({None: 1.0}),
+        rank=None,
+        tolerance=1e-9,
+        most=30,
+        size=30,
+    )
     assert found.basis["w"].shape == (30, 30)
     assert found.share == pytest.approx(1)
     eye = torch.eye(30, dtype=torch.float64)

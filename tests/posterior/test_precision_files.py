@@ -229,7 +229,7 @@ def test_a_prior_is_never_added_twice(tmp_path: Path) -> None:
     q.save(tmp_path / "p")
     same = Posterior.load(tmp_path / "p", prior_precision=2.0)
     assert torch.equal(same.precision("scale"), q.precision("scale"))
-    with pytest.raises(PosteriorError, match=r"the prior precision 2 in it.*=5 cannot be added"):
+    with pytest.raises(PosteriorError, match="with its prior in it"):
         Posterior.load(tmp_path / "p", prior_precision=5.0)
     with pytest.raises(PosteriorError, match="prior_precision"):
         Posterior.load(tmp_path / "p", prior_precision=-1.0)
@@ -411,9 +411,9 @@ def test_impossible_precisions_are_named_and_nothing_is_written(
     ("changes", "message"),
     [
         ({"kind": "hessian"}, "kind must be one of 'ivon'"),
-        ({"n_data": 0}, "n_data must be a positive integer"),
-        ({"n_data": None}, "n_data must be a positive integer"),
-        ({"n_data": 2.5}, "n_data must be a positive integer"),
+        ({"n_data": 0}, "n_data must be"),
+        ({"n_data": None}, "n_data must be"),
+        ({"n_data": 2.5}, "n_data must be"),
         ({"definition": ""}, "definition must say"),
         ({"dtype": torch.float16}, "dtype must be"),
         ({"prior_precision": -1.0}, "prior_precision"),

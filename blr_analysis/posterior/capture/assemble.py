@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
 from blr_analysis.posterior.capture.readers import Reader, State, steps
 from blr_analysis.posterior.capture.scale import given_scale, own_scale
+from blr_analysis.posterior.prior import Prior
 
 HALF = (torch.float16, torch.bfloat16)
 HALF_REASON = (
@@ -107,7 +108,7 @@ def assemble(
             "n_data": scale.n_data,
             **scale.record,
             **record,
-            **({} if outside is None else {"prior_outside": _plain_prior(outside)}),
+            **({} if outside is None else {"prior_outside": Prior.of_any(outside).record}),
             "step": max(counts) if counts else None,
             "beta2": _beta2(slots),
             "state_dtypes": sorted(
@@ -201,12 +202,6 @@ def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
         elif "beta2" in group or "alpha" in group:
             found.add(float(group.get("beta2", group.get("alpha"))))
     return min(found) if len(found) == 1 else sorted(found) or None
-
-
-def _plain_prior(prior: float | Mapping[str, float]) -> float | dict[str, float]:
-    if isinstance(prior, Mapping):
-        return {name: float(value) for name, value in prior.items()}
-    return float(prior)
 
 
 def _plain(value: Any) -> Any:

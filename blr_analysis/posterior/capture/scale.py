@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from blr_analysis.checks import some
+from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.posterior.capture.readers import State
+from blr_analysis.posterior.checks import n_data_of
+from blr_analysis.posterior.prior import Given, Prior
 
 SCALINGS = ("sqrt", "squared", "ess")
-Prior = float | Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scale:
 def own_scale(
     groups: Mapping[str, State],
     n_data: int | None,
-    prior_precision: Prior | None,
+    prior_precision: Given | None,
     scaling: str,
     batch_size: int | None,
 ) -> Scale:
@@ -56,10 +56,10 @@ def own_scale(
             "precision ess*(h + weight_decay) as it stands. Leave scaling out."
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
-    n = _check_ess(sizes, check_n_data(n_data), scaling)
+    n = _check_ess(sizes, None if n_data is None else n_data_of(n_data), scaling)
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
     if prior_precision is not None:
-        given = _by_name(prior_precision, list(groups))
+        given = _by_name(prior_precision, groups)
         wrong = [
             name for name in groups if not math.isclose(given[name], prior[name], rel_tol=1e-6)
         ]
@@ -82,7 +82,7 @@ def own_scale(
 def given_scale(
     groups: Mapping[str, State],
     n_data: int | None,
-    prior_precision: Prior | None,
+    prior_precision: Given | None,
     scaling: str,
     batch_size: int | None,
 ) -> Scale:
@@ -93,12 +93,12 @@ def given_scale(
             "scaling='ess' is for IVON, VOGN and their like, which have an effective sample size; "
             "for a second moment pass scaling='sqrt' or scaling='squared'."
         )
-    n = check_n_data(n_data)
-    if n is None:
+    if n_data is None:
         raise OptimizerError(
             "n_data is missing: this optimizer does not know how many examples it was trained "
             "on, and S = N*sqrt(v_hat) + delta needs it. Pass n_data=len(dataset)."
         )
+    n = n_data_of(n_data)
     if prior_precision is None:
         decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
         raise OptimizerError(
@@ -110,28 +110,18 @@ def given_scale(
     factor = float(n) if scaling == "sqrt" else float(n) * float(batch_size or 1)
     return Scale(
         n_data=n,
-        prior=_by_name(prior_precision, list(groups)),
+        prior=_by_name(prior_precision, groups),
         data_part=lambda v, _: factor * (v.sqrt() if scaling == "sqrt" else v),
         definition=f"S = {'N*sqrt(v_hat)' if scaling == 'sqrt' else 'N*B*v_hat'} + delta",
         record={"scaling": scaling, "batch_size": batch_size, "bias_corrected": True},
     )
 
 
-def check_n_data(n_data: object) -> int | None:
-    """N as a positive whole number, or None."""
-    if n_data is None:
-        return None
-    n = _whole(n_data)
-    if n is None or n < 1:
-        raise InputError(f"n_data must be a positive whole number of examples, not {n_data!r}.")
-    return n
-
-
 def _check_scaling(scaling: str, batch_size: object) -> None:
     if scaling not in SCALINGS:
         raise InputError(f"scaling must be one of {SCALINGS}, not {scaling!r}.")
     if scaling == "squared":
-        size = _whole(batch_size)
+        size = whole(batch_size)
         if size is None or size < 1:
             raise InputError(
                 "scaling='squared' needs batch_size, the number of examples of one step "
@@ -160,38 +150,5 @@ def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
     )
 
 
-def _by_name(prior_precision: Prior, names: Sequence[str]) -> dict[str, float]:
-    if isinstance(prior_precision, Mapping):
-        odd = sorted(set(names) ^ set(prior_precision))
-        if odd:
-            raise InputError(
-                f"prior_precision must have one entry per captured parameter; {some(odd)} "
-                "stand only on one side."
-            )
-        values = dict(prior_precision)
-    else:
-        values = dict.fromkeys(names, prior_precision)
-    return {name: _delta(values[name]) for name in names}
-
-
-def _delta(value: Any) -> float:
-    try:
-        delta = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        delta = math.nan
-    if not (math.isfinite(delta) and delta >= 0):
-        raise InputError(
-            f"prior_precision must be a finite number >= 0 (or one per name), not {value!r}."
-        )
-    return delta
-
-
-def _whole(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    try:
-        return operator.index(value)
-    except (TypeError, ValueError):
-        return None
+def _by_name(given: Given, names: Iterable[str]) -> dict[str, float]:
+    return Prior.read(given, dict.fromkeys(names, ())).numbers(names)

@@ -1,12 +1,10 @@
 """Shapes that a precision matrix S can take; the contract that all keep is in ``contract``."""
 
 from blr_analysis.posterior.structures.contract import (
-    Prior,
     Spectral,
     Structure,
     Tree,
     is_spectral,
-    prior_of,
     total,
 )
 from blr_analysis.posterior.structures.diagonal import Diagonal
@@ -20,11 +18,9 @@ __all__ = [
     "Full",
     "Kronecker",
     "LowRank",
-    "Prior",
     "Spectral",
     "Structure",
     "Tree",
     "is_spectral",
-    "prior_of",
     "total",
 ]

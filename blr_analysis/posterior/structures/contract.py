@@ -11,16 +11,16 @@ parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.prior import Given, Prior
 
 Tree = dict[str, Tensor]
-Prior = float | Mapping[str, float | Tensor]
 
 
 class Structure(ABC):
@@ -70,11 +70,11 @@ class Structure(ABC):
         """S + scale · S', two matrices in the same basis."""
 
     @abstractmethod
-    def plus_prior(self, prior: Prior) -> Structure:
+    def plus_prior(self, prior: Prior | Given) -> Structure:
         """S + diag(δ)."""
 
     @abstractmethod
-    def floored(self, prior: Prior) -> tuple[Structure, float]:
+    def floored(self, prior: Prior | Given) -> tuple[Structure, float]:
         """S with no eigenvalue below the prior's, and the fraction of them that were."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Spectral(Structure):
         """The same basis with other eigenvalues."""
 
     @abstractmethod
-    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
+    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
         """δ in this basis."""
 
     @abstractmethod
@@ -160,11 +160,11 @@ class Spectral(Structure):
             {k: torch.add(s, other.values[k], alpha=scale) for k, s in self.values.items()}
         )
 
-    def plus_prior(self, prior: Prior) -> Spectral:
+    def plus_prior(self, prior: Prior | Given) -> Spectral:
         delta = self.prior_values(prior)
         return self.with_values({k: s + delta[k] for k, s in self.values.items()})
 
-    def floored(self, prior: Prior) -> tuple[Spectral, float]:
+    def floored(self, prior: Prior | Given) -> tuple[Spectral, float]:
         delta = self.prior_values(prior)
         floors = {
             k: torch.as_tensor(delta[k], dtype=s.dtype, device=s.device).expand_as(s)
@@ -184,15 +184,6 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
                 )
-
-
-def prior_of(prior: Prior, name: str) -> float | Tensor:
-    """δ of one parameter: a number for all, or an entry by name."""
-    if isinstance(prior, Mapping):
-        if name not in prior:
-            raise InputError(f"prior_precision has no entry for parameter {name!r}")
-        return prior[name]
-    return prior
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:

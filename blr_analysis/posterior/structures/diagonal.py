@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
-from blr_analysis.posterior.structures.contract import Prior, Spectral, Tree, prior_of, total
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures.contract import Spectral, Tree, total
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Diagonal(Spectral):
     def with_values(self, values: dict[str, Tensor]) -> Diagonal:
         return Diagonal(values)
 
-    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
-        return {n: prior_of(prior, n) for n in self.values}
+    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
+        delta = Prior.of_any(prior)
+        return {n: delta.of(n) for n in self.values}
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}

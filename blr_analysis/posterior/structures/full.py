@@ -9,7 +9,8 @@ from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.structures.contract import Prior, Structure, Tree, prior_of
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures.contract import Structure, Tree
 
 
 class Full(Structure):
@@ -114,21 +115,15 @@ class Full(Structure):
         assert isinstance(other, Full)
         return Full(torch.add(self.matrix, other.matrix, alpha=scale), self.shapes)
 
-    def plus_prior(self, prior: Prior) -> Full:
+    def plus_prior(self, prior: Prior | Given) -> Full:
         return Full(self.matrix + self._prior_vector(prior).diag(), self.shapes)
 
-    def _prior_vector(self, prior: Prior) -> Tensor:
-        like = self.matrix.new_zeros(())
-        return torch.cat(
-            [
-                torch.as_tensor(prior_of(prior, n), dtype=like.dtype, device=like.device)
-                .expand(s)
-                .flatten()
-                for n, s in self.shapes.items()
-            ]
-        )
+    def _prior_vector(self, prior: Prior | Given) -> Tensor:
+        delta = Prior.of_any(prior)
+        parts = [delta.like(n, self.matrix).expand(s).flatten() for n, s in self.shapes.items()]
+        return torch.cat(parts)
 
-    def floored(self, prior: Prior) -> tuple[Full, float]:
+    def floored(self, prior: Prior | Given) -> tuple[Full, float]:
         """S itself where S − diag(δ) ⪰ 0 to working precision; else its eigenvalues are raised."""
         excess = (self.matrix - self._prior_vector(prior).diag()).double()
         slack = 1e-6 * float(self.matrix.diagonal().abs().max())

@@ -18,7 +18,8 @@ from blr_analysis.backprop.outer import (
 )
 from blr_analysis.backprop.terms import Dense, Term
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.structures.contract import Prior, Spectral, Tree, prior_of, total
+from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.structures.contract import Spectral, Tree, total
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ class Kronecker(Spectral):
     def with_values(self, values: dict[str, Tensor]) -> Kronecker:
         return replace(self, values=values)
 
-    def prior_values(self, prior: Prior) -> dict[str, float | Tensor]:
-        found = {n: prior_of(prior, n) for n in self.plain}
+    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
+        delta = Prior.of_any(prior)
+        found = {n: delta.of(n) for n in self.plain}
         for block in self.blocks:
-            each = [torch.as_tensor(prior_of(prior, n), dtype=torch.float64) for n in block.names]
+            each = [torch.as_tensor(delta.of(n), dtype=torch.float64) for n in block.names]
             low, high = min(float(p.min()) for p in each), max(float(p.max()) for p in each)
             if low != high:
                 raise InputError(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.stacked import cast, columns_of, pieces, products
-from blr_analysis.posterior.structures.contract import Prior, Structure, Tree, prior_of, total
+from blr_analysis.posterior.structures.contract import Structure, Tree, total
 
 HELD = 2**22  # numbers of an intermediate result
 
@@ -40,7 +41,7 @@ class LowRank(Structure):
     and 1.07 (r = 200), 0.997 and 1.003 (r = 400); ranks agreed alike (Spearman above 0.998).
 
     Inverse, roots and determinant come from the eigenvalues c of D^{-1/2} B C Bᵀ D^{-1/2}, an
-    r×r problem: with F its eigenvectors,
+    r×r problem: with F its eigenvectors
 
         Σ = D^{-1/2} (I − F diag(c / (1 + c)) Fᵀ) D^{-1/2}
         R = D^{1/2} (I + F diag(√(1 + c) − 1) Fᵀ),    log|S| = log|D| + Σ log(1 + c)
@@ -225,13 +226,15 @@ class LowRank(Structure):
         base = {n: torch.add(d, other.base[n], alpha=scale) for n, d in self.base.items()}
         return LowRank(base, self.basis, core)
 
-    def plus_prior(self, prior: Prior) -> LowRank:
-        base = {n: d + _number(prior, n, d) for n, d in self.base.items()}
+    def plus_prior(self, prior: Prior | Given) -> LowRank:
+        delta = Prior.of_any(prior)
+        base = {n: d + delta.like(n, d) for n, d in self.base.items()}
         return LowRank(base, self.basis, self.core)
 
-    def floored(self, prior: Prior) -> tuple[LowRank, float]:
+    def floored(self, prior: Prior | Given) -> tuple[LowRank, float]:
         """D raised to δ and C to its positive part, where they are below."""
-        floors = {n: _number(prior, n, d).expand_as(d) for n, d in self.base.items()}
+        delta = Prior.of_any(prior)
+        floors = {n: delta.like(n, d).expand_as(d) for n, d in self.base.items()}
         below = sum(int((d < floors[n] * (1 - 1e-6)).sum()) for n, d in self.base.items())
         values, turn = torch.linalg.eigh(self.core)
         least = min(float(f.min()) for f in floors.values() if f.numel())
@@ -283,10 +286,6 @@ class LowRank(Structure):
                 "the low-rank precision matrix is not positive definite; give a prior_precision "
                 "above 0, or remove fewer examples"
             )
-
-
-def _number(prior: Prior, name: str, like: Tensor) -> Tensor:
-    return torch.as_tensor(prior_of(prior, name), dtype=like.dtype, device=like.device)
 
 
 def _same(one: Tree, two: Tree) -> bool:

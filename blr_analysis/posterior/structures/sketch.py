@@ -6,7 +6,7 @@ made orthogonal to all before it, and the eigenvectors of Qᵀ K Q with the larg
 G is multiplied through the layers' factored gradients, several vectors in one pass.
 
 How much is missing is known without further products, because tr K = Σ_p diag(G)_p / δ_p takes
-one pass: with m = tr K − Σ_kept θ spread over at most n more eigenvalues,
+one pass: with m = tr K − Σ_kept θ spread over at most n more eigenvalues
 
     tr(ΛV) = Σ_k λ_k / (1 + λ_k) ≤ Σ_kept θ / (1 + θ) + m / (1 + m / n)      (Jensen)
 
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.stacked import combined, products
-from blr_analysis.posterior.structures.contract import Prior, Tree, prior_of
+from blr_analysis.posterior.structures.contract import Tree
 
 WIDEST, NARROWEST = 128, 8  # vectors multiplied in one pass
 OVERSAMPLING = 1.5  # size of the Krylov space over the rank asked for
@@ -109,10 +110,7 @@ class _Whitened:
 
     def __init__(self, passes: Passes, params: Mapping[str, Tensor], prior: Prior) -> None:
         self._passes, self._params = passes, params
-        self.prior = {
-            n: torch.as_tensor(prior_of(prior, n), dtype=p.dtype, device=p.device).expand_as(p)
-            for n, p in params.items()
-        }
+        self.prior = {n: prior.like(n, p).expand_as(p) for n, p in params.items()}
         self._scale = torch.cat([d.flatten() for d in self.prior.values()]).rsqrt()
         self.diagonal: Tree = {}
         self.trace = 0.0

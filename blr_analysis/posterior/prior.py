@@ -1,0 +1,153 @@
+"""δ, the prior's precision: a number for all parameters, or a number or tensor for each, read once.
+
+objective  Σ_i ℓ_i(θ) + ½ θᵀ diag(δ) θ
+
+>>> prior = Prior.read({"w": torch.tensor([1.0, 4.0]), "b": 2.0}, {"w": (2,), "b": ()})
+>>> prior.smallest, (prior / 2).of("b"), prior.times({"w": torch.ones(2), "b": torch.ones(())})
+(1.0, 1.0, {'w': tensor([1., 4.]), 'b': tensor(2.)})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError, PosteriorError
+
+Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """δ by parameter name; under None, for all of them."""
+
+    entries: Mapping[str | None, float | Tensor]
+
+    @classmethod
+    def of_any(cls, given: Given | Prior) -> Prior:
+        """A number, a mapping, or a prior, without a look at what is in it."""
+        if isinstance(given, Prior):
+            return given
+        return cls(dict(given) if isinstance(given, Mapping) else {None: given})  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, given: Any, shapes: Shapes, *, positive: bool = False) -> Prior:
+        """The prior that a user gave for parameters of these shapes.
+
+        Raises:
+            PosteriorError: not finite, below 0 (``positive``: not above 0), or of other names or
+                shapes.
+        """
+        prior = cls.of_any(given)
+        if None not in prior.entries and set(prior.entries) != set(shapes):
+            absent = sorted(set(shapes) - set(prior.entries))
+            strange = sorted(map(str, set(prior.entries) - set(shapes)))
+            raise PosteriorError(
+                "prior_precision must have one entry per parameter: missing "
+                f"{absent[:8] or 'none'}, unknown {strange[:8] or 'none'}"
+            )
+        for name, value in prior.entries.items():
+            where = "" if name is None else f" of {name!r}"
+            try:
+                delta = torch.as_tensor(value, dtype=torch.float64)
+                torch.empty(shapes.get(name, ()), device="meta").copy_(delta.to("meta"))  # type: ignore[call-overload]
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise PosteriorError(
+                    f"prior_precision{where} must be a number, or one number or tensor per "
+                    f"parameter name, got {value!r}"
+                ) from error
+            high = delta > 0 if positive else delta >= 0
+            if not bool((torch.isfinite(delta) & high).all()):
+                raise PosteriorError(
+                    f"prior_precision{where} must be finite and "
+                    f"{'above' if positive else 'at least'} 0, got {value!r}"
+                )
+        return prior
+
+    @property
+    def given(self) -> Any:
+        """As a user writes it: one number, or a dict."""
+        return self.entries[None] if None in self.entries else dict(self.entries)
+
+    def of(self, name: str) -> float | Tensor:
+        """δ of one parameter."""
+        value = self.entries.get(name, self.entries.get(None))
+        if value is None:
+            raise InputError(f"prior_precision has no entry for parameter {name!r}")
+        return value
+
+    def like(self, name: str, x: Tensor) -> Tensor:
+        """δ of one parameter as a tensor, of x's dtype and device."""
+        return torch.as_tensor(self.of(name), dtype=x.dtype, device=x.device)
+
+    def times(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """diag(δ) v (leading batch dimensions allowed)."""
+        result = {}
+        for name, x in v.items():
+            delta = self.of(name)
+            result[name] = x * (delta.to(x) if isinstance(delta, Tensor) else delta)
+        return result
+
+    def placed(self, params: Mapping[str, Tensor]) -> Prior:
+        """With tensors of the parameters' dtypes, on their devices."""
+        placed = {
+            n: v.detach().to(params[n]) if isinstance(v, Tensor) and n is not None else v
+            for n, v in self.entries.items()
+        }
+        return Prior(placed)
+
+    def __truediv__(self, divisor: float) -> Prior:
+        return Prior({n: v / divisor for n, v in self.entries.items()})
+
+    def within(self, record: Mapping[str, Any]) -> Prior:
+        """As it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
+        return self / float((record.get("calibration") or {}).get("scale", 1.0))
+
+    @property
+    def smallest(self) -> float:
+        return min(float(torch.as_tensor(v).min()) for v in self.entries.values())
+
+    @property
+    def is_zero(self) -> bool:
+        return not any(bool(torch.as_tensor(v).any()) for v in self.entries.values())
+
+    def equals(self, other: Prior, shapes: Shapes) -> bool:
+        """Whether the two are the same δ for parameters of these shapes."""
+        wide = {n: torch.empty(s, dtype=torch.float64) for n, s in shapes.items()}
+        return all(
+            torch.equal(self.like(n, x).expand_as(x), other.like(n, x).expand_as(x))
+            for n, x in wide.items()
+        )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The entries that have a number per weight."""
+        return {
+            n: v
+            for n, v in self.entries.items()
+            if isinstance(v, Tensor) and v.ndim and n is not None
+        }
+
+    @property
+    def record(self) -> Any:
+        """The others, JSON-able: one number, or a dict."""
+        per_weight = self.tensors
+        plain = {n: float(v) for n, v in self.entries.items() if n not in per_weight}
+        return plain.get(None, plain)
+
+    def numbers(self, names: Any) -> dict[str, float]:
+        """One number for each of these parameters.
+
+        Raises:
+            PosteriorError: an entry has a number per weight.
+        """
+        if self.tensors:
+            raise PosteriorError(
+                "prior_precision must be one number, or one per name, not one per weight"
+            )
+        return {n: float(self.of(n)) for n in names}
