@@ -12,9 +12,12 @@ row of the rule; then files.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -702,6 +705,24 @@ def report_table(report: MergeReport) -> pd.DataFrame:
 # The rule, and the words of topics
 
 
+class _Table1(pd.DataFrame):
+    """A DataFrame that prints its first five columns, wrapped to the terminal."""
+
+    @property
+    def _constructor(self) -> type[pd.DataFrame]:
+        return pd.DataFrame
+
+    def __repr__(self) -> str:
+        shown, rest = list(self)[:5], list(self)[5:]
+        width = min(max(80, shutil.get_terminal_size().columns), 130) // len(shown) - 2
+        lines = []
+        for cells in [shown, ["─" * width] * len(shown), *self[shown].to_numpy()]:
+            wrapped = (textwrap.wrap(cell, width) for cell in cells)
+            parts = zip_longest(*wrapped, fillvalue="")
+            lines += ["  ".join(part.ljust(width) for part in line).rstrip() for line in parts]
+        return "\n".join([*lines, f"[{len(self)} rows, and columns {', '.join(rest)}]"])
+
+
 @make_table.register(Table1)
 def rule_table(table: Any) -> pd.DataFrame:
     """The rows of :data:`blr_analysis.learning_rule.table.ROWS`; see :func:`blr_analysis.table1`.
@@ -736,7 +757,7 @@ def rule_table(table: Any) -> pd.DataFrame:
         }
         for row in table.rows
     ]
-    return pd.DataFrame(rows)
+    return _Table1(rows)
 
 
 @make_table.register(TopicWords)

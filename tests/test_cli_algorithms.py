@@ -34,7 +34,7 @@ def test_one_algorithm() -> None:
 def test_files(tmp_path: Path) -> None:
     run("--out", str(tmp_path / "new"))
     stored = pd.read_parquet(tmp_path / "new" / "table1.parquet")
-    pd.testing.assert_frame_equal(stored, table1())
+    pd.testing.assert_frame_equal(table1(), stored)
 
 
 def test_an_unknown_name(capsys: pytest.CaptureFixture) -> None:

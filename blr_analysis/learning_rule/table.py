@@ -115,8 +115,8 @@ _ROWS = (
         "1.3.2", LAPLACE, f"{OPTIM}.newton"),
     Row("ridge regression", FULL, EXACTLY, EXACT, RULE, "none, learning rate 1",
         "1.3.3", SITES, f"{INFERENCE}.conjugate"),
-    Row("multimodal optimisation", "mixture of Gaussians", AT_MEAN, EXACT, Move(positive=True),
-        f"{DELTA}, or samples; retraction keeps the precisions positive",
+    Row("multimodal optimisation", "mixture of Gaussians", AT_SAMPLES, EXACT, Move(positive=True),
+        f"none of the expectation ({DELTA} by choice); retraction keeps the precisions positive",
         "3.2", NOT_LEARNED, f"{INFERENCE}.multimodal"),
     Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
         "4.1", LAPLACE, ANY_ROW),
@@ -174,7 +174,7 @@ _ROWS = (
 )
 # fmt: on
 
-ROWS: dict[str, Row] = {found.algorithm: found for found in _ROWS}
+ROWS: dict[str, Row] = {row.algorithm: row for row in _ROWS}
 
 
 def row(algorithm: str) -> Row:
@@ -186,9 +186,9 @@ def row(algorithm: str) -> Row:
     >>> row("vogn").section
     '4.4'
     """
-    for name, found in ROWS.items():
+    for name, row in ROWS.items():
         if isinstance(algorithm, str) and name.lower() == algorithm.lower():
-            return found
+            return row
     raise InputError(f"no row is called {algorithm!r}; there are {', '.join(ROWS)}")
 
 
@@ -200,7 +200,7 @@ class Table1(Tabular):
 
 
 def table1() -> Any:
-    """Table 1 as a DataFrame, one row per algorithm.
+    """Table 1 as a DataFrame, one row per algorithm; printing it shows its first five columns.
 
     Columns: algorithm, family, loss (where it is looked at), hessian, departures, approximations,
     section, analysable, through (what hands the posterior over), runs
@@ -212,8 +212,8 @@ def table1() -> Any:
     return Table1().table
 
 
-def runs_elementwise(found: Row) -> bool:
+def runs_elementwise(row: Row) -> bool:
     """Whether :class:`~blr_analysis.learning_rule.optim.RowOptimizer` can run a row as it is."""
-    gaussian = found.family in (FIXED, DIAGONAL)
-    known = found.curvature.estimate is not None or found.curvature is NO_CURVATURE
-    return gaussian and known and bool(found.curvature.method)
+    gaussian = row.family in (FIXED, DIAGONAL)
+    known = row.curvature.estimate is not None or row.curvature is NO_CURVATURE
+    return gaussian and known and bool(row.curvature.method)
