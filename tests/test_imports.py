@@ -54,6 +54,7 @@ DISTRIBUTION = {
     "sklearn": "scikit-learn",
     "pytorch_lightning": "lightning",
     "ruamel": "ruamel.yaml",
+    "huggingface_hub": "huggingface-hub",
 }
 
 

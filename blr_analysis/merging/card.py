@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr_analysis.merging.recipe.paths import hub_name
+from blr_analysis.merging.recipe.places import hub_name
 
 if TYPE_CHECKING:
     from blr_analysis.merging.job import Job

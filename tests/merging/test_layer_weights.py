@@ -9,10 +9,11 @@ from blr_analysis.merging.recipe.layer_weights import (
     LayerWeights,
     Rule,
     Scaled,
-    constant,
     depth_of,
     depths,
     scaled,
+    varies,
+    weight_by_layer,
 )
 
 LLAMA = [
@@ -24,7 +25,7 @@ LLAMA = [
 
 
 def weight(*rules: Rule, names: list[str] = LLAMA, default: float = 1.0) -> LayerWeights:
-    return LayerWeights((rules,), depths(names), default)
+    return LayerWeights(rules, depths(names), default)
 
 
 def test_a_number_holds_for_every_tensor() -> None:
@@ -62,13 +63,8 @@ def test_the_first_fitting_rule_decides() -> None:
     assert found("model.layers.2.norm.weight") == found("lm_head.weight") == 2.0
 
 
-def test_a_star_fits_every_name() -> None:
-    assert weight(Rule((3.0,), "*"), Rule((4.0,)))("lm_head.weight") == 3.0
-
-
-def test_where_no_rule_of_the_model_fits_the_recipe_decides_and_then_the_default() -> None:
-    own, recipe = (Rule((5.0,), "mlp"),), (Rule((6.0,), "norm"),)
-    found = LayerWeights((own, recipe), depths(LLAMA), 0.5)
+def test_where_no_rule_speaks_the_default_holds() -> None:
+    found = weight(Rule((5.0,), "mlp"), Rule((6.0,), "norm"), default=0.5)
     assert found("model.layers.0.mlp.up.weight") == 5.0
     assert found("model.layers.0.norm.weight") == 6.0
     assert found("lm_head.weight") == 0.5
@@ -106,12 +102,22 @@ def test_numbers_with_gaps_are_no_layers() -> None:
     assert depth_of("head.0.weight", depths(names)) == 1.0
 
 
-def test_constants_are_recognised() -> None:
-    assert constant([(Rule((0.5,)),)]) == 0.5
-    assert constant([(Rule((0.5, 0.5)),)]) == 0.5
-    assert constant([], 0.25) == 0.25
-    assert constant([(Rule((0.5,), "mlp"), Rule((0.7,)))]) is None
-    assert constant([(Rule((0.0, 1.0)),)]) is None
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([Rule((0.5,))], 0.5),
+        ([Rule((0.5, 0.5))], 0.5),
+        ([], 0.25),
+        ([Rule((0.5,), "mlp"), Rule((0.7,))], None),
+        ([Rule((0.0, 1.0))], None),
+    ],
+)
+def test_a_weight_is_a_number_where_no_name_matters(
+    rules: list[Rule], expected: float | None
+) -> None:
+    assert varies(rules) == (expected is None)
+    found = weight_by_layer(tuple(rules), {}, 0.25)
+    assert callable(found) if expected is None else found == expected
 
 
 def test_lambda_scales_and_normalizes_by_the_sum_before_it() -> None:

@@ -14,13 +14,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from merging.models_on_disk import curved, near, state, write_family, write_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.merging.job import Job
-from blr_analysis.merging.recipe import Recipe, located, read_recipe
-from blr_analysis.merging.recipe.located import read_yaml, spelled
+from blr_analysis.merging.recipe import Recipe, read_recipe
 
 Read = Callable[[str], Recipe]
+MODELS = ("ft1", "ft2", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -129,98 +132,76 @@ def test_what_a_method_has_no_use_for_is_said(read: Read) -> None:
     ]
 
 
-# The recipes of mergekit
+# Recipes that mergekit runs, too
 
 LINEAR = """
-models:
-  - model: ft1
-    parameters:
-      weight: 1.0
-  - model: ft2
-    parameters:
-      weight: 0.3
 merge_method: linear
-dtype: float16
+dtype: bfloat16
+models:
+  - {model: ft2, parameters: {weight: 0.7}}
+  - {model: ft1, parameters: {weight: 1.4}}
 """
 ARITHMETIC = """
+merge_method: task_arithmetic
+base_model: base
+dtype: float16
+out_dtype: float32
+chat_template: "{{ messages }}"
+tokenizer: {source: base}
+parameters:
+  lambda: 0.8
+  normalize: no
+  int8_mask: false
 models:
-  - model: base
-    # no parameters necessary for base model
-  - model: ft1
-    parameters:
-      density: 0.5
-      weight: 0.5
+  - model: base                                 # its step is 0
+  - {model: ft1, parameters: {weight: 0.75, density: 0.9}}
   - model: ft2
     parameters:
       weight:
-        - filter: mlp
-          value: [0.0, 1.0]
-        - value: 0.25
-merge_method: task_arithmetic
-base_model: base
-parameters:
-  normalize: false
-  int8_mask: true
-  lambda: 0.5
-dtype: bfloat16
-out_dtype: float32
-tokenizer:
-  source: base
-chat_template: "auto"
+        - {filter: norm, value: [2.0, 0.5]}
+        - {filter: "*", value: -0.25}
 """
 SLICES = """
-base_model: base
-dtype: bfloat16
 merge_method: task_arithmetic
-parameters:
-  normalize: false
 slices:
-- sources:
-  - layer_range: [0, 2]
-    model: base
-  - layer_range: [0, 2]
-    model: ft1
-    parameters:
-      weight: 0.50
-  - layer_range: [0, 2]
-    model: ft2
-    parameters:
-      weight: [0.2, 0.8]
+- base_model: base
+  parameters: {weight: 0.6}
+  sources:
+  - {model: ft1, layer_range: [0, 2]}
+  - {model: ft2, layer_range: [0, 2], parameters: {weight: [0.1, 0.9]}}
 """
 
 
-def test_linear_recipes_of_mergekit(read: Read, place: Path) -> None:
+def test_a_linear_recipe(read: Read) -> None:
     found = read(LINEAR)
     assert found.job.method == "linear"
-    assert weights(found) == [1.0, 0.3]
+    assert weights(found) == [0.7, 1.4]
     assert found.job.base is None
     assert found.job.normalize is None  # which divides
-    assert found.job.out_dtype == torch.float16  # dtype is what mergekit writes
+    assert found.job.out_dtype == torch.bfloat16  # dtype is what mergekit writes
     assert found.job.dtype == torch.float32
 
 
-def test_task_arithmetic_recipes_of_mergekit(read: Read, place: Path) -> None:
+def test_a_task_arithmetic_recipe(read: Read) -> None:
     found = read(ARITHMETIC)
     assert [m.model.name for m in found.job.members] == ["ft1", "ft2"]
-    one, two = weights(found)
-    assert callable(one)
-    assert callable(two)
-    assert [one(n) for n in ("embed.weight", "layers.1.mlp.weight")] == [0.25, 0.25]  # 0.5 · 0.5
-    assert two("layers.0.mlp.weight") == 0.0
-    assert two("layers.1.mlp.weight") == 0.5  # 0.5 · 1
-    assert two("layers.1.norm.weight") == 0.125
+    one, two = found.job.members
+    assert one.weight_of("scale") == pytest.approx(0.8 * 0.75)
+    by_name = {"layers.0.norm.weight": 2.0, "layers.1.norm.weight": 0.5, "scale": -0.25}
+    for name, weight in by_name.items():
+        assert two.weight_of(name) == pytest.approx(0.8 * weight)
     assert found.job.normalize is False
     assert found.job.out_dtype == torch.float32
     assert found.job.tokenizer_source == "base"
+    assert found.chat_template == "{{ messages }}"
     assert any("density has no effect" in note for note in found.notes)
     assert not any("int8_mask" in note for note in found.notes)
 
 
-def test_slices_of_whole_models(read: Read) -> None:
-    found = read(SLICES)
-    one, two = found.job.members
-    assert (one.weight, one.model.name) == (0.5, "ft1")
-    assert [two.weight_of(f"layers.{i}.norm.weight") for i in (0, 1)] == [0.2, 0.8]
+def test_a_slice_of_whole_models(read: Read) -> None:
+    one, two = read(SLICES).job.members
+    assert (one.weight, one.model.name) == (0.6, "ft1")
+    assert [two.weight_of(f"layers.{i}.norm.weight") for i in (0, 1)] == [0.1, 0.9]
 
 
 def test_lambda_follows_the_division_by_the_sum(read: Read) -> None:
@@ -249,6 +230,14 @@ def test_linear_averages_an_unlisted_base_only_with_a_weight_for_all(read: Read)
     assert [m.model.name for m in found.job.members] == ["ft1", "ft2", "base"]
     assert weights(found) == [2.0, 2.0, 2.0]
     assert [m.model.name for m in read(text).job.members] == ["ft1", "ft2"]
+
+
+def test_a_merge_key_takes_over_what_it_names(read: Read) -> None:
+    found = read(
+        "merge_method: linear\nmodels:\n- model: ft1\n  parameters: &p {weight: 0.5}\n"
+        "- model: ft2\n  parameters: {<<: *p}"
+    )
+    assert weights(found) == [0.5, 0.5]
 
 
 def test_yaml_1_1_numbers_and_booleans(read: Read) -> None:
@@ -286,12 +275,15 @@ def test_home_and_absolute_paths(read: Read, place: Path, monkeypatch: pytest.Mo
     assert [m.model for m in found.job.members] == [place / "ft1", place / "ft2"]
 
 
-@pytest.mark.parametrize("written", ["org/model", "org/model@v1", "org/model@0a1b2c"])
+COMMIT = "0a1b2c3d" * 5
+
+
+@pytest.mark.parametrize("written", ["org/model", "org/model@v1", f"org/model@{COMMIT}"])
 def test_names_on_the_hub_are_found_in_its_cache(
     read: Read, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str
 ) -> None:
     kept = tmp_path / "models--org--model"
-    snapshot = kept / "snapshots/0a1b2c"
+    snapshot = kept / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (kept / "blobs").mkdir()
     for file in (place / "plain").iterdir():
@@ -299,8 +291,8 @@ def test_names_on_the_hub_are_found_in_its_cache(
         (snapshot / file.name).symlink_to(kept / "blobs" / file.name)
     for ref in ("main", "v1"):
         (kept / "refs").mkdir(exist_ok=True)
-        (kept / "refs" / ref).write_text("0a1b2c")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        (kept / "refs" / ref).write_text(COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     found = read(f"merge_method: linear\nmodels: [{{model: {written}}}, {{model: ft1}}]")
     assert found.job.members[0].model == snapshot
 
@@ -308,7 +300,7 @@ def test_names_on_the_hub_are_found_in_its_cache(
 def test_names_on_the_hub_that_are_not_here(
     read: Read, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     text = "merge_method: linear\nmodels:\n- model: org/model@v2"
     with pytest.raises(InputError, match=r"line 3.*huggingface-cli download org/model --rev.* v2"):
         read(text)
@@ -328,24 +320,28 @@ def test_adapters_are_named_as_in_mergekit(read: Read, place: Path) -> None:
 
 def test_chat_templates(read: Read, place: Path) -> None:
     models = "merge_method: linear\nmodels: [{model: ft1}, {model: ft2}, {model: plain}]\n"
-    written = {"ft1": "{{ one }}", "ft2": "{{ two }}", "plain": "{{ two }}"}
-    for name, template in written.items():
-        file = place / name / "tokenizer_config.json"
-        file.write_text(json.dumps({"chat_template": template}))
+    kept = {name: (place / name / "tokenizer.json").read_text() for name in MODELS}
+    for name, template in zip(MODELS, ("{{ one }}", "{{ two }}", "{{ two }}"), strict=True):
+        words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(place / name)
     try:
         assert read(models).chat_template is None
         assert read(models + "chat_template: auto").chat_template == "{{ two }}"
         assert read(models + "chat_template: '{{ own }}'").chat_template == "{{ own }}"
         (place / "t.jinja").write_text("{{ file }}")
         assert read(models + "chat_template: t.jinja").chat_template == "{{ file }}"
-        with pytest.raises(InputError, match=r"line 3.*mergekit's named templates are not here"):
+        with pytest.raises(InputError, match=r"line 3.*Jinja"):
             read(models + "chat_template: chatml")
         (place / "ft1/tokenizer_config.json").write_text("{")
-        with pytest.raises(InputError, match=r"line 3.*'.*ft1' cannot be read"):
+        with pytest.raises(InputError, match=r"line 3.*ft1' cannot be read"):
             read(models + "chat_template: auto")
     finally:
-        for name in written:
-            (place / name / "tokenizer_config.json").unlink()
+        for name, text in kept.items():
+            for file in ("tokenizer_config.json", "chat_template.jinja"):
+                (place / name / file).unlink(missing_ok=True)
+            (place / name / "tokenizer.json").write_text(text)
 
 
 # What is wrong, and where
@@ -354,34 +350,36 @@ HEAD = "merge_method: linear\n"
 BOTH = "models: [{model: ft1}, {model: ft2}]\n"
 TASK = "merge_method: task_arithmetic\nbase_model: base\n"
 FAULTS = {
-    "empty": ("", "recipe.yml is empty"),
-    "only a remark": ("# merge\n", "recipe.yml is empty"),
-    "a list": ("- a\n- b", "line 1, column 1.*got a list"),
+    "empty": ("", "line 1.*expected keys"),
+    "only a remark": ("# merge\n", "line 1.*expected keys"),
+    "a list": ("- a\n- b", "line 1.*expected keys"),
     "a text": ("merge", "line 1.*expected keys"),
-    "a tab": ("merge_method: linear\n\tmodels: []", "line 2, column 1.*a tab"),
-    "unfinished": ("models: [{model: a}", "line 1.*no YAML"),
-    "two documents": (HEAD + BOTH + "---\na: 1", "line 3.*second document"),
-    "key twice": (HEAD + BOTH + "merge_method: linear", "line 3.*'merge_method' a second time.*1"),
-    "merge key": (HEAD + "models:\n- <<: {model: ft1}", "line 3.*merge key"),
-    "own alias": ("a: &a [*a]", "line 1.*inside of what it names"),
-    "a tag": (HEAD + "models: !!python/object:os.system [x]", "line 2.*tag"),
-    "odd key": ("? [a]\n: b", "line 1.*key that is not text"),
+    "a tab": ("merge_method: linear\n\tmodels: []", "line 2, column 1.*cannot start"),
+    "unfinished": ("models: [{model: a}", "line 1.*YAML"),
+    "two documents": (HEAD + BOTH + "---\na: 1", "line 3.*document"),
+    "key twice": (HEAD + BOTH + "merge_method: linear", "line 3.*duplicate"),
+    "own alias": ("a: &a [*a]", "line 1.*unknown key 'a'"),
+    "a tag": (HEAD + "models: !!python/object:os.system [x]", "line 2.*models"),
+    "odd key": ("? [a]\n: b", "line 1.*string"),
     "no method": (BOTH, "line 1.*the key 'merge_method' is missing"),
     "unknown key": (HEAD + BOTH + "modles: 3", "line 3, column 1: unknown key 'modles'.*'models'"),
     "key nobody knows": (HEAD + BOTH + "zzz: 3", "line 3.*unknown key 'zzz'; known here: merge_me"),
-    "misplaced key": (HEAD + BOTH + "normalize: true", "line 3.*belongs to 'parameters.normalize'"),
+    "misplaced key": (HEAD + BOTH + "normalize: true", "line 3.*belongs to 'parameters'"),
     "misspelt weight": (
         HEAD + "models:\n- model: ft1\n  parameters:\n    weigth: 1",
-        r"line 5, column 5.*models\[0\].parameters.weigth'.*'weight'",
+        "line 5, column 5.*'weigth'.*'weight'",
     ),
     "no model": (HEAD + "models:\n- parameters: {weight: 1}", "line 3.*the key 'model' is missing"),
     "models no list": (HEAD + "models: ft1", "line 2.*models: expected a list"),
     "model no mapping": (HEAD + "models:\n- ft1", r"line 3.*models\[0\]: expected keys"),
-    "model a number": (HEAD + "models: [{model: 3}]", r"line 2.*model: expected text, got 3"),
+    "model a number": (HEAD + "models: [{model: 3}]", "line 2.*model: expected.*got 3"),
     "no models": (HEAD + "models: []", "line 2.*the list is empty"),
-    "neither": (HEAD, "line 1.*models, or slices of whole models"),
-    "both": (HEAD + BOTH + "slices: []", "line 3.*exactly one"),
-    "modules": (HEAD + "modules: {a: {models: []}}", "line 2.*modules merge the parts"),
+    "neither": (HEAD, "line 1.*models or slices"),
+    "both": (
+        HEAD + BOTH + "slices: [{sources: [{model: ft1, layer_range: [0, 2]}]}]",
+        "line 3.*exactly one",
+    ),
+    "modules": (HEAD + "modules: {a: {models: []}}", "line 2.*unknown key 'modules'"),
     "NaN": (HEAD + "models: [{model: ft1, parameters: {weight: .nan}}]", "line 2.*finite.*nan"),
     "inf": (HEAD + "models: [{model: ft1, parameters: {weight: -.inf}}]", "line 2.*finite.*inf"),
     "NaN in a list": (
@@ -390,10 +388,10 @@ FAULTS = {
     ),
     "weight of words": (HEAD + BOTH + "parameters: {weight: much}", "line 3.*got 'much'"),
     "weight true": (HEAD + BOTH + "parameters: {weight: true}", "line 3.*got True"),
-    "empty gradient": (HEAD + BOTH + "parameters: {weight: []}", "line 3.*at least one number"),
+    "empty gradient": (HEAD + BOTH + "parameters: {weight: []}", "line 3.*empty"),
     "rule's key": (
         HEAD + BOTH + "parameters:\n  weight:\n  - filer: mlp\n    value: 1",
-        "line 5.*'filter' and 'value', got 'filer'",
+        "line 5.*'filer'.*'filter'",
     ),
     "rule without value": (
         HEAD + BOTH + "parameters: {weight: [{filter: mlp}]}",
@@ -401,20 +399,20 @@ FAULTS = {
     ),
     "rule of odd filter": (
         HEAD + BOTH + "parameters: {weight: [{filter: 3, value: 1}]}",
-        "line 3.*a part of the tensors' names, got 3",
+        "line 3.*filter: expected.*got 3",
     ),
-    "negative delta": (HEAD + BOTH + "parameters: {delta: -1}", "line 3.*at least 0, got -1"),
-    "n_data": (HEAD + "models:\n- {model: ft1, n_data: 1.5}", "line 3.*whole number above 0"),
-    "normalize": (HEAD + BOTH + "parameters: {normalize: 2}", "line 3.*true or false, got 2"),
+    "negative delta": (HEAD + BOTH + "parameters: {delta: -1}", "line 3.*equal to 0, got -1"),
+    "n_data": (HEAD + "models:\n- {model: ft1, n_data: 1.5}", "line 3.*n_data.*got 1.5"),
+    "normalize": (HEAD + BOTH + "parameters: {normalize: 2}", "line 3.*boolean.*got 2"),
     "missing_precision": (
         HEAD + BOTH + "parameters: {missing_precision: none}",
-        "line 3.*one of error, base, zero, got 'none'",
+        "line 3.*'error', 'base' or 'zero', got 'none'",
     ),
-    "dtype": (HEAD + BOTH + "dtype: int8", "line 3.*one of bfloat16, float16"),
-    "a method of mergekit": ("merge_method: ties\n" + BOTH, "line 1.*'ties' of mergekit is not he"),
+    "dtype": (HEAD + BOTH + "dtype: int8", "line 3.*'bfloat16', 'float16'"),
+    "a method of mergekit": ("merge_method: ties\n" + BOTH, "line 1.*'ties'"),
     "unknown method": (
         "merge_method: fischer\n" + BOTH,
-        "line 1.*'fischer'; did you mean 'fisher'",
+        "line 1.*'fischer'.*did you mean 'fisher'",
     ),
     "no base": ("merge_method: task_arithmetic\n" + BOTH, "line 1.*needs base_model"),
     "only the base": (TASK + "models: [{model: base}]", "line 3.*no model beside the base"),
@@ -440,7 +438,7 @@ FAULTS = {
         TASK + "models:\n- model: ft1\n- model: ft2\n  parameters: {weight: 1}",
         "line 4.*no weight",
     ),
-    "no such folder": (HEAD + "models:\n- model: ./nowhere", "line 3.*from the folder of the reci"),
+    "no such folder": (HEAD + "models:\n- model: ./nowhere", "line 3.*folder of the recipe"),
     "no such user": (HEAD + "models:\n- model: ~nobody_here/x", "line 3.*no user of this name"),
     "density of fisher": (
         "merge_method: fisher\nmodels:\n- model: ft1\n  parameters: {density: 0.5}",
@@ -452,22 +450,22 @@ FAULTS = {
     ),
     "half a model": (
         HEAD + "slices:\n- sources:\n  - model: ft1\n    layer_range: [0, 1]",
-        r"line 5.*layer_range \[0, 1\].*\[0, 2\]",
+        r"line 5.*layer_range.*\[0, 2\]",
     ),
     "layers put together": (
         HEAD + "slices:\n- sources: [{model: ft1, layer_range: [0, 1]}]\n"
         "- sources: [{model: ft2, layer_range: [1, 2]}]",
-        "line 4.*put layers together",
+        "line 2.*whole models",
     ),
     "odd range": (
         HEAD + "slices:\n- sources:\n  - {model: ft1, layer_range: [0, 1, 2]}",
-        "line 4.*two whole numbers",
+        "line 4.*layer_range",
     ),
     "residual_weight": (
         HEAD + "slices:\n- residual_weight: 1\n  sources: [{model: ft1, layer_range: [0, 2]}]",
         "line 3.*residual_weight",
     ),
-    "union": (HEAD + BOTH + "tokenizer_source: union", "line 3.*vocabulary of all models"),
+    "union": (HEAD + BOTH + "tokenizer_source: union", "line 3.*'union'"),
     "base without base": (HEAD + BOTH + "tokenizer_source: base", "line 3.*no base_model"),
     "two tokenizers": (
         HEAD + BOTH + "tokenizer_source: ft1\ntokenizer: {source: ft2}",
@@ -475,17 +473,16 @@ FAULTS = {
     ),
     "tokens": (
         HEAD + BOTH + "tokenizer: {source: ft1, tokens: {a: b}}",
-        "line 3.*tokenizer.tokens",
+        "line 3.*unknown key 'tokens'",
     ),
     "sum of nothing": (
         TASK + "models:\n- {model: ft1, parameters: {weight: 1}}\n"
         "- {model: ft2, parameters: {weight: -1}}\nparameters: {normalize: true, lambda: 2}",
         "line 6.*sum to 0",
     ),
-    "a number too long": (HEAD + BOTH + f"x: {'9' * 5000}", "line 3.*no number"),
     "gradient without layers": (
         HEAD + "models:\n- model: bare\n  parameters: {weight: [0, 1]}",
-        "line 2.*the layers of the model are needed",
+        "line 2.*bare",
     ),
 }
 
@@ -505,22 +502,23 @@ def test_all_wrong_keys_are_listed_in_the_order_of_their_lines(read: Read) -> No
     assert [line.split(",")[1] for line in lines] == [" line 2", " line 3", " line 4"]
 
 
-def test_a_bomb_of_aliases_is_defused(read: Read) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
-    with pytest.raises(InputError, match="more than 20,000 values"):
-        read("\n".join(lines))
+BOMB = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+BOMB += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
 
 
-def test_depth_and_length_are_bounded(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="line 1, column 51: more than 50 levels"):
-        read("[" * 500 + "]" * 500)
-    assert read_yaml("[" * 50 + "]" * 50, "r.yml").data
-    with pytest.raises(InputError, match="more than 50 levels"):
-        read("\n".join(f"{' ' * k}a:" for k in range(60)))
-    monkeypatch.setattr(located, "MOST_VALUES", 100)
-    with pytest.raises(InputError, match="more than 100 values"):
-        read(f"[{'1,' * 300}]")
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("\n".join([*BOMB, "merge_method: linear", "models: *a29"]), "unknown key"),
+        ("[" * 50_000 + "]" * 50_000, "YAML"),
+        ("\n".join(f"{' ' * k}a:" for k in range(600)), "YAML|unknown key"),
+        (f"{HEAD}{BOTH}x: {'9' * 5000}", "digits"),
+    ],
+    ids=["aliases", "brackets", "levels", "digits"],
+)
+def test_texts_that_grow_are_refused(read: Read, text: str, word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        read(text)
 
 
 def test_files_that_are_no_text(place: Path) -> None:
@@ -540,14 +538,6 @@ def test_files_that_are_no_text(place: Path) -> None:
 def test_a_byte_order_mark_is_no_fault(place: Path) -> None:
     (place / "bom.yml").write_bytes(b"\xef\xbb\xbf" + LINEAR.encode())
     assert read_recipe(place / "bom.yml").job.method == "linear"
-
-
-def test_places_are_spelled_as_one_writes_them() -> None:
-    assert spelled(("models", 0, "parameters", "weight", 2)) == "models[0].parameters.weight[2]"
-    found = read_yaml("a:\n  - b: 1\n    c: 2\n", "r.yml")
-    assert found.where(("a", 0, "c")) == "r.yml, line 3, column 5"
-    assert found.where(("a", 0, "c", "gone", 3)) == "r.yml, line 3, column 5"
-    assert found.line(("nowhere",)) == 1
 
 
 # Whatever is in the file

@@ -11,7 +11,7 @@ from merging.models_on_disk import near, state, write_model
 
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.merging.recipe import read_recipe
-from blr_analysis.merging.recipe.vocabularies import renumbered, vocabulary
+from blr_analysis.merging.recipe.places import renumbered, vocabulary
 
 WORDS = ["the", "a", "cat"]
 
@@ -76,5 +76,5 @@ def test_a_recipe_of_such_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.yml").write_text(text)
     assert len(read_recipe(tmp_path / "r.yml").job.members) == 2
     (tmp_path / "r.yml").write_text(f"{text}- model: ft2\n")
-    with pytest.raises(InputError, match=r"line 5.*number 2 tokens differently \('cat' is 0 and 2"):
+    with pytest.raises(InputError, match=r"line 5.*'ft2' numbers 2 tokens.*'cat' is 0 and 2"):
         read_recipe(tmp_path / "r.yml")

@@ -1,57 +1,51 @@
 """How a model's weight changes over its layers: α_t as a function of the tensor's name.
 
-A recipe writes a weight as mergekit's users write it:
+A recipe gives a weight as
 
 * a number, for every tensor;
-* a list of numbers, a gradient: equally spaced over the depth t ∈ [0, 1] of the model and
-  interpolated linearly. Layer i of L stands at t = i / (L − 1), a single layer at t = 1;
+* a list of numbers, a gradient: the line through these numbers, equally spaced over the depth
+  d ∈ [0, 1] of the model. Layer i of L stands at d = i / (L − 1), a single layer at d = 1;
 * a list of rules ``[{filter: mlp, value: ...}, {value: ...}]``: the first whose filter is a part
-  of the tensor's name decides; no filter, or ``*``, fits every name.
+  of the tensor's name decides; no filter, or ``*``, speaks of every tensor.
 
-Where this differs from mergekit: it takes L and what stands outside the layers from a table of
-architectures, this takes both from the tensors' names, so that every model can be merged. Outside
-the layers a name that speaks of an embedding (``embed``, ``wte``, ``wpe``, ``shared``; but not
-``embed_out``, GPT-NeoX's head) stands at t = 0, and everything else (final norm, ``lm_head``,
-pooler, classifier) at t = 1, as mergekit's tables have it for the usual architectures.
+How many layers there are, and what stands outside of them, is taken from the tensors' names, so
+that every model can be merged. Outside the layers a name that speaks of an embedding (``embed``,
+``wte``, ``wpe``, ``shared``; but not ``embed_out``, GPT-NeoX's head) stands at d = 0, and
+everything else (final norm, ``lm_head``, pooler, classifier) at d = 1.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from blr_analysis.errors import InputError
 from blr_analysis.merging.job import Weight
 
 BEGINNING = ("embed", "wte", "wpe", "shared")
 HEAD = "embed_out"
-EVERY = "*"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A number, or a gradient over the depth, for the tensors whose name contains ``filter``."""
+    """A number, or a gradient over the depth, for the tensors whose name contains ``part``.
 
-    value: tuple[float, ...]
-    filter: str | None = None
+    Every name contains the empty ``part``.
+    """
 
-    def fits(self, name: str) -> bool:
-        """Whether the rule speaks of this tensor."""
-        return self.filter is None or self.filter == EVERY or self.filter in name
+    values: tuple[float, ...]
+    part: str = ""
 
-    def at(self, t: float) -> float:
-        """The value at a depth t ∈ [0, 1], interpolated linearly between its neighbours."""
-        place = t * (len(self.value) - 1)
-        left = math.floor(place)
-        right = min(left + 1, len(self.value) - 1)
-        return (1 - (place - left)) * self.value[left] + (place - left) * self.value[right]
+    def at(self, depth: float) -> float:
+        """The value at a depth in [0, 1]."""
+        last = len(self.values) - 1
+        return float(np.interp(depth * last, range(last + 1), self.values))
 
     def __repr__(self) -> str:
-        return f"{self.filter}: {_text(self.value)}" if self.filter else _text(self.value)
-
-
-Setting = tuple[Rule, ...]
+        shown = repr(self.values[0] if len(self.values) == 1 else list(self.values))
+        return f"{self.part}: {shown}" if self.part else shown
 
 
 @dataclass(frozen=True)
@@ -59,63 +53,67 @@ class LayerWeights:
     """α by tensor name.
 
     Attributes:
-        settings: what decides, the first that has a rule for a tensor: the model's own before
-            the recipe's.
+        rules: the first that speaks of a tensor decides.
         depths: the number of layers of each stack, as :func:`depths` finds them.
-        default: where no rule fits.
+        default: where no rule speaks.
 
     Example:
         >>> names = ["embed.weight", *(f"layers.{i}.mlp.weight" for i in range(3)), "norm.weight"]
-        >>> weight = LayerWeights(((Rule((0.0, 1.0)),),), depths(names))
+        >>> weight = LayerWeights((Rule((0.0, 1.0)),), depths(names))
         >>> weight
         [0.0, 1.0]
         >>> [weight(name) for name in names]
         [0.0, 0.0, 0.5, 1.0, 1.0]
     """
 
-    settings: tuple[Setting, ...]
+    rules: tuple[Rule, ...]
     depths: Mapping[str, int]
     default: float = 1.0
 
     def __call__(self, name: str) -> float:
         """α of one tensor."""
-        for rule in (rule for setting in self.settings for rule in setting):
-            if rule.fits(name):
-                return rule.at(depth_of(name, self.depths))
-        return self.default
+        depth = depth_of(name, self.depths)
+        return next((rule.at(depth) for rule in self.rules if rule.part in name), self.default)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The filters that no tensor's name holds."""
-        held = list(names)
-        rules = [rule for setting in self.settings for rule in setting]
-        return [str(r.filter) for r in rules if not any(r.fits(name) for name in held)]
+        names = list(names)
+        return [rule.part for rule in self.rules if not any(rule.part in name for name in names)]
 
     def __repr__(self) -> str:
-        rules = [rule for setting in self.settings for rule in setting]
-        last = next((i for i, rule in enumerate(rules) if rule.filter in (None, EVERY)), None)
-        texts = [repr(rule) for rule in (rules if last is None else rules[: last + 1])]
-        return "; ".join(texts if last is not None else [*texts, repr(self.default)])
+        deciding: list[object] = []
+        for rule in self.rules:
+            deciding.append(rule)
+            if not rule.part:
+                break
+        else:
+            deciding.append(self.default)
+        return "; ".join(map(repr, deciding))
 
 
-def constant(settings: Iterable[Setting], default: float = 1.0) -> float | None:
-    """The one number that all tensors get, or None where it depends on the name.
+def weight_by_layer(
+    rules: tuple[Rule, ...], depths: Mapping[str, int], default: float = 1.0
+) -> Weight:
+    """α as a number where all tensors get the same, else as a function of the name.
 
-    >>> constant([(Rule((0.5,)),)]), constant([(Rule((0.5,), "mlp"),)]), constant([])
-    (0.5, None, 1.0)
+    >>> weight_by_layer((Rule((0.5,)),), {}), weight_by_layer((Rule((0.5,), "mlp"),), {})
+    (0.5, mlp: 0.5; 1.0)
     """
-    rules = [rule for setting in settings for rule in setting]
     if not rules:
         return default
-    first = rules[0]
-    plain = first.filter in (None, EVERY) and len(set(first.value)) == 1
-    return first.value[0] if plain else None
+    return LayerWeights(rules, depths, default) if varies(rules) else rules[0].values[0]
+
+
+def varies(rules: Sequence[Rule]) -> bool:
+    """Whether a weight depends on the tensor's name."""
+    return bool(rules) and (bool(rules[0].part) or len(set(rules[0].values)) > 1)
 
 
 @dataclass(frozen=True)
 class Scaled:
     """A weight times a factor, over the sum of all weights if those are given.
 
-    >>> Scaled(1.0, 0.5, (1.0, 3.0))("any"), Scaled(LayerWeights(((Rule((2.0,), "a"),),), {}), 0.5)
+    >>> Scaled(1.0, 0.5, (1.0, 3.0))("any"), Scaled(LayerWeights((Rule((2.0,), "a"),), {}), 0.5)
     (0.125, 0.5 × (a: 2.0; 1.0))
     """
 
@@ -127,9 +125,7 @@ class Scaled:
         """λ α_t, or λ α_t / Σ_s α_s, of one tensor."""
         total = sum(_at(weight, name) for weight in self.among) if self.among else 1.0
         if abs(total) < 1e-8:
-            raise InputError(
-                f"the weights{f' of {name!r}' if name else ''} sum to 0: nothing to normalize by"
-            )
+            raise InputError(f"the weights{name and f' of {name!r}'} sum to 0: cannot normalize")
         return _at(self.weight, name) * _at(self.factor, name) / total
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -148,11 +144,10 @@ def scaled(weights: Sequence[Weight], factor: Weight, *, normalize: bool) -> tup
     >>> scaled([1.0, 3.0], 0.5, normalize=True)
     (0.125, 0.375)
     """
-    among = tuple(weights) if normalize else ()
-    found = tuple(Scaled(weight, factor, among) for weight in weights)
+    products = tuple(Scaled(w, factor, tuple(weights) if normalize else ()) for w in weights)
     if any(callable(weight) for weight in (*weights, factor)):
-        return found
-    return tuple(weight("") for weight in found)
+        return products
+    return tuple(product("") for product in products)
 
 
 def _at(weight: Weight, name: str) -> float:
@@ -168,12 +163,12 @@ def depths(names: Iterable[str]) -> dict[str, int]:
     >>> depths(["h.0.w", "h.1.w", "h.1.experts.0.w", "head.0.w", "head.2.w", "wte.weight"])
     {'h': 2}
     """
-    found: dict[str, set[int]] = {}
+    stacks: dict[str, set[int]] = {}
     for name in names:
         prefix, index = _layer(name)
         if index is not None:
-            found.setdefault(prefix, set()).add(index)
-    return {prefix: len(at) for prefix, at in found.items() if max(at) == len(at) - 1}
+            stacks.setdefault(prefix, set()).add(index)
+    return {prefix: len(at) for prefix, at in stacks.items() if max(at) == len(at) - 1}
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> float:
@@ -186,9 +181,7 @@ def depth_of(name: str, depths: Mapping[str, int]) -> float:
     layers = depths.get(prefix)
     if index is not None and layers is not None:
         return min(index / (layers - 1), 1.0) if layers > 1 else 1.0
-    if HEAD in name:
-        return 1.0
-    return 0.0 if any(word in name for word in BEGINNING) else 1.0
+    return float(HEAD in name or not any(word in name for word in BEGINNING))
 
 
 def _layer(name: str) -> tuple[str, int | None]:
@@ -198,7 +191,3 @@ def _layer(name: str) -> tuple[str, int | None]:
         if part.isascii() and part.isdecimal() and len(part) < 7:
             return ".".join(parts[:at]), int(part)
     return "", None
-
-
-def _text(value: tuple[float, ...]) -> str:
-    return repr(value[0]) if len(value) == 1 else f"[{', '.join(map(repr, value))}]"

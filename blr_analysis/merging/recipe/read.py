@@ -9,27 +9,46 @@ which names what is written unless ``out_dtype`` does; what mergekit drops or ov
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from blr_analysis.checks import path_of
-from blr_analysis.errors import InputError, StorageError
-from blr_analysis.merging.job import Job, Member
-from blr_analysis.merging.recipe.chat_templates import template_of
-from blr_analysis.merging.recipe.located import MOST_CHARACTERS, read_yaml
-from blr_analysis.merging.recipe.members import (
-    base_of,
-    check_vocabularies,
-    check_whole,
-    listed,
-    method_of,
+from blr_analysis.errors import InputError
+from blr_analysis.files import Folder
+from blr_analysis.merging.job import Job, Member, Weight
+from blr_analysis.merging.methods import METHODS, Method
+from blr_analysis.merging.recipe.layer_weights import (
+    Rule,
+    depths,
+    scaled,
+    varies,
+    weight_by_layer,
 )
-from blr_analysis.merging.recipe.reading import Reading, Way, first, levels
-from blr_analysis.merging.recipe.schema import RecipeText, check
-from blr_analysis.merging.recipe.weights import base_precision_of, members
+from blr_analysis.merging.recipe.places import (
+    chat_template,
+    existing,
+    locate,
+    renumbered,
+    same_place,
+)
+from blr_analysis.merging.recipe.schema import (
+    FOREIGN,
+    Entry,
+    ModelParameters,
+    Page,
+    Parameters,
+    RecipeText,
+    SliceSource,
+    Way,
+    WrittenWeight,
+)
+from blr_analysis.merging.weighting import default_weights
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         base_model: ./base
         base_precision: ./base/precision     # left out: the folder of this name, if there is one
         models:
-          - model: ./ft1                     # a folder, or org/model in the Hugging Face cache
+          - model: ./ft1                     # also a LoRA adapter, or org/name in the cache
             precision: ./ft1/precision       # left out: the folder of this name, if there is one
             parameters: {weight: 1.0}        # a number, [0.2, 0.8] over the layers, or rules
                                              # [{filter: mlp, value: 0.5}, {value: 1.0}]
@@ -88,99 +107,302 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         ('linear', [2.0, 2.0])
     """
     place = Path(path_of(path)).expanduser()
-    text = _read(place)
-    found = read_yaml(text, place.name)
-    recipe = check(found)
-    reading = Reading(found, Path(os.path.abspath(place)).parent)
-    for key in ("name", "model_name"):
-        if getattr(recipe, key) is not None:
-            reading.note((key,), f"{key} has no effect, here as in mergekit: name the folder")
-    method = method_of(recipe, reading)
-    base = base_of(recipe, method, reading)
-    taking_part = listed(recipe, method, base, reading)
-    check_whole(taking_part, base, reading)
-    check_vocabularies(taking_part, base, reading)
-    merged, normalize = members(recipe, method, base, taking_part, reading)
-    parameters = levels(recipe)
-    delta = first(parameters, "delta", 0.0)
-    tokenizer = _tokenizer(recipe, base, reading)
-    dtype, out_dtype = _dtypes(recipe, reading)
-    job = Job(
-        method=method.name,
-        members=merged,
-        base=base,
-        base_precision=base_precision_of(recipe, method, base, reading),
-        delta=float(delta) if method.uses_base_precision else 0.0,  # type: ignore[arg-type]
-        missing_precision=str(first(parameters, "missing_precision", "error")),
-        normalize=normalize,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        tokenizer_source=tokenizer,
-    )
-    template = _chat_template(recipe, all_models(base, merged), reading)
-    return Recipe(place, text, job, template, tuple(reading.notes))
+    page = Page.open(place)
+    reader = _Reader(page, page.check())
+    job = reader.job()
+    template = None
+    if reader.text.chat_template is not None:
+        models = list(dict.fromkeys(m for m in (job.base, *(m.model for m in job.members)) if m))
+        with page.naming(("chat_template",)):
+            template = chat_template(reader.text.chat_template, page.folder, models)
+    return Recipe(place, page.text, job, template, tuple(page.notes))
 
 
-def _read(place: Path) -> str:
-    try:
-        with open(place, "rb") as file:
-            raw = file.read(4 * MOST_CHARACTERS + 1)
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or str(fault)
-        raise StorageError(f"the recipe {str(place)!r} cannot be read: {reason}.") from fault
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        line = raw.count(b"\n", 0, fault.start) + 1
-        raise InputError(
-            f"{place.name}, line {line}: a byte that is no UTF-8; a recipe is a YAML text."
-        ) from fault
+@dataclass(frozen=True)
+class _Listed:
+    """One entry of the recipe, with its folder."""
+
+    way: Way
+    entry: Entry
+    model: Path
+    rules: tuple[Rule, ...]
 
 
-def all_models(base: Path | None, merged: tuple[Member, ...]) -> list[Path]:
-    """All models that a merge reads, the base first, each once."""
-    return list(dict.fromkeys([*([base] if base else []), *(member.model for member in merged)]))
+def _rules(written: WrittenWeight | None) -> tuple[Rule, ...]:
+    """A weight in any of its forms; ``*`` and no filter are the part of every name."""
+    if written is None:
+        return ()
+    if isinstance(written, tuple):
+        return (Rule(written),)
+    rules = written if isinstance(written, list) else [written]
+    return tuple(Rule(r.value, "" if r.filter in (None, "*") else r.filter) for r in rules)
 
 
-def _dtypes(recipe: RecipeText, reading: Reading) -> tuple[torch.dtype, torch.dtype | None]:
-    """In what the formula is computed, and what is written."""
-    dtype, out_dtype = recipe.dtype, recipe.out_dtype or recipe.dtype
-    if dtype in ("bfloat16", "float16"):
-        reading.note(("dtype",), f"computed in float32, rounded once to {out_dtype}")
-    exact = torch.float64 if dtype == "float64" else torch.float32
-    return exact, None if out_dtype is None else getattr(torch, out_dtype)
+class _Reader:
+    """What the parts of one recipe mean."""
 
+    def __init__(self, page: Page, text: RecipeText) -> None:
+        self.page = page
+        self.text = text
+        # the parameters that hold for all models, what decides first
+        self.levels: list[tuple[Way, Parameters]] = [(("parameters",), text.parameters)]
+        if text.slices:
+            self.levels.insert(0, (("slices", 0, "parameters"), text.slices[0].parameters))
+        self.method = self._method()
+        self.base = self._base()
+        self.listed = self._models()
 
-def _tokenizer(recipe: RecipeText, base: Path | None, reading: Reading) -> str | Path:
-    way: Way = ("tokenizer_source",)
-    text = recipe.tokenizer_source
-    if recipe.tokenizer is not None:
-        if text is not None:
-            raise reading.wrong(("tokenizer",), "tokenizer beside tokenizer_source: one of them")
-        for key in ("tokens", "pad_to_multiple_of"):
-            if getattr(recipe.tokenizer, key) is not None:
-                raise reading.wrong(
-                    ("tokenizer", key),
-                    f"tokenizer.{key} builds another vocabulary: here, a tokenizer is copied",
-                )
-        text, way = recipe.tokenizer.source, ("tokenizer", "source")
-    if text == "union":
-        raise reading.wrong(
-            way,
-            "'union' builds a vocabulary of all models: here, a tokenizer is copied, and models "
-            "with other vocabularies are refused; write base, or the model whose tokenizer to take",
+    def job(self) -> Job:
+        """The merge that the recipe describes."""
+        text, method = self.text, self.method
+        for key in ("name", "model_name"):
+            if getattr(text, key) is not None:
+                self.page.note((key,), f"{key} has no effect, here as in mergekit: name the folder")
+        self._check_layers()
+        self._check_vocabularies()
+        self._note_ignored()
+        weights, normalize = self._weights()
+        out_dtype = text.out_dtype or text.dtype
+        if text.dtype in ("bfloat16", "float16"):
+            self.page.note(("dtype",), f"computed in float32, rounded once to {out_dtype}")
+        return Job(
+            method=method.name,
+            members=tuple(
+                Member(one.model, self._precision(one), weight, one.entry.n_data)
+                for one, weight in zip(self.listed, weights, strict=True)
+            ),
+            base=self.base,
+            base_precision=self._base_precision(),
+            delta=self._first("delta", 0.0) if method.uses_base_precision else 0.0,
+            missing_precision=self._first("missing_precision", "error"),
+            normalize=normalize,
+            dtype=torch.float64 if text.dtype == "float64" else torch.float32,
+            out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
+            tokenizer_source=self._tokenizer(),
         )
-    if text is None or text == "base":
-        if text == "base" and base is None:
-            raise reading.wrong(way, "'base', but the recipe has no base_model")
-        return "base"
-    return reading.place(way, text.removeprefix("model:"), base)
 
+    def _first(self, name: str, default: Any = None) -> Any:
+        """The value of a parameter of all models that decides."""
+        values = (getattr(part, name) for _, part in self.levels)
+        return next((value for value in values if value is not None), default)
 
-def _chat_template(recipe: RecipeText, models: list[Path], reading: Reading) -> str | None:
-    if recipe.chat_template is None:
+    def _rules(self, name: str) -> tuple[Rule, ...]:
+        """The rules of a parameter of all models, what decides first."""
+        return tuple(rule for _, part in self.levels for rule in _rules(getattr(part, name)))
+
+    def _place(self, way: Way, text: str) -> Path:
+        """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
+        with self.page.naming(way):
+            model, plus, adapter = text.partition("+")
+            if not plus or existing(text, self.page.folder):
+                return locate(text, self.page.folder)
+            onto, adapter = locate(model, self.page.folder), locate(adapter, self.page.folder)
+            if self.base is None or not same_place(onto, self.base):
+                raise InputError(f"adapters are applied to base_model: write base_model: {model}")
+            return adapter
+
+    def _method(self) -> Method:
+        name = self.text.merge_method
+        if name in METHODS:
+            return METHODS[name]
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        meant = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise self.page.wrong(
+            ("merge_method",), f"no method {name!r} here; {meant} are: {', '.join(METHODS)}"
+        )
+
+    def _base(self) -> Path | None:
+        """θ_0, as the recipe or its only slice names it."""
+        self.base = None
+        way: Way = ("base_model",)
+        name = self.text.base_model
+        of_slice = self.text.slices[0].base_model if self.text.slices else None
+        if of_slice is not None:
+            way = ("slices", 0, "base_model")
+            if name not in (None, of_slice):
+                raise self.page.wrong(way, f"another base_model than {name!r} of the recipe")
+            name = of_slice
+        if name is not None:
+            return self._place(way, name)
+        if self.method.needs_base:
+            raise self.page.wrong(("merge_method",), f"{self.method.name} needs base_model")
         return None
-    try:
-        return template_of(recipe.chat_template, reading.folder, models)
-    except InputError as fault:
-        raise reading.wrong(("chat_template",), fault) from fault
+
+    def _models(self) -> list[_Listed]:
+        """The models that take part, each once; the base only where it is averaged like them."""
+        text, above = self.text, self._rules("weight")
+        if (text.models is None) == (text.slices is None):
+            raise self.page.wrong(("slices",), "expected models or slices: exactly one of them")
+        entries: Sequence[Entry] = text.slices[0].sources if text.slices else text.models or []
+        root: Way = ("models",) if text.models else ("slices", 0, "sources")
+        listed: dict[str, _Listed] = {}
+        for at, entry in enumerate(entries):
+            way = (*root, at)
+            model = self._place((*way, "model"), entry.model)
+            one = _Listed(way, entry, model, (*_rules(entry.parameters.weight), *above))
+            twin = listed.setdefault(os.path.realpath(model), one)
+            if twin is not one:
+                first = self.page.find((*twin.way, "model"))[1]
+                raise self.page.wrong(
+                    (*way, "model"), f"the same model as on line {first}: add up the weights"
+                )
+        own = None if self.base is None else os.path.realpath(self.base)
+        if self.method.uses_base and own in listed:
+            self._note_base(listed.pop(own))
+        elif self.method.name == "linear" and own is not None and own not in listed and text.models:
+            way = ("base_model",)
+            if above:  # as mergekit's `linear` does
+                self.page.note(way, "base_model is averaged in with the weight of all")
+                base = Entry(model=text.base_model or "")
+                listed[own] = _Listed(way, base, Path(self.base or ""), above)
+            else:
+                self.page.note(way, "base_model gives config and tokenizer, and is not averaged in")
+        if not listed:
+            raise self.page.wrong(("models",), "there is no model beside the base to merge")
+        return list(listed.values())
+
+    def _note_base(self, own: _Listed) -> None:
+        """The base among the models, as mergekit's users write it: its step is 0."""
+        if not (own.entry.precision or own.entry.n_data or own.entry.parameters.weight):
+            return
+        if self.method.uses_precisions:
+            raise self.page.wrong(
+                (*own.way, "model"),
+                "this is base_model itself, which has no step: take it out of the models",
+            )
+        self.page.note(own.way, "base_model among the models: its weight has no effect")
+
+    def _depths(self, model: Path, way: Way) -> Mapping[str, int]:
+        with self.page.naming(way):
+            return depths(Folder.open(model).specs)
+
+    def _check_layers(self) -> None:
+        """Raise where a source of the slice is not all layers of its model."""
+        for one in self.listed:
+            if not isinstance(one.entry, SliceSource):
+                continue
+            way = (*one.way, "layer_range")
+            layers = max(self._depths(self.base or one.model, way).values(), default=0)
+            if one.entry.layer_range != (0, layers):
+                raise self.page.wrong(
+                    way,
+                    f"layer_range is not [0, {layers}]: only whole models are merged here",
+                )
+
+    def _check_vocabularies(self) -> None:
+        """Raise where models number their tokens differently: their rows are other words."""
+        first = self.base or self.listed[0].model
+        for one in self.listed:
+            way = (*one.way, "model")
+            with self.page.naming(way):
+                odd = renumbered(first, one.model)
+            for token, (mine, theirs) in odd.items():
+                raise self.page.wrong(
+                    way,
+                    f"{one.entry.model!r} numbers {len(odd):,} tokens otherwise than "
+                    f"{first.name!r} ({token!r} is {theirs} and {mine}), and rows keep their order",
+                )
+
+    def _note_ignored(self) -> None:
+        """Parameters without effect: a note where mergekit ignores them too, else an error."""
+        method = self.method
+        idle = {"lambda": method.name != "task_arithmetic", "delta": not method.uses_base_precision}
+        idle |= {"missing_precision": not method.uses_precisions} | dict.fromkeys(FOREIGN, True)
+        parts: list[tuple[Way, ModelParameters]] = [*self.levels]
+        parts += [((*one.way, "parameters"), one.entry.parameters) for one in self.listed]
+        for way, part in parts:
+            for name in sorted(part.model_fields_set - {"int8_mask", "weight"}):
+                key = name.rstrip("_")
+                said = f"{key} has no effect on {method.name}"
+                if idle.get(key):
+                    if method.uses_precisions and key not in ("delta", "missing_precision"):
+                        raise self.page.wrong((*way, key), f"{said}: take it out")
+                    self.page.note((*way, key), said)
+                elif not isinstance(part, Parameters):
+                    self.page.note((*way, key), f"{key} has an effect only on all models together")
+        said = [(*o.way, "precision") for o in self.listed if o.entry.precision is not None]
+        if said and not method.uses_precisions:
+            self.page.note(said[0], f"{method.name} takes no precisions: they are not read")
+
+    def _weights(self) -> tuple[Sequence[Weight], bool | None]:
+        """α_t, and whether they are still to be normalized; None where the method decides."""
+        method, listed = self.method, self.listed
+        without = [one for one in listed if not one.rules]
+        if without and len(without) < len(listed) and not method.uses_precisions:
+            raise self.page.wrong(
+                without[0].way, "no weight, and others have: write parameters: {weight: …}"
+            )
+        usual = 1.0 if method.normalize else default_weights(method.name, len(listed))[0]
+        if without and method.name == "task_arithmetic":
+            self.page.note(
+                ("models",), f"no weights: {usual:g} for each model, one over their number"
+            )
+        factor = self._rules("lambda_")
+        around: Mapping[str, int] = {}
+        if any(varies(rules) for rules in (*(one.rules for one in listed), factor)):
+            way = ("base_model",) if self.base else ("models",)
+            around = self._depths(self.base or listed[0].model, way)
+        weights = [weight_by_layer(one.rules, around, usual) for one in listed]
+        normalize = self._first("normalize")
+        times = weight_by_layer(factor, around)
+        if method.name != "task_arithmetic" or times == 1.0:
+            return weights, normalize
+        with self.page.naming(("parameters", "normalize")):
+            return scaled(weights, times, normalize=bool(normalize)), False
+
+    def _stored(self, way: Way, text: str | None) -> Path | None:
+        if text is None:
+            return None
+        with self.page.naming(way):
+            place = existing(text, self.page.folder)
+            if place is None:
+                raise InputError(f"there is no precision {text!r} beside the recipe")
+            return place
+
+    def _precision(self, one: _Listed) -> Path | None:
+        """H_t: as named, or the folder ``precision`` of the model."""
+        if not self.method.uses_precisions:
+            return None
+        place = self._stored((*one.way, "precision"), one.entry.precision)
+        if place is None and "precision" not in one.entry.model_fields_set:
+            place = existing("precision", one.model)
+        if place is None and self._first("missing_precision", "error") == "error":
+            raise self.page.wrong(
+                (*one.way, "precision"),
+                f"{one.entry.model!r} has no precision: run `blr-analysis fisher`, "
+                "or set missing_precision to base or zero",
+            )
+        return place
+
+    def _base_precision(self) -> Path | None:
+        """H_0: as named, or the folder beside the base; ``base_precision: null`` takes none."""
+        text, method, way = self.text, self.method, ("base_precision",)
+        stands_in = self._first("missing_precision") == "base" and method.uses_precisions
+        if not (method.uses_base_precision or stands_in):
+            if text.base_precision is not None:
+                self.page.note(way, f"{method.name} takes no base_precision: it is not read")
+            return None
+        place = self._stored(way, text.base_precision)
+        if place is None and self.base is not None and way[0] not in text.model_fields_set:
+            place = existing("precision", self.base)
+            if place is not None:
+                self.page.note(("base_model",), f"base_precision: taken from {str(place)!r}")
+        return place
+
+    def _tokenizer(self) -> str | Path:
+        way: Way = ("tokenizer_source",)
+        source = self.text.tokenizer_source
+        if self.text.tokenizer is not None:
+            way = ("tokenizer", "source")
+            if source is not None:
+                raise self.page.wrong(("tokenizer",), "beside tokenizer_source: one of them")
+            source = self.text.tokenizer.source
+        if source == "union":
+            raise self.page.wrong(
+                way, "'union': no vocabulary is built here; name base, or a model of the recipe"
+            )
+        if source == "base" and self.base is None:
+            raise self.page.wrong(way, "'base', but the recipe has no base_model")
+        if source in (None, "base"):
+            return "base"
+        return self._place(way, source.removeprefix("model:"))
