@@ -1,22 +1,25 @@
 """Texts and their labels from a file: .jsonl, .csv, .tsv, .parquet or .txt, and nothing guessed.
 
-A file is read for the columns that are asked for; those that are not named are looked for under
-the names that datasets commonly give them, and where several or none are there, the error says
-which columns the file has.
+Columns that are not named are looked for under the names that datasets commonly give them; where
+several or none are there, the error says which columns the file has.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blr_analysis.checks import path_of, some
-from blr_analysis.errors import DataError
-from blr_analysis.huggingface.formats import READERS, readable
+import pandas as pd
 
+from blr_analysis.checks import path_of, some
+from blr_analysis.errors import DataError, StorageError
+
+ENCODING = "utf-8-sig"  # with or without the mark that spreadsheets put first
 TEXT_NAMES = (
     ("text",),
     ("sentence",),
@@ -42,23 +45,25 @@ class Texts:
         texts: one text, or a pair, per example.
         labels: as they stand in the file; None where none were asked for.
         columns: the names of the text columns and, where asked for, of the label.
-        places: where each example stands, in words ("line 3").
     """
 
     path: Path
     texts: list[tuple[str, ...]]
     labels: list[Any] | None
     columns: tuple[str, ...]
-    places: Callable[[int], str]
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def place(self, i: int) -> str:
+        """Where example ``i`` stands: rows count from 1, without header and blank lines."""
+        return f"row {i + 1} of {str(self.path)!r}"
 
 
 def read_texts(
     path: str | os.PathLike[str],
     *,
-    text: Sequence[str] | None = None,
+    text: str | Sequence[str] | None = None,
     label: str | None = None,
     labelled: bool = False,
 ) -> Texts:
@@ -76,69 +81,56 @@ def read_texts(
     Raises:
         StorageError: the file is not there or cannot be read.
         DataError: another ending, no examples, no such column or several that could be meant,
-            something that is not text, broken lines, other encodings than UTF-8.
+            something that is not text, broken rows, other encodings than UTF-8.
 
     Example:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         ...     _ = file.write('sentence,label\\n"a, b",pos\\nc,neg\\n')
         ...     file.flush()
-        ...     found = read_texts(file.name, labelled=True)
-        >>> found.texts, found.labels
+        ...     read = read_texts(file.name, labelled=True)
+        >>> read.texts, read.labels
         ([('a, b',), ('c',)], ['pos', 'neg'])
     """
     place = Path(path_of(path)).expanduser()
-    read = READERS.get(place.suffix.lower())
-    if read is None:
-        raise DataError(
-            f"{str(place)!r} ends in none of {', '.join(READERS)}: convert it, a .jsonl file of "
-            '{"text": …, "label": …} lines for example'
-        )
-    names, columns = read
-    with readable(place):
-        held = names(place)
-        chosen = _chosen_text(place, held, text)
-        if labelled:
-            chosen = (*chosen, _chosen_label(place, held, label))
-        found, numbers = columns(place, chosen)
-    values = [found[name] for name in chosen]
-    labels = values.pop() if labelled else None
-    unit = "row" if place.suffix.lower() == ".parquet" else "line"
-
-    def where(i: int) -> str:
-        return f"{unit} {numbers[i]} of {str(place)!r}"
-
-    if not numbers:
+    table = _read(place)
+    if not len(table):
         raise DataError(f"{str(place)!r} holds no examples")
-    texts = [tuple(row) for row in zip(*values, strict=True)]
-    for i, row in enumerate(texts):
+    columns = _text_columns(place, table, text)
+    labels = None
+    if labelled:
+        label = _label_column(place, table, label)
+        labels = table[label].tolist()
+    values = [table[name].tolist() for name in columns]
+    texts = Texts(
+        place,
+        list(zip(*values, strict=True)),
+        labels,
+        columns if label is None or not labelled else (*columns, label),
+    )
+    for i, row in enumerate(texts.texts):
         for value in row:
             if not isinstance(value, str):
-                raise DataError(f"{where(i)} has {value!r} where its text should be; mend it")
-    return Texts(place, texts, labels, chosen, where)
+                raise DataError(f"{texts.place(i)} has {value!r} where its text should be")
+    return texts
 
 
 def class_indices(texts: Texts, label2id: Mapping[str, int], classes: int) -> list[int]:
     """Each label as a class of the model: a name that it knows, or a number 0 … classes − 1.
 
     Raises:
-        DataError: a label that is neither; the line and the names that the model knows are said.
+        DataError: a label that is neither; the row and the names that the model knows are said.
     """
-    assert texts.labels is not None
-    known: dict[Any, int] = {}
-    found = []
-    for i, label in enumerate(texts.labels):
-        key = (type(label), str(label))
-        if key not in known:
-            index = _class_index(label, label2id)
-            if index is None or not 0 <= index < classes:
-                raise DataError(
-                    f"{texts.places(i)} has the label {label!r}: expected 0 … {classes - 1} or "
-                    f"a name that the model's config.label2id knows ({some(list(label2id))})"
-                )
-            known[key] = index
-        found.append(known[key])
-    return found
+    indices = []
+    for i, label in enumerate(texts.labels or []):
+        index = _class_index(label, label2id)
+        if index is None or not 0 <= index < classes:
+            raise DataError(
+                f"{texts.place(i)} has the label {label!r}: expected 0 … {classes - 1} or "
+                f"a name of the model's config.label2id ({some(list(label2id))})"
+            )
+        indices.append(index)
+    return indices
 
 
 def _class_index(label: Any, label2id: Mapping[str, int]) -> int | None:
@@ -147,58 +139,112 @@ def _class_index(label: Any, label2id: Mapping[str, int]) -> int | None:
             return int(label2id[label])
         text = label.strip()
         return int(text) if text.isascii() and text.isdigit() else None
-    if isinstance(label, bool) or not isinstance(label, (int, float)):
+    if isinstance(label, bool) or not isinstance(label, int | float):
         return None
     return int(label) if float(label).is_integer() else None
 
 
-def _chosen_text(
-    path: Path, held: Sequence[str], text: Sequence[str] | str | None
+def _separated(path: Path, sep: str, quoting: int) -> pd.DataFrame:
+    """A table with a header, every field as text; read without one, so that names stay as they
+    stand and rows that are too long are faults."""
+    try:
+        table = pd.read_csv(
+            path,
+            sep=sep,
+            quoting=quoting,  # type: ignore[arg-type]
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            engine="python",  # which tells a field that is missing from an empty one
+            encoding=ENCODING,
+        )
+    except pd.errors.EmptyDataError:
+        return pd.DataFrame()
+    names, rows = table.iloc[0].tolist(), table.iloc[1:]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"the header of {str(path)!r} names {some(twice)} twice")
+    short = rows.isna().any(axis=1).to_numpy()
+    if short.any():
+        row = int(short.argmax()) + 1
+        raise DataError(f"row {row} of {str(path)!r} has fewer fields than its header")
+    return rows.set_axis(names, axis=1)
+
+
+def _json_lines(path: Path) -> pd.DataFrame:
+    how: Any = {"dtype": False, "convert_axes": False}  # the values as they stand
+    return pd.read_json(path, lines=True, encoding=ENCODING, **how)
+
+
+def _lines(path: Path) -> pd.DataFrame:
+    with open(path, encoding=ENCODING) as file:
+        return pd.DataFrame({"text": [line.rstrip("\n") for line in file if line.strip()]})
+
+
+READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
+    ".jsonl": _json_lines,
+    ".csv": partial(_separated, sep=",", quoting=csv.QUOTE_MINIMAL),
+    ".tsv": partial(_separated, sep="\t", quoting=csv.QUOTE_NONE),
+    ".parquet": pd.read_parquet,
+    ".txt": _lines,
+}
+
+
+def _read(path: Path) -> pd.DataFrame:
+    """The file as pandas reads it; whatever goes wrong names the file."""
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise DataError(f"{str(path)!r} ends in none of {', '.join(READERS)}: convert it")
+    try:
+        return read(path)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{str(path)!r} is not in UTF-8 ({error.reason}); convert it: iconv -f LATIN1 -t UTF-8"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+    except (ValueError, TypeError, AttributeError) as error:  # pandas' and pyarrow's faults
+        said = " ".join(str(error).split())[:200]
+        raise DataError(f"{str(path)!r} is no {path.suffix} that can be read: {said}") from error
+
+
+def _text_columns(
+    path: Path, table: pd.DataFrame, text: str | Sequence[str] | None
 ) -> tuple[str, ...]:
     if text is not None:
         named = (text,) if isinstance(text, str) else tuple(text)
         if not 1 <= len(named) <= 2:
             raise DataError(f"a text has one column, or two for a pair, got {list(named)}")
-        _check_held(path, held, named)
-        return named
-    if path.suffix.lower() == ".txt":
-        return ("text",)
-    matches = [names for names in TEXT_NAMES if set(names) <= set(held)]
+        return _held(path, table, named)
+    matches = [names for names in TEXT_NAMES if set(names) <= set(table)]
     # A pair that contains a lone name (question + sentence) is what is meant.
     matches = [m for m in matches if not any(set(m) < set(other) for other in matches)]
-    if len(matches) == 1:
-        return matches[0]
-    if not held:
-        raise DataError(f"{str(path)!r} holds no examples")
-    what = "several columns that could be the text" if matches else "no column of a usual name"
-    raise DataError(
-        f"{str(path)!r} has {what}; its columns are {some(list(held), 12)}: name the text's "
-        "with text= (--text), two for a pair"
-    )
+    return _only(matches, path, table, "text", "text= (--text), two for a pair")
 
 
-def _chosen_label(path: Path, held: Sequence[str], label: str | None) -> str:
+def _label_column(path: Path, table: pd.DataFrame, label: str | None) -> str:
     if path.suffix.lower() == ".txt":
-        raise DataError(
-            f"{str(path)!r} is plain text without labels, which are needed here; give a .jsonl or "
-            ".csv file, or ask for the Fisher with sampled labels, which needs none (kind='mc')"
-        )
+        raise DataError(f"{str(path)!r} is plain text without labels: use .jsonl, or kind='mc'")
     if label is not None:
-        _check_held(path, held, (label,))
-        return label
-    matches = [name for name in LABEL_NAMES if name in held]
-    if len(matches) == 1:
-        return matches[0]
-    what = "several columns that could be" if matches else "no column of a usual name for"
-    raise DataError(
-        f"{str(path)!r} has {what} the label; its columns are {some(list(held), 12)}: name it "
-        "with label= (--label)"
-    )
+        return _held(path, table, (label,))[0]
+    matches = [name for name in LABEL_NAMES if name in table]
+    return _only(matches, path, table, "label", "label= (--label)")
 
 
-def _check_held(path: Path, held: Sequence[str], asked: Sequence[str]) -> None:
-    missing = [name for name in asked if name not in held]
+def _only(matches: Sequence[Any], path: Path, table: pd.DataFrame, what: str, how: str) -> Any:
+    if len(matches) != 1:
+        count = "several columns that could be" if matches else "no column of a usual name for"
+        raise DataError(
+            f"{str(path)!r} has {count} the {what}; its columns are {some(list(table), 12)}: name "
+            f"it with {how}"
+        )
+    return matches[0]
+
+
+def _held(path: Path, table: pd.DataFrame, asked: tuple[str, ...]) -> tuple[str, ...]:
+    missing = [name for name in asked if name not in table]
     if missing:
         raise DataError(
-            f"{str(path)!r} has no column {some(missing)}; its columns are {some(list(held), 12)}"
+            f"{str(path)!r} has no column {some(missing)}; its columns are {some(list(table), 12)}"
         )
+    return asked

@@ -113,7 +113,7 @@ def encode(
         count = len(row["input_ids"])
         if count < 1 + causal:
             raise DataError(
-                f"{texts.places(i)} has {count} token(s), which leaves nothing to predict; drop it"
+                f"{texts.place(i)} has {count} token(s), which leaves nothing to predict; drop it"
             )
     if not causal and labels is None:
         labels = [0] * len(texts)  # stands where a label must; whoever asks for none uses none

@@ -76,13 +76,13 @@ def test_every_format_says_the_same(write: Callable[[Path], None], tmp_path: Pat
 def test_plain_text_is_a_text_per_line(tmp_path: Path) -> None:
     found = read_texts(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
     assert found.texts == [("one",), (" two ",)]
-    assert found.places(1).startswith("line 4 of")
+    assert found.place(1).startswith("row 2 of")
 
 
-def test_a_quoted_line_break_counts_as_lines(tmp_path: Path) -> None:
+def test_a_quoted_line_break_is_text(tmp_path: Path) -> None:
     found = read_texts(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'), labelled=True)
     assert found.texts == [("a\nb",), ("c",)]
-    assert [found.places(i).split(" of")[0] for i in (0, 1)] == ["line 2", "line 4"]
+    assert found.place(1).startswith("row 2 of")
 
 
 def test_pairs_by_their_usual_names_and_by_hand(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_labels_by_name_and_number(tmp_path: Path) -> None:
 def test_labels_out_of_range_are_named(label: object, tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 0}, {"text": "b", "label": label}]
     path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=r"line 2 of .*label .*0 … 2 .*'pos'"):
+    with pytest.raises(DataError, match=r"row 2 of .*label .*0 … 2 .*'pos'"):
         class_indices(read_texts(path, labelled=True), {"pos": 2}, 3)
 
 
@@ -125,17 +125,23 @@ BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
     ("d.csv", "text,y\na,1\n", DataError, r"label.*--label"),
     ("d.csv", "text,label,target\na,1,1\n", DataError, "several columns that could be the label"),
     ("d.csv", "text,text,label\na,b,1\n", DataError, "'text' twice"),
-    ("d.csv", "text,label\na,b,1\n", DataError, "line 2 .* has 3 fields, the header 2"),
-    ("d.csv", 'text,label\n"a,1\n', DataError, "no clean table"),
+    ("d.csv", "text,label\na,b,1\n", DataError, "2 fields in line 2, saw 3"),
+    ("d.csv", "text,label\na,1\nb\n", DataError, "row 2 .* fewer fields"),
+    ("d.csv", 'text,label\n"a,1\n', DataError, "no .csv"),
     ("d.csv", "text,label\nna\u00efve,1\n".encode("latin-1"), DataError, "not in UTF-8.*iconv"),
     ("d.txt", b"\xff\xfea\x00", DataError, "not in UTF-8"),
     ("d.jsonl", b'{"text": "\xe9"}', DataError, "not in UTF-8"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n{"text": ', DataError, "line 2 .* no JSON"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n[1]', DataError, "line 2 .* is a list"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n{"label": 1}', DataError, "line 2 .* no 'text'"),
-    ("d.jsonl", '{"text": null, "label": 1}', DataError, "line 1 .* has None where its text"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n{"text": ', DataError, "no .jsonl"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n[1]', DataError, "no .jsonl"),
+    (
+        "d.jsonl",
+        '{"text": "a", "label": 1}\n{"label": 1}',
+        DataError,
+        "row 2 .* has nan where its text",
+    ),
+    ("d.jsonl", '{"text": null, "label": 1}', DataError, "row 1 .* has nan where its text"),
     ("d.jsonl", '{"text": 5, "label": 1}', DataError, "has 5 where its text"),
-    ("d.parquet", "PAR1 no", DataError, "no Parquet file"),
+    ("d.parquet", "PAR1 no", DataError, "no .parquet"),
 ]
 
 
@@ -202,7 +208,7 @@ def test_the_labels_of_a_language_model_are_its_ids(llama: Path, tmp_path: Path)
 
 def test_texts_that_a_language_model_cannot_score(llama: Path, tmp_path: Path) -> None:
     loaded = load_model(llama)
-    with pytest.raises(DataError, match=r"line 2 .* 1 token"):
+    with pytest.raises(DataError, match=r"row 2 .* 1 token"):
         encode(read_texts(written(tmp_path / "d.txt", "a film\na\n")), loaded)
     pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na,b\n"))
     with pytest.raises(DataError, match="one text at a time"):
