@@ -11,10 +11,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layout import probe_indices
-from blr_analysis.backprop.outer import MatrixShape, Outer, gram_numbers
 from blr_analysis.backprop.reading import Plan
 from blr_analysis.backprop.record import Recording, Visit, fetched, record
-from blr_analysis.backprop.terms import Rows, Term
+from blr_analysis.backprop.terms import Term
 from blr_analysis.task import Task, parameter_places
 
 SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
@@ -48,23 +47,15 @@ def cost_of(
     loose = [visit for visit in visits if visit.unit.rule is None]
     with task.evaluation():
         alone = max((_saved(own, lambda v=visit: _again(v)) for visit in loose), default=0)
-    inputs = dense = 0.0
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
     scored = recording.outputs.numel() / batch if task.likelihood.is_sequence else 0.0
-    layers: list[tuple[MatrixShape, int]] = []
-    for term in terms:
-        if isinstance(term, Outer):
-            inputs += term.inputs.numel() / batch
-            layers.append((term.layout, term.positions))
-        elif isinstance(term, Rows):
-            inputs += term.ids.numel() / batch
-        else:
-            dense += sum(c[:, 0].numel() for c in term.jacobian().values()) / batch
+    costs = [term.cost() for term in terms]
+    inputs, dense = sum(c.inputs for c in costs), sum(c.column for c in costs)
 
     def floats(columns: int) -> float:
         kept = (graph + 2 * alone) / batch + 2 * inputs
         gradients = (columns + 3) * outputs + 2.5 * columns * dense
-        layer = max((gram_numbers(*shape, columns) for shape in layers), default=0)
+        layer = max((c.gram(columns) for c in costs), default=0)
         return kept + gradients + layer + SCORED * scored
 
     return floats

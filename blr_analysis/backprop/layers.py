@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from blr_analysis.backprop.outer import MatrixShape, Outer
-from blr_analysis.backprop.terms import Dense, Rows, Term
+from blr_analysis.backprop.matrices import Joint, MatrixShape
+from blr_analysis.backprop.outer import Outer
+from blr_analysis.backprop.rows import Rows
+from blr_analysis.backprop.terms import Dense, Term
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ Rule = Callable[[Call, list[Tensor]], list[Term]]
 
 def _outer(call: Call, layout: MatrixShape, a: Tensor, d: list[Tensor]) -> list[Term]:
     names = call.names
-    return [Outer(names.get("weight"), names.get("bias"), layout, a, d)]
+    return [Outer(Joint(names.get("weight"), names.get("bias"), layout), a, d)]
 
 
 def _positions(tensor: Tensor) -> Tensor:

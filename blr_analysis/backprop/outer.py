@@ -7,83 +7,99 @@ asks of G_c is computed from them by the cheaper of several forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-HELD = 2**20  # numbers of one example's G_c that are made at once
+from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.terms import (
+    HELD,
+    Dense,
+    Term,
+    TermCost,
+    Tree,
+    by_rows,
+    rank_one,
+    slices,
+    taken,
+)
+
+EXPLICIT = 2**20  # numbers of one example's G_c that are made at once
 CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
+SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
 
 @dataclass(frozen=True)
-class MatrixShape:
-    """How a parameter is read as ``groups`` matrices ``[O, I]``: Linear, Conv, transposed."""
-
-    groups: int
-    rows: int
-    columns: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    def matrix(self, parameter: Tensor) -> Tensor:
-        """Parameter ``[..., *shape]`` → ``[..., g, O, I]``."""
-        lead = parameter.shape[: parameter.ndim - len(self.shape)]
-        if self.transposed:
-            return parameter.mT.unsqueeze(-3)
-        return parameter.reshape(*lead, self.groups, self.rows, self.columns)
-
-    def parameter(self, matrix: Tensor) -> Tensor:
-        """``[..., g, O, I]`` → ``[..., *shape]``."""
-        if self.transposed:
-            return matrix.squeeze(-3).mT
-        return matrix.reshape(*matrix.shape[:-3], *self.shape)
-
-
-@dataclass(frozen=True)
-class Outer:
+class Outer(Term):
     """G_c = Σ_t d_ct a_tᵀ (and Σ_t d_ct for the bias): Linear, convolution, HF Conv1D.
 
     ``inputs`` a: ``[B, g, T, I]``; ``grads`` d: K tensors ``[B, g, T, O]``. T runs over sequence
     or image positions and over the calls of a shared module, so sharing is exact.
     """
 
-    weight: str | None
-    bias: str | None
-    layout: MatrixShape
+    joint: Joint
     inputs: Tensor
     grads: list[Tensor]
 
     @property
+    def weight(self) -> str | None:
+        return self.joint.weight
+
+    @property
+    def bias(self) -> str | None:
+        return self.joint.bias
+
+    @property
+    def layout(self) -> MatrixShape:
+        return self.joint.layout
+
+    @property
     def names(self) -> tuple[str, ...]:
-        return tuple(n for n in (self.weight, self.bias) if n is not None)
+        return self.joint.names
+
+    @property
+    def n_examples(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def n_columns(self) -> int:
+        return len(self.grads)
 
     @property
     def positions(self) -> int:
         return self.inputs.shape[2]
 
-    def joined(self, other: Outer) -> Outer:
+    def part(self, chosen: slice) -> Outer:
+        return Outer(self.joint, self.inputs[chosen], [d[chosen] for d in self.grads])
+
+    def cast(self, dtype: torch.dtype) -> Outer:
+        return Outer(self.joint, self.inputs.to(dtype), [d.to(dtype) for d in self.grads])
+
+    def joined(self, other: Term) -> Outer | None:
         """Two calls of the same weights: positions side by side, added before any square."""
-        return Outer(
-            self.weight,
-            self.bias,
-            self.layout,
-            torch.cat([self.inputs, other.inputs], dim=2),
-            [torch.cat([a, b], dim=2) for a, b in zip(self.grads, other.grads, strict=True)],
-        )
+        if not isinstance(other, Outer) or other.joint != self.joint:
+            return None
+        inputs = torch.cat([self.inputs, other.inputs], dim=2)
+        pairs = zip(self.grads, other.grads, strict=True)
+        return Outer(self.joint, inputs, [torch.cat(pair, dim=2) for pair in pairs])
+
+    def cost(self) -> TermCost:
+        layout, t = self.layout, self.positions
+        inputs = self.inputs.numel() / self.n_examples
+        return TermCost(inputs, gram=lambda columns: gram_numbers(layout, t, columns))
 
     def stacked(self) -> Tensor:
         """d as one tensor ``[B, g, K, T, O]``."""
         return torch.stack(self.grads, dim=2)
 
-    def jacobian(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def jacobian(self) -> Tree:
+        g: Tree = {}
         if self.weight is not None:
-            matrices = self.matrices().movedim(2, 1)
-            found[self.weight] = self.layout.parameter(matrices)
+            g[self.weight] = self.layout.parameter(self.matrices().movedim(2, 1))
         if self.bias is not None:
-            found[self.bias] = self._bias_grads().movedim(2, 1).flatten(2)
-        return found
+            g[self.bias] = self._bias_grads().movedim(2, 1).flatten(2)
+        return g
 
     def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
         weight = None if self.weight is None else self.layout.matrix(variance[self.weight])
@@ -92,13 +108,88 @@ class Outer:
             bias = variance[self.bias].reshape(self.layout.groups, self.layout.rows)
         return weighted_gram(self, weight, bias)
 
-    def square_sum(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def square_sum(self) -> Tree:
+        squares: Tree = {}
         if self.weight is not None:
-            found[self.weight] = self.layout.parameter(matrix_square_sum(self))
+            squares[self.weight] = self.layout.parameter(matrix_square_sum(self))
         if self.bias is not None:
-            found[self.bias] = self._bias_grads().square().sum((0, 2)).flatten()
-        return found
+            squares[self.bias] = self._bias_grads().square().sum((0, 2)).flatten()
+        return squares
+
+    def sum(self) -> Tree:
+        d = sum(self.grads[1:], start=self.grads[0])
+        sums: Tree = {}
+        if self.weight is not None:
+            sums[self.weight] = self.layout.parameter(
+                torch.einsum("bgto,bgti->goi", d, self.inputs)
+            )
+        if self.bias is not None:
+            sums[self.bias] = d.sum((0, 2)).flatten()
+        return sums
+
+    def products(
+        self,
+        stack: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        scale: Mapping[str, Tensor] | None = None,
+        room: int | None = None,
+    ) -> Tensor:
+        """⟨Σ_t d_ct a_tᵀ, U_k⟩ = Σ_t d_ctᵀ (U_k a_t), or with G itself where that is cheaper."""
+        if not keeps_factors(self, len(stack[self.names[0]])):
+            return super().products(stack, dtype=dtype, scale=scale, room=room)
+        return factored_products(self.cast(dtype), stack, scale, room)
+
+    def combined(self, weights: Tensor, into: Tree) -> None:
+        """Σ_t (Σ_c t_ck d_ct) a_tᵀ, or with G itself where that is cheaper."""
+        b, _, r = weights.shape
+        if not keeps_factors(self, r):
+            return super().combined(weights, into)
+        term = self.cast(weights.dtype)
+        assert term.weight is not None
+        _, g, t, i = term.inputs.shape
+        o = term.layout.rows
+        a = term.inputs.transpose(0, 1).reshape(g, b * t, i)
+        for at in slices(r, HELD // (g * o * max(b * t, i))):
+            d = torch.einsum("bkr,bgkto->gbtro", weights[..., at], term.stacked())
+            matrices = (d.reshape(g, b * t, -1).mT @ a).view(g, -1, o, i).transpose(0, 1)
+            into[term.weight][at] += term.layout.parameter(matrices)
+            if term.bias is not None:
+                into[term.bias][at] += d.sum((1, 2)).transpose(0, 1).reshape(-1, g * o)
+        return None
+
+    def joints(self) -> list[Joint]:
+        weight = [] if self.weight is None else [Joint(self.weight, None, self.layout)]
+        size = (self.layout.groups * self.layout.rows,)
+        return weight + ([] if self.bias is None else [by_rows(self.bias, size)])
+
+    def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
+        """Σ_t (r·d_t)(s·a_t), a bias as one more input of 1."""
+        (d,) = self.grads
+        if joint.weight is None or joint.weight != self.weight:  # the bias alone
+            bias = {self.bias: d.sum(2).flatten(1)}
+            return rank_one(joint.join(bias), left, right, room)  # type: ignore[arg-type]
+        i = self.inputs.shape[-1]
+        size = room // (3 * left.shape[-1] * self.inputs[0, ..., 0].numel())
+        shares = []
+        for at in slices(len(d), size):
+            seen = self.inputs[at] @ right[:, :i]
+            if joint.bias is not None:
+                seen += right[:, -1:]
+            shares.append(seen.mul_(d[at] @ left).sum((1, 2)))
+        return torch.cat(shares)
+
+    def factors(self, *, padded: bool = False) -> tuple[Joint, Tensor, Tensor]:
+        return self.joint, *self.second_moments(padded=padded)
+
+    def rotated(self, basis: Basis) -> Term:
+        turned = rotated(self, basis)
+        if isinstance(turned, Outer):
+            return turned
+        return Dense({basis.key: turned.movedim(2, 1)})
+
+    def rotated_gram(self, basis: Basis, variance: Tensor) -> Tensor:
+        return rotated_gram(self, basis, variance)
 
     def matrices(self) -> Tensor:
         """G_c = Σ_t d_ct a_tᵀ for every column, ``[B, g, K, O, I]``."""
@@ -179,10 +270,10 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
         return 1.5 * k * g * o
     if _few_positions(t, k, i):
         return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
-    return 2.5 * min(k * g * o * i, max(HELD, k * g * i))
+    return 2.5 * min(k * g * o * i, max(EXPLICIT, k * g * i))
 
 
-def _row_blocks(term: Outer, held: int = HELD) -> list[slice]:
+def _row_blocks(term: Outer, held: int = EXPLICIT) -> list[slice]:
     """Rows of G_c, as many at a time as hold up to ``held`` numbers per example."""
     _, g, _, i = term.inputs.shape
     o = term.grads[0].shape[-1]
@@ -193,7 +284,7 @@ def _row_blocks(term: Outer, held: int = HELD) -> list[slice]:
 def _of_rows(term: Outer, rows: slice) -> Outer:
     """The term of some of the weight's rows."""
     grads = [d[..., rows] for d in term.grads]
-    return Outer(term.weight, None, term.layout, term.inputs, grads)
+    return Outer(replace(term.joint, bias=None), term.inputs, grads)
 
 
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
@@ -226,19 +317,19 @@ def _by_rows(a: Tensor, variance: Tensor, squared: Callable[[Tensor], Tensor]) -
     return found
 
 
-def rotated_gram(term: Outer, right: Tensor, left: Tensor, variance: Tensor) -> Tensor:
+def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
     """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
-    if term.positions == 1 and term.weight is not None and len(right) == 1:
-        basis, i = right[0], term.inputs.shape[-1]
+    if term.positions == 1 and term.weight is not None and len(basis.right) == 1:
+        right, i = basis.right[0], term.inputs.shape[-1]
 
         def squared(part: Tensor) -> Tensor:
-            if len(basis) == i:
-                return (part @ basis).square_()
-            return torch.addmm(basis[-1], part, basis[:-1]).square_()
+            if len(right) == i:
+                return (part @ right).square_()
+            return torch.addmm(right[-1], part, right[:-1]).square_()
 
         scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
-        return _scaled_gram(term.stacked().squeeze(3) @ left, scale)
-    turned = rotated(term, right, left)
+        return _scaled_gram(term.stacked().squeeze(3) @ basis.left, scale)
+    turned = rotated(term, basis)
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None)
     return flat_gram(turned, variance.unsqueeze(1))
@@ -271,28 +362,29 @@ def matrix_square_sum(term: Outer) -> Tensor:
     if term.positions == 1:
         d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
         return torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
-    most = HELD // max(1, 2 * len(term.inputs))  # of one example, so that a block stays small
+    most = EXPLICIT // max(1, 2 * len(term.inputs))  # of one example, so that a block stays small
     blocks = [
         _of_rows(term, rows).matrices().square_().sum((0, 2)) for rows in _row_blocks(term, most)
     ]
     return torch.cat(blocks, dim=1)
 
 
-def rotated(term: Outer, right: Tensor, left: Tensor) -> Outer | Tensor:
-    """The term in the basis U_Gᵀ G U_A: ``right`` U_A ``[g, I', I']``, ``left`` U_G ``[g, O, O]``.
+def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
+    """The term in the basis U_Gᵀ G U_A: U_A ``[g, I', I']``, U_G ``[g, O, O]``.
 
     Rotates a and d, giving an :class:`Outer`, or G itself, giving ``[B, g, K, O, I']``: whichever
     multiplies less. U_A has one more row than a where a bias is joined.
     """
     _, _, t, i = term.inputs.shape
-    k, o, joint = len(term.grads), left.shape[-1], right.shape[-1]
+    right, left = basis.right, basis.left
+    k, (g, o, joint) = len(term.grads), basis.shape
     before = t * i * joint + k * t * o * o
     after = k * o * joint * (joint + o)
     if t > 1 and (after < before or term.weight is None):
         return left.mT.unsqueeze(1) @ term.joint_matrices() @ right.unsqueeze(1)
     if term.weight is None:
         a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
-    elif len(right) == 1:
+    elif g == 1:
         flat = term.inputs.reshape(-1, i)
         a = flat @ right[0] if joint == i else torch.addmm(right[0, -1], flat, right[0, :-1])
         a = a.view(*term.inputs.shape[:-1], joint)
@@ -300,4 +392,49 @@ def rotated(term: Outer, right: Tensor, left: Tensor) -> Outer | Tensor:
         a = term.inputs @ right[:, :i]
         a = a if joint == i else a + right[:, -1:]
     d = [grad @ left for grad in term.grads]
-    return Outer(term.weight or term.bias, None, MatrixShape(len(right), o, joint, ()), a, d)
+    return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)
+
+
+def keeps_factors(term: Outer, r: int) -> bool:
+    """Whether Σ_t d_tᵀ U a_t takes less, for r of U, than forming G and multiplying it with U."""
+    t, k, o, i = term.positions, len(term.grads), term.layout.rows, term.layout.columns
+    if term.weight is None:
+        return False
+    if k > 1:
+        return t * r * (i + k) <= k * r * i + k * t * i
+    return t * r * (o * i + min(o, i)) <= t * o * i + SKINNY * r * o * i
+
+
+def factored_products(
+    term: Outer, stack: Mapping[str, Tensor], scale: Mapping[str, Tensor] | None, room: int | None
+) -> Tensor:
+    """Σ_t d_ctᵀ (U_k a_t), ``[B, K, r]``; of one column, the longer side is summed over first."""
+    assert term.weight is not None
+    a, d, dtype = term.inputs, term.stacked(), term.inputs.dtype
+    swapped = len(term.grads) == 1 and d.shape[-1] > a.shape[-1]
+    if swapped:
+        a, d = d.squeeze(2), a.unsqueeze(2)
+    b, g, k, t, o = d.shape
+    r = len(stack[term.weight])
+    a = a.transpose(0, 1).reshape(g, b * t, -1)
+    shares = d.new_empty(b, k, r)
+    size = min(2 * CACHED, room or HELD) // (g * b * t * o)
+    if scale is not None or stack[term.weight].dtype != dtype:
+        size = min(size, HELD // stack[term.weight][0].numel())  # what is copied
+    for at in slices(r, size):
+        u = term.layout.matrix(unflat(term, taken(stack, term.weight, at, dtype, scale)))
+        u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])
+        x = (a @ u.mT).view(g, b, t, -1, o)
+        if g == t == 1:
+            shares[..., at] = torch.bmm(d[:, 0, :, 0], x[0, :, 0].mT)
+        else:
+            shares[..., at] = torch.einsum("gbtro,bgkto->bkr", x, d)
+    if term.bias is not None:
+        bias = taken(stack, term.bias, slice(None), dtype, scale)
+        shares += term._bias_grads().transpose(1, 2).flatten(2) @ bias.mT
+    return shares
+
+
+def unflat(term: Outer, u: Tensor) -> Tensor:
+    """Flat weights ``[r, p]`` as they are shaped in the model."""
+    return u.view(len(u), *term.layout.shape)

@@ -2,107 +2,176 @@
 
 For K cotangents (columns) c of an example i, a layer with parameter θ_l contributes
 G_ic = (∂f_i/∂θ_l)ᵀ c. A :class:`Term` holds all G_ic of a chunk without forming them where it
-can, and answers what the posterior structures ask:
+can, and answers what is asked of them:
 
-* ``gram``        ⟨G_ic ∘ σ², G_ic'⟩                 the layer's share of V_i, ``[B, K, K]``
-* ``square_sum``  Σ_i Σ_c G_ic ∘ G_ic                the layer's share of a GGN diagonal
-* ``jacobian``    G_ic itself                        ``[B, K, *shape]``
+* ``gram``        ⟨G_ic ∘ σ², G_ic'⟩          the layer's share of V_i, ``[B, K, K]``
+* ``square_sum``  Σ_i Σ_c G_ic ∘ G_ic         the layer's share of a GGN diagonal
+* ``products``    ⟨G_ic, U_k⟩                 J_i Uᵀ for r stacked vectors, ``[B, K, r]``
+* ``combined``    Σ_i Σ_c t_ick G_ic          Σ_i J_iᵀ T_i, ``[r, *shape]``
+* ``projected``   ⟨G_i, r_k s_kᵀ⟩             with random matrices of rank one, ``[B, r]``
+* ``rotated``     U_Gᵀ G_ic U_A               in the basis of Kronecker factors
 
-and, for weights that are matrices, the same in a rotated basis U_Gᵀ G U_A (Kronecker factors).
+A layer of a new kind subclasses :class:`Term` in a file of its own: ``names`` and ``jacobian`` are
+enough, and every other answer is taken from them until it gives a cheaper one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.outer import Outer
+from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.errors import ModelError
+
+Tree = dict[str, Tensor]
+HELD = 2**21  # numbers of an intermediate result: rows of a stack are taken in slices
 
 
-class Term(Protocol):
+@dataclass(frozen=True)
+class TermCost:
+    """Numbers that a layer holds per example: its data, each column's gradient, a gram of K."""
+
+    inputs: float = 0.0
+    column: float = 0.0
+    gram: Callable[[int], float] = lambda columns: 0.0
+
+
+class Term(ABC):
     """One layer's gradients for a chunk of B examples and K columns."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
-    def jacobian(self) -> dict[str, Tensor]: ...
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor: ...
-    def square_sum(self) -> dict[str, Tensor]: ...
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The parameters it covers."""
 
-
-@dataclass(frozen=True)
-class Rows:
-    """Embedding: G_c has the row Σ_{t: id_t = v} d_ct for every id v that the example uses.
-
-    ``ids`` ``[B, T]`` lists each id once per example; ``grads`` K tensors ``[B, T, O]`` are the
-    sums over its positions (zero in unused slots).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    ids: Tensor
-    grads: list[Tensor]
-
-    @classmethod
-    def collect(cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]) -> Rows:
-        """Add up the positions that share an id, within each example."""
-        ordered, order = ids.sort(dim=1)
-        fresh = torch.ones_like(ordered)
-        fresh[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
-        slots = fresh.cumsum(1) - 1
-        unique = torch.zeros_like(ids).scatter(1, slots, ordered)
-        summed = []
-        for grad in grads:
-            moved = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
-            index = slots.unsqueeze(-1).expand_as(grad)
-            summed.append(torch.zeros_like(moved).scatter_add(1, index, moved))
-        return cls(name, shape, unique, summed)
+    @abstractmethod
+    def jacobian(self) -> Tree:
+        """G_ic itself, ``[B, K, *shape]`` by name."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def n_examples(self) -> int:
+        """B."""
+        return len(next(iter(self.jacobian().values())))
 
-    def jacobian(self) -> dict[str, Tensor]:
-        d = torch.stack(self.grads, dim=1)  # [B, K, T, O]
-        table = d.new_zeros(*d.shape[:2], *self.shape)
-        index = self.ids[:, None, :, None].expand_as(d)
-        return {self.name: table.scatter_add(2, index, d)}
+    @property
+    def n_columns(self) -> int:
+        """K."""
+        return next(iter(self.jacobian().values())).shape[1]
+
+    def part(self, chosen: slice) -> Term:
+        """The same for some of the examples."""
+        return Dense({n: g[chosen] for n, g in self.jacobian().items()})
+
+    def cast(self, dtype: torch.dtype) -> Term:
+        """The term with its numbers in another precision."""
+        return Dense({n: g.to(dtype) for n, g in self.jacobian().items()})
+
+    def joined(self, other: Term) -> Term | None:
+        """The sum with another call of the same parameters; None: not in factored form."""
+        return None
+
+    def cost(self) -> TermCost:
+        """What it holds, for the chunk size."""
+        columns = self.jacobian().values()
+        return TermCost(column=sum(c[:, 0].numel() for c in columns) / self.n_examples)
 
     def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
-        scale = variance[self.name][self.ids]  # [B, T, O]
-        d = torch.stack(self.grads, dim=1)
-        return torch.bmm((d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
+        """⟨G_ic ∘ σ², G_ic'⟩, ``[B, K, K]``."""
+        flat = {n: g.reshape(*g.shape[:2], -1) for n, g in self.jacobian().items()}
+        return total([torch.bmm(g * variance[n].flatten(), g.mT) for n, g in flat.items()])
 
-    def square_sum(self) -> dict[str, Tensor]:
-        squares = sum((d.square() for d in self.grads), start=self.grads[0].new_zeros(()))
-        total = squares.new_zeros(self.shape)
-        total.index_add_(0, self.ids.flatten(), squares.flatten(0, 1))
-        return {self.name: total}
+    def square_sum(self) -> Tree:
+        """Σ_i Σ_c G_ic ∘ G_ic."""
+        return {n: g.square().sum((0, 1)) for n, g in self.jacobian().items()}
+
+    def add_square_sum(self, into: Tree) -> None:
+        """Add :meth:`square_sum` to ``into``."""
+        for name, squares in self.square_sum().items():
+            into[name] += squares
+
+    def sum(self) -> Tree:
+        """Σ_i Σ_c G_ic."""
+        return {n: g.sum((0, 1)) for n, g in self.jacobian().items()}
+
+    def products(
+        self,
+        stack: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        scale: Mapping[str, Tensor] | None = None,
+        room: int | None = None,
+    ) -> Tensor:
+        """⟨G_ic, s ∘ U_k⟩, ``[B, K, r]``, from U ``[r, *shape]`` and s ``[*shape]`` by name.
+
+        ``room`` bounds the numbers of G that are made at once, some examples at a time.
+        """
+        each = sum(stack[n][0].numel() for n in self.names)
+        r, b = len(stack[self.names[0]]), self.n_examples
+        plain = scale is None and all(stack[n].dtype == dtype for n in self.names)
+        rows = list(slices(r, r if plain else HELD // max(1, each)))
+        shares = []
+        for examples in slices(b, b if room is None else room // (2 * self.n_columns * each)):
+            gradients = self.part(examples).jacobian()
+            flat = {n: g.to(dtype).flatten(2) for n, g in gradients.items()}
+            shares.append(
+                torch.cat(
+                    [
+                        total([g @ taken(stack, n, at, dtype, scale).mT for n, g in flat.items()])
+                        for at in rows
+                    ],
+                    dim=-1,
+                )
+            )
+        return torch.cat(shares)
+
+    def combined(self, weights: Tensor, into: Tree) -> None:
+        """Add Σ_i Σ_c t_ick G_ic to ``into``, ``[r, *shape]`` by name, for t ``[B, K, r]``."""
+        flat = weights.flatten(0, 1).mT
+        for name, g in self.jacobian().items():
+            columns = g.to(weights.dtype).reshape(flat.shape[1], -1)
+            for at in slices(len(flat), HELD // max(1, columns.shape[1])):
+                into[name][at] += (flat[at] @ columns).view(-1, *g.shape[2:])
+
+    def joints(self) -> list[Joint]:
+        """How each parameter is read as matrices: a weight as the layer does, the rest by rows."""
+        shapes = {n: tuple(g.shape[2:]) for n, g in self.jacobian().items()}
+        return [by_rows(name, shape) for name, shape in shapes.items()]
+
+    def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
+        """⟨G_i, r_k s_kᵀ⟩ of one column, ``[B, r]``: r ``[g, O, r]``, s ``[g, I, r]``."""
+        return rank_one(joint.join(self.jacobian())[:, 0], left, right, room)
+
+    def factors(self, *, padded: bool = False) -> tuple[Joint, Tensor, Tensor] | None:
+        """Kronecker factors Σ a aᵀ and Σ d dᵀ of the layer's matrices; None: it has none."""
+        return None
+
+    def rotated(self, basis: Basis) -> Term:
+        """U_Gᵀ G U_A, named and shaped as the basis is: ``basis.key``, ``[g, O, I']``."""
+        joint = basis.join(self.jacobian()).movedim(1, 2)
+        turned = basis.left.mT.unsqueeze(1) @ joint @ basis.right.unsqueeze(1)
+        return Dense({basis.key: turned.movedim(2, 1)})
+
+    def rotated_gram(self, basis: Basis, variance: Tensor) -> Tensor:
+        """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
+        return self.rotated(basis).gram({basis.key: variance})
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Term):
     """G_c held as it is, ``[B, K, *shape]`` per name: small parameters and unknown modules."""
 
-    columns: dict[str, Tensor]
+    columns: Tree
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.columns)
 
-    def jacobian(self) -> dict[str, Tensor]:
+    def jacobian(self) -> Tree:
         return self.columns
-
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
-        flat = {n: g.reshape(*g.shape[:2], -1) for n, g in self.columns.items()}
-        shares = [torch.bmm(g * variance[n].flatten(), g.mT) for n, g in flat.items()]
-        return torch.stack(shares).sum(0)
-
-    def square_sum(self) -> dict[str, Tensor]:
-        return {n: g.square().sum((0, 1)) for n, g in self.columns.items()}
 
 
 def merged(terms: list[Term]) -> list[Term]:
@@ -115,25 +184,91 @@ def merged(terms: list[Term]) -> list[Term]:
             other = result[hit]
             assert other is not None
             result[hit] = None
-            term = _add(other, term)
+            term = other.joined(term) or _added(other, term)
         for name in term.names:
             owner[name] = len(result)
         result.append(term)
     return [term for term in result if term is not None]
 
 
-def _add(one: Term, two: Term) -> Term:
-    if (
-        isinstance(one, Outer)
-        and isinstance(two, Outer)
-        and (one.weight, one.bias, one.layout) == (two.weight, two.bias, two.layout)
-    ):
-        return one.joined(two)
-    if isinstance(one, Rows) and isinstance(two, Rows) and one.name == two.name:
-        ids = torch.cat([one.ids, two.ids], dim=1)
-        grads = [torch.cat(pair, dim=1) for pair in zip(one.grads, two.grads, strict=True)]
-        return Rows.collect(one.name, one.shape, ids, grads)
-    total = dict(one.jacobian())
-    for name, columns in two.jacobian().items():
-        total[name] = total[name] + columns if name in total else columns
-    return Dense(total)
+def _added(one: Term, two: Term) -> Dense:
+    columns = dict(one.jacobian())
+    for name, more in two.jacobian().items():
+        columns[name] = columns[name] + more if name in columns else more
+    return Dense(columns)
+
+
+def products(
+    terms: Sequence[Term],
+    stack: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    scale: Mapping[str, Tensor] | None = None,
+    room: int | None = None,
+) -> Tensor:
+    """⟨G_ic, s ∘ U_k⟩ summed over the layers, ``[B, K, r]``: :meth:`Term.products`."""
+    found: Tensor | None = None
+    for term in terms:
+        share = term.products(stack, dtype=dtype, scale=scale, room=room)
+        found = share if found is None else found.add_(share)
+    return total([]) if found is None else found
+
+
+def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
+    """The same terms for at most ``size`` examples at a time."""
+    examples = terms[0].n_examples
+    if examples <= size:
+        yield list(terms)
+        return
+    for chosen in slices(examples, size):
+        yield [term.part(chosen) for term in terms]
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the layers' shares.
+
+    Raises:
+        ModelError: there is no layer.
+    """
+    if not parts:
+        raise ModelError("no trainable parameter of the posterior takes part in the model")
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
+def slices(n: int, size: int) -> Iterator[slice]:
+    """0 … n in runs of ``size`` (at least one)."""
+    size = max(1, size)
+    return (slice(start, min(n, start + size)) for start in range(0, n, size))
+
+
+def taken(
+    stack: Mapping[str, Tensor],
+    name: str,
+    rows: slice,
+    dtype: torch.dtype,
+    scale: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Some rows of s ∘ U, flat: ``[rows, p]``."""
+    u = stack[name][rows].to(dtype)
+    if scale is not None:
+        u = u * scale[name].to(dtype)
+    return u.reshape(len(u), -1)
+
+
+def by_rows(name: str, shape: tuple[int, ...]) -> Joint:
+    """A parameter read as one matrix of its rows."""
+    rows = shape[0] if shape else 1
+    return Joint(name, None, MatrixShape(1, rows, torch.Size(shape).numel() // rows, shape))
+
+
+def rank_one(matrices: Tensor, left: Tensor, right: Tensor, room: int) -> Tensor:
+    """⟨G_i, r_k s_kᵀ⟩ of gradients ``[B, g, O, I]`` that are held as they are, ``[B, r]``."""
+    b, g, o, _ = matrices.shape
+    r = left.shape[-1]
+    found = matrices.new_zeros(b, r)
+    for at in slices(o, room // (2 * b * g * r)):
+        found += (matrices[:, :, at] @ right).mul_(left[:, at]).sum((1, 2))
+    return found

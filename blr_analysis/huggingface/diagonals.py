@@ -25,7 +25,6 @@ from tqdm import tqdm
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import fetched
-from blr_analysis.backprop.terms import Rows, Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.laplace import curvature_root
@@ -147,7 +146,7 @@ def _add_examples(
         for chunk in _passes(task, params, min(wanted, COLUMNS), budget, lengths):
             for columns in _columns(task, chunk, kind, samples, seeds):
                 for term in chunk.terms(columns):
-                    _add(total, term)
+                    term.add_square_sum(total)
             bar.update(len(chunk.indices))
 
 
@@ -228,16 +227,6 @@ def buckets(lengths: Sequence[int]) -> list[Tensor]:
         found.append(torch.arange(start, stop))
         stop = start
     return found[::-1]
-
-
-def _add(total: dict[str, Tensor], term: Term) -> None:
-    """Σ_i Σ_c G_ic² onto the sums, in place; of an embedding only the rows that were used."""
-    if isinstance(term, Rows):
-        squares = sum((g.square() for g in term.grads), start=term.grads[0].new_zeros(()))
-        total[term.name].index_add_(0, term.ids.flatten(), squares.flatten(0, 1))
-        return
-    for name, sums in term.square_sum().items():
-        total[name].add_(sums)
 
 
 def _add_batches(

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from blr_analysis.backprop.outer import MatrixShape
+from blr_analysis.backprop.matrices import Basis, MatrixShape
 from blr_analysis.errors import StorageError
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import (
-    Block,
     Diagonal,
     Full,
     Kronecker,
@@ -104,7 +103,7 @@ def _form(tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: list[
         )
         key = entry["weight"] or entry["bias"]
         blocks.append(
-            Block(
+            Basis(
                 entry["weight"],
                 entry["bias"],
                 layout,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
-from blr_analysis.backprop.outer import Outer
+from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -29,7 +29,6 @@ from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import (
-    Block,
     Diagonal,
     Full,
     Kronecker,
@@ -236,45 +235,27 @@ def _directions(
 
 
 def _factors(params: Mapping[str, Tensor], passes: Passes, *, padded: bool) -> Kronecker:
-    moments: dict[str, tuple[Outer, Tensor, Tensor]] = {}
+    moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
     for terms in passes("Kronecker factors"):
         for term in terms:
-            if not isinstance(term, Outer):
+            factors = term.factors(padded=padded)
+            if factors is None:
                 continue
-            right, left = (m.double() for m in term.second_moments(padded=padded))
-            key = term.names[0]
-            if key in moments:
-                _, r, d = moments[key]
+            joint, right, left = factors[0], factors[1].double(), factors[2].double()
+            if joint.key in moments:
+                _, r, d = moments[joint.key]
                 right, left = r + right, d + left
-            moments[key] = (_light(term), right, left)
+            moments[joint.key] = (joint, right, left)
     blocks = []
-    for term, right, left in moments.values():
-        like = params[term.names[0]]
-        blocks.append(
-            Block(
-                term.weight,
-                term.bias,
-                term.layout,
-                torch.linalg.eigh(right)[1].to(like),
-                torch.linalg.eigh(left)[1].to(like),
-            )
-        )
-    return _kronecker(tuple(blocks), params)
-
-
-def _light(term: Outer) -> Outer:
-    """The term's names and layout without its data."""
-    return Outer(term.weight, term.bias, term.layout, term.inputs[:0], [])
-
-
-def _kronecker(blocks: tuple[Block, ...], params: Mapping[str, Tensor]) -> Kronecker:
+    for joint, right, left in moments.values():
+        u_right, u_left = (torch.linalg.eigh(m)[1].to(params[joint.key]) for m in (right, left))
+        blocks.append(Basis(joint.weight, joint.bias, joint.layout, u_right, u_left))
     joined = {n for block in blocks for n in block.names}
     plain = {n: tuple(p.shape) for n, p in params.items() if n not in joined}
     values = {n: torch.zeros_like(params[n]) for n in plain}
     for b in blocks:
-        g, o = b.left.shape[:2]
-        values[b.key] = b.left.new_zeros(g, o, b.right.shape[-1])
-    return Kronecker(blocks, values, plain, tuple(params))
+        values[b.key] = b.left.new_zeros(b.shape)
+    return Kronecker(tuple(blocks), values, plain, tuple(params))
 
 
 def _checked(

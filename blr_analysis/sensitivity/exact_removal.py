@@ -15,8 +15,8 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.terms import products
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stacked import products
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.curvature import Precision, cg

@@ -42,7 +42,7 @@ from blr_analysis.sensitivity.influence_results import (
     check_k,
     joined,
 )
-from blr_analysis.sensitivity.projection import Sketch, sketch_for
+from blr_analysis.sensitivity.projection import Projection, projection_for
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
@@ -238,7 +238,7 @@ class _Work:
                 check_finite(values)
                 yield Piece(indices, columns, values)
 
-    def _sketch(self, size: int, budget: Budget) -> Sketch:
+    def _sketch(self, size: int, budget: Budget) -> Projection:
         some = _some(self.task.n_data, SAMPLE, self.generator)
         passes = chunks(
             self.task,
@@ -250,10 +250,10 @@ class _Work:
         )
         first = next(passes)
         terms = loss_terms(self.task, first)
-        return sketch_for(self.q, terms, size, self.generator, budget.room)
+        return projection_for(self.q.form, terms, size, self.generator, budget.room)
 
     def _train(
-        self, sketch: Sketch, budget: Budget, indices: Tensor | None, progress: bool | None
+        self, sketch: Projection, budget: Budget, indices: Tensor | None, progress: bool | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         n = self.task.n_data if indices is None else len(indices)
         for chunk in chunks(
@@ -268,7 +268,7 @@ class _Work:
         ):
             yield chunk.indices, sketch.train(loss_terms(self.task, chunk))
 
-    def _measured(self, sketch: Sketch, seen: Tensor, budget: Budget) -> ProjectionError:
+    def _measured(self, sketch: Projection, seen: Tensor, budget: Budget) -> ProjectionError:
         """The projection against exact influence, on random pairs."""
         rows, columns = (
             _some(n, most, self.generator)

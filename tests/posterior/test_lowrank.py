@@ -14,10 +14,13 @@ from parts import normal
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.backprop import outer
+from blr_analysis.backprop import rows as rows_module
+from blr_analysis.backprop import terms as terms_module
 from blr_analysis.backprop.engine import chunks
-from blr_analysis.backprop.terms import Dense
+from blr_analysis.backprop.terms import Dense, products
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior import laplace, stacked
+from blr_analysis.posterior import laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import LowRank, lowrank
 from blr_analysis.posterior.structures.sketch import sketch
@@ -198,7 +201,8 @@ def test_no_curvature_at_all() -> None:
 @pytest.mark.parametrize("held", [1, 200, 2**21])
 def test_products_with_stacked_vectors(name: str, held: int, monkeypatch) -> None:
     """T = J Uᵀ and Jᵀ T against brute-force Jacobians, whatever is held at once."""
-    monkeypatch.setattr(stacked, "HELD", held)
+    for module in (outer, rows_module, terms_module):
+        monkeypatch.setattr(module, "HELD", held)
     model, x = example_models()[name]
     with torch.no_grad():
         task = blr.Task(model, (x, torch.arange(len(x)) % model(x).shape[-1]))
@@ -211,10 +215,9 @@ def test_products_with_stacked_vectors(name: str, held: int, monkeypatch) -> Non
     found = []
     for chunk in chunks(task, params, chunk_size=2, progress=False):
         terms = chunk.jacobian_terms()
-        found.append(
-            stacked.products(terms, stack, dtype=torch.float64, scale=unflatten(scale, params))
-        )
-        stacked.combined(terms, found[-1], into)
+        found.append(products(terms, stack, dtype=torch.float64, scale=unflatten(scale, params)))
+        for term in terms:
+            term.combined(found[-1], into)
     truth = torch.einsum("ncp,rp->ncr", jacobian, flat * scale)
     assert relative(torch.cat(found), truth) < 1e-12
     assert relative(rows(into), torch.einsum("ncr,ncp->rp", truth, jacobian)) < 1e-12

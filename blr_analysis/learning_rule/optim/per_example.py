@@ -22,9 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
 from blr_analysis.backprop.layers import Axis
-from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.reading import read
-from blr_analysis.backprop.terms import Dense, Rows, Term, merged
+from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.draws import state_dtype
@@ -118,7 +117,7 @@ class PerExample:
             for term in terms:
                 _accumulate(squares, term.square_sum())
                 if self._is_due:
-                    _accumulate(sums, total(term))
+                    _accumulate(sums, term.sum())
         got = {name: p for name, p in self._params.items() if p.grad is not None}
         for name in got:
             if name not in squares:
@@ -262,25 +261,6 @@ def mixed(passed: Pass, outputs: Sequence[Tensor]) -> list[str]:
         if bool((gap > bound).any()):
             return list(unit.names.values())
     return []
-
-
-def total(term: Term) -> dict[str, Tensor]:
-    """Σ_i G_i of a term with one column, by name."""
-    if isinstance(term, Outer):
-        (d,) = term.grads
-        found = {}
-        if term.weight is not None:
-            matrix = torch.einsum("bgto,bgti->goi", d, term.inputs)
-            found[term.weight] = term.layout.parameter(matrix)
-        if term.bias is not None:
-            found[term.bias] = d.sum((0, 2)).flatten()
-        return found
-    if isinstance(term, Rows):
-        (d,) = term.grads
-        table = d.new_zeros(term.shape)
-        return {term.name: table.index_add_(0, term.ids.flatten(), d.flatten(0, 1))}
-    assert isinstance(term, Dense)
-    return {name: columns.sum((0, 1)) for name, columns in term.columns.items()}
 
 
 def _accumulate(into: dict[str, Tensor], more: dict[str, Tensor]) -> None:

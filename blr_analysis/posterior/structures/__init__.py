@@ -5,15 +5,13 @@ from blr_analysis.posterior.structures.contract import (
     Structure,
     Tree,
     is_spectral,
-    total,
 )
 from blr_analysis.posterior.structures.diagonal import Diagonal
 from blr_analysis.posterior.structures.full import Full
-from blr_analysis.posterior.structures.kronecker import Block, Kronecker
+from blr_analysis.posterior.structures.kronecker import Kronecker
 from blr_analysis.posterior.structures.lowrank import LowRank
 
 __all__ = [
-    "Block",
     "Diagonal",
     "Full",
     "Kronecker",
@@ -22,5 +20,4 @@ __all__ = [
     "Structure",
     "Tree",
     "is_spectral",
-    "total",
 ]

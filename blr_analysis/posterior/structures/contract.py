@@ -6,6 +6,9 @@ parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
     times S v · solve Σ v · root R v · root_solve R⁻ᵀ v (Σ = R⁻ᵀ R⁻¹) · logdet log|S|
     gram    g_iᵀ Σ g_i' for factored gradients (a layer's term, never a P-vector per example)
     add     S + Σ_i g_i g_iᵀ, projected on the structure
+
+Some structures have a basis in which Σ is cheaper to apply to many gradients: ``into_basis``,
+``basis_solve``, ``backward`` out of it. Others stay in the parameters' own.
 """
 
 from __future__ import annotations
@@ -16,11 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.matrices import Basis
+from blr_analysis.backprop.terms import Term, Tree, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-
-Tree = dict[str, Tensor]
 
 
 class Structure(ABC):
@@ -89,6 +91,38 @@ class Structure(ABC):
     def check(self) -> None:
         """Raise :class:`PosteriorError` unless finite and positive, naming the parameter."""
 
+    def paired(self, terms: Sequence[Term]) -> list[tuple[Term, Basis | None]]:
+        """Each term with the basis that its layer is turned into; None: it stays in its own."""
+        return [(term, None) for term in terms]
+
+    def into_basis(self, terms: Sequence[Term]) -> list[Term]:
+        """Uᵀ G of every term, named and shaped as in :meth:`basis_shapes`."""
+        return [t if basis is None else t.rotated(basis) for t, basis in self.paired(terms)]
+
+    def backward(self, v: Tree) -> Tree:
+        """U v, out of the basis, in the parameters' shapes."""
+        return v
+
+    def basis_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a vector in the basis."""
+        return dict(self.shapes)
+
+    def basis_solve(self, v: Tree) -> Tree:
+        """Σ v in the basis, for v with any leading dimensions."""
+        return self.solve(v)
+
+    def basis_variance(self) -> Tree:
+        """The diagonal of Σ in the basis."""
+        return self.diagonal(inverse=True)
+
+    def square_sums(self, terms: Sequence[Term]) -> Tree:
+        """diag(Uᵀ Σ_i G_iᵀ G_i U), in the basis."""
+        return {n: s for term in self.into_basis(terms) for n, s in term.square_sum().items()}
+
+    def rotation_cost(self) -> tuple[int, int]:
+        """Multiplications to rotate one factored gradient, and one that is held explicitly."""
+        return 0, 0
+
     def _take(self, v: Tree) -> None:
         for name, shape in self.shapes.items():
             if name not in v or tuple(v[name].shape[v[name].ndim - len(shape) :]) != shape:
@@ -104,13 +138,9 @@ class Spectral(Structure):
 
     values: dict[str, Tensor]
 
-    @abstractmethod
     def forward(self, v: Tree) -> Tree:
         """Uᵀ v, in the shapes of ``values``."""
-
-    @abstractmethod
-    def backward(self, v: Tree) -> Tree:
-        """U v, back in the parameters' shapes."""
+        return v
 
     @abstractmethod
     def with_values(self, values: dict[str, Tensor]) -> Spectral:
@@ -119,10 +149,6 @@ class Spectral(Structure):
     @abstractmethod
     def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
         """δ in this basis."""
-
-    @abstractmethod
-    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
-        """diag(Uᵀ Σ_i G_iᵀ G_i U), in the shapes of ``values``."""
 
     def _power(self, v: Tree, power: float) -> Tree:
         self._take(v)
@@ -140,6 +166,26 @@ class Spectral(Structure):
 
     def root_solve(self, v: Tree) -> Tree:
         return self._power(v, -0.5)
+
+    def basis_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {k: tuple(s.shape) for k, s in self.values.items()}
+
+    def basis_solve(self, v: Tree) -> Tree:
+        return {k: v[k] / s for k, s in self.values.items()}
+
+    def basis_variance(self) -> Tree:
+        return {k: 1 / s for k, s in self.values.items()}
+
+    def gram(self, terms: Sequence[Term]) -> Tensor:
+        variance = self.basis_variance()
+        return total(
+            [
+                term.gram(variance)
+                if basis is None
+                else term.rotated_gram(basis, variance[basis.key])
+                for term, basis in self.paired(terms)
+            ]
+        )
 
     def logdet(self) -> Tensor:
         parts = [s.double().log().sum() for s in self.values.values()]
@@ -184,16 +230,6 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
                 )
-
-
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the layers' shares."""
-    if not parts:
-        raise InputError("no trainable parameter of the posterior takes part in the model")
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result
 
 
 def is_spectral(structure: Structure) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Spectral, Tree, total
+from blr_analysis.posterior.structures.contract import Spectral, Tree
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,6 @@ class Diagonal(Spectral):
     def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
         return {n: tuple(s.shape) for n, s in self.values.items()}
 
-    def forward(self, v: Tree) -> Tree:
-        return v
-
-    def backward(self, v: Tree) -> Tree:
-        return v
-
     def with_values(self, values: dict[str, Tensor]) -> Diagonal:
         return Diagonal(values)
 
@@ -39,13 +31,6 @@ class Diagonal(Spectral):
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}
-
-    def gram(self, terms: Sequence[Term]) -> Tensor:
-        variance = {n: 1 / s for n, s in self.values.items()}
-        return total([term.gram(variance) for term in terms])
-
-    def square_sums(self, terms: Sequence[Term]) -> dict[str, Tensor]:
-        return {n: s for term in terms for n, s in term.square_sum().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.values)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import Term
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.backprop.terms import Term, total
+from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree
 
@@ -95,14 +95,12 @@ class Full(Structure):
         return half @ half.mT
 
     def _columns(self, terms: Sequence[Term]) -> Tensor:
-        found = {n: g for term in terms for n, g in term.jacobian().items()}
-        like = next(iter(found.values()), None)
-        if like is None:
-            raise InputError("no trainable parameter of the posterior takes part in the model")
+        columns = {n: g for term in terms for n, g in term.jacobian().items()}
+        like = total(list(columns.values())[:1])
         for name, shape in self.shapes.items():
-            if name not in found:
-                found[name] = like.new_zeros(*like.shape[:2], *shape)
-        return self.flat(found)
+            if name not in columns:
+                columns[name] = like.new_zeros(*like.shape[:2], *shape)
+        return self.flat(columns)
 
     def zeros(self) -> Full:
         return Full(torch.zeros_like(self.matrix), self.shapes)

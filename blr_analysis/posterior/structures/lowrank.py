@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.stacked import cast, columns_of, pieces, products
-from blr_analysis.posterior.structures.contract import Structure, Tree, total
+from blr_analysis.posterior.structures.contract import Structure, Tree
 
 HELD = 2**22  # numbers of an intermediate result
 
@@ -187,7 +186,7 @@ class LowRank(Structure):
         like = next(iter(self.base.values())).dtype
         found = []
         for part in pieces(terms, self._examples_at_once(terms)):
-            exact = [cast(t, torch.float64) for t in part]
+            exact = [t.cast(torch.float64) for t in part]
             t = products(exact, self.basis, dtype=torch.float64, scale=variance)
             t = t @ self.whitened.turn
             whole = total([term.gram(variance) for term in exact])
@@ -196,7 +195,7 @@ class LowRank(Structure):
 
     def _examples_at_once(self, terms: Sequence[Term]) -> int:
         """So many that the products of all their columns with B are no large matrix."""
-        return max(1, HELD // max(1, columns_of(terms[0]) * self.rank))
+        return max(1, HELD // max(1, terms[0].n_columns * self.rank))
 
     def zeros(self) -> LowRank:
         base = {n: torch.zeros_like(d) for n, d in self.base.items()}

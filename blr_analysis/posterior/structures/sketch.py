@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.terms import Term, products
 from blr_analysis.posterior.prior import Prior
-from blr_analysis.posterior.stacked import combined, products
 from blr_analysis.posterior.structures.contract import Tree
 
 WIDEST, NARROWEST = 128, 8  # vectors multiplied in one pass
@@ -137,10 +136,11 @@ class _Whitened:
                 n: torch.zeros_like(p, dtype=torch.float64) for n, p in self._params.items()
             }
         for terms in self._passes(label):
-            combined(terms, products(terms, stack, dtype=v.dtype), into)
-            for term in terms if first else ():
-                for name, square in term.square_sum().items():
-                    self.diagonal[name] += square
+            weights = products(terms, stack, dtype=v.dtype)
+            for term in terms:
+                term.combined(weights, into)
+                if first:
+                    term.add_square_sum(self.diagonal)
         self.multiplied += len(v)
         if first:
             self.trace = sum(

@@ -1,0 +1,95 @@
+"""How parameters are read as matrices: one by one, a weight with its bias, in a rotated basis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """How a parameter is read as ``groups`` matrices ``[O, I]``: Linear, Conv, transposed."""
+
+    groups: int
+    rows: int
+    columns: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        """Parameter ``[..., *shape]`` → ``[..., g, O, I]``."""
+        lead = parameter.shape[: parameter.ndim - len(self.shape)]
+        if self.transposed:
+            return parameter.mT.unsqueeze(-3)
+        return parameter.reshape(*lead, self.groups, self.rows, self.columns)
+
+    def parameter(self, matrix: Tensor) -> Tensor:
+        """``[..., g, O, I]`` → ``[..., *shape]``."""
+        if self.transposed:
+            return matrix.squeeze(-3).mT
+        return matrix.reshape(*matrix.shape[:-3], *self.shape)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A weight, a bias, or both as one matrix ``[g, O, I']`` with the bias as a last column."""
+
+    weight: str | None
+    bias: str | None
+    layout: MatrixShape
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.weight, self.bias) if n is not None)
+
+    @property
+    def key(self) -> str:
+        """The name that stands for both."""
+        return self.names[0]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters' own shapes."""
+        bias = (self.layout.groups * self.layout.rows,)
+        return {n: self.layout.shape if n == self.weight else bias for n in self.names}
+
+    def join(self, v: Mapping[str, Tensor]) -> Tensor:
+        """Weight and bias as one matrix ``[..., g, O, I']``."""
+        parts = []
+        if self.weight is not None:
+            parts.append(self.layout.matrix(v[self.weight]))
+        if self.bias is not None:
+            bias = v[self.bias]
+            shape = (*bias.shape[:-1], self.layout.groups, self.layout.rows, 1)
+            parts.append(bias.reshape(shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def split(self, joint: Tensor) -> dict[str, Tensor]:
+        """The inverse of :meth:`join`."""
+        parts = {}
+        if self.weight is not None:
+            part = joint if self.bias is None else joint[..., :-1]
+            parts[self.weight] = self.layout.parameter(part)
+        if self.bias is not None:
+            parts[self.bias] = joint[..., -1].flatten(-2)
+        return parts
+
+
+@dataclass(frozen=True)
+class Basis(Joint):
+    """A layer's matrices in the eigenvectors of its Kronecker factors, U_Gᵀ G U_A."""
+
+    right: Tensor  # U_A [g, I', I'] of the layer's inputs
+    left: Tensor  # U_G [g, O, O] of its output gradients
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(g, O, I')``."""
+        return len(self.left), self.left.shape[-1], self.right.shape[-1]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
+        left, right = (u.to(device, dtype) for u in (self.left, self.right))
+        return replace(self, right=right, left=left)

@@ -1,0 +1,136 @@
+"""Embeddings: the gradient of a table has rows for the ids that an example uses, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.matrices import Joint
+from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, by_rows, slices
+
+
+@dataclass(frozen=True)
+class Rows(Term):
+    """Embedding: G_c has the row Σ_{t: id_t = v} d_ct for every id v that the example uses.
+
+    ``ids`` ``[B, T]`` lists each id once per example; ``grads`` K tensors ``[B, T, O]`` are the
+    sums over its positions (zero in unused slots).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ids: Tensor
+    grads: list[Tensor]
+
+    @classmethod
+    def collect(cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]) -> Rows:
+        """Add up the positions that share an id, within each example."""
+        ordered, order = ids.sort(dim=1)
+        fresh = torch.ones_like(ordered)
+        fresh[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
+        slots = fresh.cumsum(1) - 1
+        unique = torch.zeros_like(ids).scatter(1, slots, ordered)
+        summed = []
+        for grad in grads:
+            moved = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
+            index = slots.unsqueeze(-1).expand_as(grad)
+            summed.append(torch.zeros_like(moved).scatter_add(1, index, moved))
+        return cls(name, shape, unique, summed)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def n_examples(self) -> int:
+        return len(self.ids)
+
+    @property
+    def n_columns(self) -> int:
+        return len(self.grads)
+
+    def part(self, chosen: slice) -> Rows:
+        return replace(self, ids=self.ids[chosen], grads=[d[chosen] for d in self.grads])
+
+    def cast(self, dtype: torch.dtype) -> Rows:
+        return replace(self, grads=[d.to(dtype) for d in self.grads])
+
+    def joined(self, other: Term) -> Rows | None:
+        """Two uses of the same table."""
+        if not isinstance(other, Rows) or other.name != self.name:
+            return None
+        ids = torch.cat([self.ids, other.ids], dim=1)
+        pairs = zip(self.grads, other.grads, strict=True)
+        return Rows.collect(self.name, self.shape, ids, [torch.cat(p, dim=1) for p in pairs])
+
+    def cost(self) -> TermCost:
+        return TermCost(inputs=self.ids.numel() / self.n_examples)
+
+    def stacked(self) -> Tensor:
+        """d as one tensor ``[B, K, T, O]``."""
+        return torch.stack(self.grads, dim=1)
+
+    def jacobian(self) -> Tree:
+        d = self.stacked()
+        table = d.new_zeros(*d.shape[:2], *self.shape)
+        index = self.ids[:, None, :, None].expand_as(d)
+        return {self.name: table.scatter_add(2, index, d)}
+
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+        scale = variance[self.name][self.ids]  # [B, T, O]
+        d = self.stacked()
+        return torch.bmm((d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
+
+    def square_sum(self) -> Tree:
+        squares = {self.name: self.grads[0].new_zeros(self.shape)}
+        self.add_square_sum(squares)
+        return squares
+
+    def add_square_sum(self, into: Tree) -> None:
+        """No table beside the one that is added to."""
+        squares = sum((d.square() for d in self.grads[1:]), start=self.grads[0].square())
+        into[self.name].index_add_(0, self.ids.flatten(), squares.flatten(0, 1))
+
+    def sum(self) -> Tree:
+        sums = self.grads[0].new_zeros(self.shape)
+        d = sum(self.grads[1:], start=self.grads[0])
+        return {self.name: sums.index_add_(0, self.ids.flatten(), d.flatten(0, 1))}
+
+    def products(
+        self,
+        stack: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        scale: Mapping[str, Tensor] | None = None,
+        room: int | None = None,
+    ) -> Tensor:
+        """Σ_t d_ctᵀ U_k[id_t]."""
+        d, table = self.cast(dtype).stacked(), stack[self.name]
+        shares = []
+        for at in slices(len(table), (room or HELD) // (2 * self.grads[0].numel())):
+            u = table[at][:, self.ids].to(dtype)
+            if scale is not None:
+                u = u * scale[self.name][self.ids].to(dtype)
+            shares.append(torch.einsum("bkto,rbto->bkr", d, u))
+        return torch.cat(shares, dim=-1)
+
+    def combined(self, weights: Tensor, into: Tree) -> None:
+        d, table = self.cast(weights.dtype).stacked(), into[self.name]
+        for at in slices(len(table), HELD // self.grads[0].numel()):
+            rows = torch.einsum("bkr,bkto->rbto", weights[..., at], d)
+            table[at].index_add_(1, self.ids.flatten(), rows.flatten(1, 2))
+
+    def joints(self) -> list[Joint]:
+        return [by_rows(self.name, self.shape)]
+
+    def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
+        """Σ_t r[id_t] (s · d_t)."""
+        (d,) = self.grads
+        shares = [
+            (left[0][self.ids[at]] * (d[at] @ right[0])).sum(1)
+            for at in slices(len(d), room // (3 * d.shape[1] * left.shape[-1]))
+        ]
+        return torch.cat(shares)
