@@ -37,6 +37,7 @@ from blr_analysis.views import Plottable, Tabular
 
 __all__ = [
     "REGIONS",
+    "VARIANCES",
     "MemoryMap",
     "error_size",
     "memory_map",
@@ -46,6 +47,9 @@ __all__ = [
 
 REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
 """The four regions; the position in this tuple is ``2 * high_error + high_variance``."""
+
+VARIANCES = {"trace": "variance tr V", "along_error": "variance along the error eᵀVe / ‖e‖²"}
+"""What the variance of a map is, by ``variance_kind``: the second stands in where V is not held."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +104,7 @@ class MemoryMap(Tabular, Plottable):
         counts = ", ".join(f"{count:,} {name}" for name, count in self.counts().items())
         return (
             f"MemoryMap({counts}; high error: > {self.error_threshold:.3g}, "
-            f"high variance: > {self.variance_threshold:.3g})"
+            f"high {VARIANCES[self.variance_kind]}: > {self.variance_threshold:.3g})"
         )
 
 

@@ -108,7 +108,7 @@ def test_without_the_variance_matrix_the_variance_along_the_error_is_used() -> N
     whole = scores.variance
     scores.variance = None
     memory = memory_map(scores)
-    assert memory.variance_kind == "along_error"
+    assert memory.variance_kind == "along_error" and "along the error" in repr(memory)
     for i, e in enumerate(scores.error):
         unit = e / e.norm()
         assert float(memory.variance[i]) == pytest.approx(float(unit @ whole[i] @ unit), rel=1e-12)

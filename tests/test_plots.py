@@ -337,7 +337,7 @@ def test_a_memory_map_plots_itself() -> None:
 def test_a_map_without_the_variance_matrix_says_so() -> None:
     scores = some_scores()
     scores.variance = None
-    assert "eᵀVe / ‖e‖²" in plot_memory_map(memory_map(scores)).get_xlabel()
+    assert "along the error eᵀVe / ‖e‖²" in plot_memory_map(memory_map(scores)).get_xlabel()
     assert "tr V" in plot_memory_map(some_map()).get_xlabel()
 
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from blr_analysis.errors import InputError
-from blr_analysis.memory_map import REGIONS, MemoryMap
+from blr_analysis.memory_map import REGIONS, VARIANCES, MemoryMap
 from blr_analysis.plots._canvas import (
     BLUE,
     GREY,
@@ -34,10 +34,6 @@ CROWD = 3000
 _COLOURS = dict(zip(REGIONS, (GREY, BLUE, ORANGE, VERMILLION), strict=True))
 _MARKERS = dict(zip(REGIONS, ("o", "s", "^", "D"), strict=True))
 _GREYS = LinearSegmentedColormap.from_list("greys", ["0.85", "0.0"])
-_VARIANCE = {
-    "trace": "tr V [output²]",
-    "along_error": "eᵀVe / ‖e‖² [output²]",
-}
 
 
 def plot_memory_map(
@@ -96,8 +92,8 @@ def plot_memory_map(
     ax.axvline(line_x, color="0.25", lw=0.9, ls="--", zorder=1.5)
     ax.axhline(line_y, color="0.25", lw=0.9, ls="--", zorder=1.5)
     names = _name_regions(ax, memory)
-    unit = _VARIANCE[memory.variance_kind]
-    ax.set_xlabel(f"prediction variance {unit}  (→ less certain){across.note}")
+    variance_name = VARIANCES[memory.variance_kind]
+    ax.set_xlabel(f"prediction {variance_name} [output²]  (→ less certain){across.note}")
     ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output]  (→ more wrong){up.note}")
     ax.set_title(f"Memory map of {count_of(len(x))}")
     _label_extremes(ax, x, y, extremes(memory, n_extremes), images, labels, cmap, names)

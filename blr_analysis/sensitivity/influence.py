@@ -10,6 +10,8 @@ Positive: leaving i out hurts j, i helps. Σ includes the prior and example i it
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +98,7 @@ def influence(
         PosteriorError: a posterior of another model or number of examples, or a test task of
             another model (other classes, other layers).
         InputError: a test task of another likelihood, a projection below 1, a measure that does
-            not give one number per example.
+            not give one number per example, an answer larger than the machine's memory.
         DataError: NaN or inf inputs, targets out of range.
         ModelError: NaN or inf outputs, an influence that overflows.
 
@@ -113,6 +115,7 @@ def influence(
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
     work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
+    _check_room(task.n_data, test_task.n_data, next(iter(work.q.mean.values())).element_size())
     matrix: Tensor | None = None
     for piece in work.pieces(progress):
         if matrix is None:
@@ -281,6 +284,24 @@ class _Work:
             blocks.setdefault(int(piece.test[0]), []).append(piece.values)
         exact = torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
         return ProjectionError.between(estimate, exact)
+
+
+def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
+    """Raise unless this machine's memory could hold the answer."""
+    size, memory = n_train * n_test * itemsize, physical_memory()
+    if size > memory:
+        raise InputError(
+            f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} GiB, this machine has "
+            f"{memory / 2**30:,.0f}; top_influence(...) holds only the strongest"
+        )
+
+
+def physical_memory() -> int:
+    """Bytes of memory that this machine has; without a bound where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return sys.maxsize
 
 
 def _some(n: int, most: int, generator: torch.Generator) -> Tensor:

@@ -5,11 +5,14 @@ Three scores from one training run, none of which needs an example to be left ou
     relabelling gain   1/K Σ_k ( ℓ(y_i, f_{i,k}^{\\i}) − min_{c≠y_i} ℓ(c, f_{i,k}^{\\i}) )
     unfamiliarity      tr(Λ_i V_i)
     closeness          1 − d_i,nearest / d_i,10th,  d_ij² = 2 − 2 corr(δf_i, δf_j)
+                       δf_i = J_i (θ_s − m),  θ_s ~ q,  s = 1 … S
 
 K posteriors, from one or several moments of the training: labels that are wrong are learned late,
 and what is learned by heart at the end was contradicted before (Pleiss et al., 2020). δf_i is how
 example i's outputs move when the weights move as the posterior lets them: the predictions of two
-copies always move together.
+copies always move together. For many samples corr is tr(J_i Σ J_jᵀ) scaled to 1 for an example with
+itself: likeness as the model sees it, for any kind of input, where pixels have a distance and
+sentences have none.
 """
 
 from __future__ import annotations
@@ -19,26 +22,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.backprop.engine import predict
+from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.scores import Scores, fitted, sensitivity
-from blr_analysis.sensitivity.twins import twins
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
 KINDS = ("label", "unfamiliar", "duplicate")
 NONE = "none"
 CLOSE = 0.5  # a twin at less than half the distance of the tenth neighbour
+STEP = 0.05  # of a posterior standard deviation: δf by a difference, close to linear
+WIDTH = 512  # numbers by which an example is known, at most
+NEIGHBOURS = 10
+BLOCK = 2**23  # numbers of the matrix of pairs that are held at a time
 
 
 @dataclass(frozen=True)
 class Suspicions(Tabular, Plottable):
-    """What :func:`suspicious` found; tensors on the CPU, in the order of the dataset.
+    """What :func:`suspicious` gives; tensors on the CPU, in the order of the dataset.
 
     Of every score, larger is more suspicious.
 
@@ -85,7 +94,11 @@ class Suspicions(Tabular, Plottable):
         Raises:
             InputError: an unknown kind, or twins that were not asked for.
         """
-        return scores_of(self.gain, self.unfamiliarity, self.closeness, kind)
+        one_of("kind", kind, KINDS)
+        scores = (self.gain, self.unfamiliarity, self.closeness)
+        if (score := scores[KINDS.index(kind)]) is None:
+            raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")
+        return score
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -144,8 +157,8 @@ def suspicious(
         >>> _ = optimizer.step(loss)
         >>> task = blr.Task(model, (X, y))
         >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-        >>> found = suspicious(task, q, progress=False)
-        >>> int(found.gain.argmax()), found.kind[7], int(found.proposed[7]) == 1 - int(y[7])
+        >>> wrong = suspicious(task, q, progress=False)
+        >>> int(wrong.gain.argmax()), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
         (7, 'label', True)
     """
     qs = _posteriors(task, posterior)
@@ -171,8 +184,7 @@ def suspicious(
     assert scores is not None and scores.variance is not None
     gain, proposed = _averaged(task.likelihood, torch.stack(gains), scores.targets)
     pieces = zip(scores.outputs.split(4096), scores.variance.split(4096), strict=True)
-    height = [(task.likelihood.hessian(f) * v).sum((1, 2)) for f, v in pieces]
-    unfamiliarity = torch.cat(height)
+    unfamiliarity = torch.cat([(task.likelihood.hessian(f) * v).sum((1, 2)) for f, v in pieces])
     closeness, twin = None, None
     if duplicates:
         closeness, twin = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
@@ -217,16 +229,6 @@ def _averaged(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor,
     return gain, best.argmax(-1) if isinstance(likelihood, Categorical) else None
 
 
-def scores_of(gain: Tensor, unfamiliarity: Tensor, closeness: Tensor | None, kind: str) -> Tensor:
-    """The score of one kind; see :meth:`Suspicions.score`."""
-    found = dict(zip(KINDS, (gain, unfamiliarity, closeness), strict=True))
-    if kind not in found:
-        raise InputError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
-    if (score := found[kind]) is None:
-        raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")
-    return score
-
-
 def judged(
     gain: Tensor,
     unfamiliarity: Tensor,
@@ -267,10 +269,69 @@ def _posteriors(task: Task, given: Any) -> list[Posterior]:
             "posterior must be a blr_analysis.Posterior, or a list of those of one training run, "
             f"got {'an empty list' if isinstance(given, Sequence) else type(given).__name__}"
         )
-    found = []
+    posteriors = []
     for k, q in enumerate(given):
         try:
-            found.append(fitted(task, q))
+            posteriors.append(fitted(task, q))
         except (InputError, PosteriorError) as error:
             raise type(error)(f"posterior[{k}]: {error}") from error
-    return found
+    return posteriors
+
+
+def twins(
+    task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Closeness and index of every example's nearest other, ``[N]`` each.
+
+    Closeness 1 − d_nearest / d_10th (the farthest where there are fewer) is 1 for copies and
+    0 where the nearest is no nearer than the tenth. Examples that do not move at all have 0.
+    """
+    if task.n_data < 3:
+        raise InputError(
+            f"twins are looked for among 3 examples or more, got {task.n_data}; pass "
+            "duplicates=False"
+        )
+    moves = F.normalize(responses(task, q, samples=samples, seed=seed, progress=progress), dim=1)
+    return nearest(moves, progress=progress)
+
+
+def responses(
+    task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
+) -> Tensor:
+    """δf_i of every example, ``[N, S·C]``; with many outputs random mixtures of them."""
+    generator = torch.Generator().manual_seed(seed)
+    before, _ = predict(task, q.mean, progress=False)
+    c = before.shape[1]
+    kept = max(1, min(c, WIDTH // samples))
+    parts = []
+    for _ in track(range(samples), total=samples, label="twins", show=progress):
+        drawn = q.sample(generator=generator)
+        near = {name: m + STEP * (drawn[name] - m) for name, m in q.mean.items()}
+        moved = (predict(task, near, progress=False)[0] - before) / STEP
+        if kept < c:
+            mix = torch.randn(c, kept, generator=generator, dtype=torch.float64)
+            moved = moved @ mix.to(moved.dtype)
+        parts.append(moved)
+    return torch.cat(parts, 1)
+
+
+def nearest(unit: Tensor, *, progress: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Closeness and nearest other row of unit vectors ``[N, D]``."""
+    n = len(unit)
+    size = max(1, BLOCK // n)
+    k = min(NEIGHBOURS, n - 1)
+    closeness, twin = torch.empty(n, dtype=unit.dtype), torch.empty(n, dtype=torch.long)
+    starts = range(0, n, size)
+    for start in track(starts, total=len(starts), label="pairs", show=progress):
+        rows = torch.arange(start, min(start + size, n))
+        likeness = unit[rows] @ unit.T
+        likeness[rows - start, rows] = -torch.inf
+        top, index = likeness.topk(k, dim=1)
+        gap = (2 - 2 * top).clamp_min(0).sqrt()
+        # what rounding leaves between two copies counts as nothing
+        gap[gap < 4 * torch.finfo(unit.dtype).eps ** 0.5] = 0
+        far = gap[:, -1]
+        close = torch.where(far > 0, 1 - gap[:, 0] / far, (gap[:, 0] == 0).to(unit.dtype))
+        still = torch.linalg.vector_norm(unit[rows], dim=1) == 0
+        closeness[rows], twin[rows] = torch.where(still, 0, close), index[:, 0]
+    return closeness, twin

@@ -25,6 +25,7 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
+from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity import influence_blocks as blocks
 from blr_analysis.sensitivity.influence_results import ProjectionError
 
@@ -484,6 +485,17 @@ def test_nothing_of_the_model_changes(world: World, posterior: blr.Posterior, mo
         for options in ({}, {"projection": 8}):
             blr.influence(world.task, posterior, world.test, **options, **QUIET)
     world.task.model.eval()
+
+
+def test_what_no_memory_holds_is_named_before_it_is_allocated() -> None:
+    """100,000 × 100,000 and more, of a data set whose rows are one and the same."""
+    n = 10**7
+    x, y = torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    task = blr.Task(mlp(), (x.expand(n, 4), y.expand(n)), likelihood="categorical")
+    one = {name: torch.ones_like(p) for name, p in task.parameters().items()}
+    q = blr.Posterior(task.parameters(), Diagonal(one), prior_precision=1.0, n_data=n)
+    with pytest.raises(InputError, match=r"10,000,000.*top_influence"):
+        blr.influence(task, q, task, **QUIET)
 
 
 def test_a_test_task_with_a_model_object_of_its_own(world: World, posterior: blr.Posterior) -> None:

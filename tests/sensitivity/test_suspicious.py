@@ -12,8 +12,7 @@ from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.sensitivity.suspicious import judged, relabelling
-from blr_analysis.sensitivity.twins import nearest, responses
+from blr_analysis.sensitivity.suspicious import judged, nearest, relabelling, responses
 
 DELTA = 1.0
 CENTRES = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
