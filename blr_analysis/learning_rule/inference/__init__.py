@@ -15,15 +15,17 @@ from blr_analysis.learning_rule.inference.factors import (
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import VariationalNewton
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
-from blr_analysis.learning_rule.inference.gp import GaussianProcess
+from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
-from blr_analysis.learning_rule.inference.kernels import linear_kernel, rbf
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
-from blr_analysis.learning_rule.inference.skew_normal import SkewNormal
-from blr_analysis.learning_rule.inference.skew_normal_fit import FittedSkewNormal, fit_skew_normal
+from blr_analysis.learning_rule.inference.skew_normal import (
+    FittedSkewNormal,
+    SkewNormal,
+    fit_skew_normal,
+)
 from blr_analysis.learning_rule.inference.vmp import BayesianGaussianMixture, FittedMeanField
 
 __all__ = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
+from blr_analysis.learning_rule.inference.answers import answer
 from blr_analysis.learning_rule.inference.fitted import until_flat
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
@@ -139,29 +141,15 @@ def aims(
         if expectation is None:
             values = expected_log_prob(likelihood, there, targets)
         else:
-            values = _expectations(expectation, there, lambda f: likelihood.log_prob(targets, f))
-        found = torch.autograd.grad(values.sum(), (mean, variance), allow_unused=True)
-    slope, half_bend = found
+            wanted = "expectation must be a function (marginals of f, function) -> E of it, [N]"
+            told = partial(likelihood.log_prob, targets)
+            values = answer(wanted, mean.shape, expectation, there, told)
+            if not values.requires_grad:
+                raise InputError(f"{wanted}, differentiable in the marginals")
+        slope, half_bend = torch.autograd.grad(values.sum(), (mean, variance), allow_unused=True)
     if slope is None or half_bend is None:
-        raise InputError(
-            "expectation must depend on mean and variance of f: looking at the mean alone gives "
-            "the sites no precision"
-        )
+        raise InputError("expectation must depend on mean and variance of f, not on the mean alone")
     return marginals.pull_back(slope, 2 * half_bend), values.detach()
-
-
-def _expectations(
-    expectation: Expectation, f: DiagonalGaussian, function: Callable[[Tensor], Tensor]
-) -> Tensor:
-    wanted = "expectation must be a function (marginals of f, function) -> E of it, [N]"
-    try:
-        values = expectation(f, function)
-    except TypeError as error:
-        raise InputError(f"{wanted}: {error}") from error
-    if not isinstance(values, Tensor) or values.shape != f.mean.shape or not values.requires_grad:
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise InputError(f"{wanted}, differentiable, here {list(f.mean.shape)}; it gave {found}")
-    return values
 
 
 def look(problem: Problem, sites: Natural) -> State[FullGaussian]:
@@ -182,14 +170,24 @@ def step(problem: Problem, state: State[FullGaussian], rho: float) -> State[Full
     return look(problem, add(scale(state.sites, 1 - rho), scale(state.aims, rho)))
 
 
+def plain(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
+    """``attempt(ρ)``, the rule as it is written.
+
+    Raises:
+        InputError: it leaves the family.
+    """
+    try:
+        return attempt(rho)
+    except InputError as error:
+        raise InputError(
+            f"a step of rho={rho:g} leaves the Gaussians: take a smaller rho or halving=True "
+            f"({suspicion(state.aims, state.elbo)})"
+        ) from error
+
+
 def rounding(state: State[Any]) -> float:
     """What is lost in the last digit of an ELBO."""
     return torch.finfo(state.q.mean.dtype).eps * (1 + abs(state.elbo))
-
-
-def careful_step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
-    """A step whose ρ is halved until the ELBO does not fall: :func:`halved`."""
-    return halved(lambda smaller: step(problem, state, smaller), state, rho)
 
 
 def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
@@ -206,13 +204,13 @@ def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) ->
     resting = False
     for k in range(HALVINGS):
         try:
-            found = attempt(rho / 2**k)
+            after = attempt(rho / 2**k)
         except InputError:  # a precision that is not positive definite
             continue
-        if found.elbo >= state.elbo - slack:
-            return found
-        if k == 0 and found.elbo >= state.elbo - small * (1 + abs(state.elbo)):
-            resting = float(found.q.kl(state.q)) <= small
+        if after.elbo >= state.elbo - slack:
+            return after
+        if k == 0 and after.elbo >= state.elbo - small * (1 + abs(state.elbo)):
+            resting = float(after.q.kl(state.q)) <= small
     if resting:
         return state
     raise InputError(
@@ -225,35 +223,13 @@ def suspicion(aims: Natural, elbo: float) -> str:
     """What is likely wrong where no step succeeds."""
     upward = int((aims["square"] > 0).sum())
     if not math.isfinite(elbo):
-        return (
-            "E_q[log p(y|f)] must be finite wherever q(f) reaches: check log p(y|f) at large |f|, "
-            "and scale the inputs or take a narrower prior"
-        )
+        return "E_q[log p(y|f)] is not finite: scale the inputs, or take a narrower prior"
     if upward:
         return (
-            f"log p(y|f) curves upward in f at {upward} of {len(aims['square'])} examples, and the "
-            "posterior of a function that grows without bound does not exist: was a loss given "
-            "for the log-probability, with the wrong sign?"
+            f"log p(y|f) curves upward in f at {upward} of {len(aims['square'])} examples: was a "
+            "loss given for it, with the wrong sign?"
         )
-    return (
-        "check that log p(y|f) is finite and differentiable, scale the inputs, or take "
-        "halving=False with a small rho where expectations are random"
-    )
-
-
-def plain_step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
-    """A step of the rule as it is written.
-
-    Raises:
-        InputError: it leaves the family.
-    """
-    try:
-        return step(problem, state, rho)
-    except InputError as error:
-        raise InputError(
-            f"a step of rho={rho:g} leaves the Gaussians: take a smaller rho or halving=True; else "
-            f"{suspicion(state.aims, state.elbo)}"
-        ) from error
+    return "scale the inputs, or where expectations are random take halving=False with a small rho"
 
 
 def start(problem: Problem, *, near: bool) -> State[FullGaussian]:
@@ -274,8 +250,7 @@ def start(problem: Problem, *, near: bool) -> State[FullGaussian]:
 
 
 def _no_sites(problem: Problem) -> Natural:
-    zero = torch.zeros_like(problem.targets)
-    return {"linear": zero, "square": zero}
+    return dict.fromkeys(("linear", "square"), torch.zeros_like(problem.targets))
 
 
 def _near_the_mode(problem: Problem) -> Natural:
@@ -333,13 +308,13 @@ def run(
     check_rho(rho)
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
-    move = careful_step if halving else plain_step
     state = start(problem, near=halving)
 
     def elbos() -> Iterator[float]:
         nonlocal state
         for _ in track(range(max_iter), label="sites", show=progress):
-            state = move(problem, state, rho)
+            attempt = partial(step, problem, state)
+            state = (halved if halving else plain)(attempt, state, rho)
             yield state.elbo
 
     def allowed(_: float) -> float:

@@ -18,21 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import positive_number, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.cvi import Expectation
-from blr_analysis.learning_rule.inference.factors import real
-from blr_analysis.learning_rule.inference.kernels import (
-    Kernel,
-    check_pairwise,
-    covariances,
-    rbf,
-)
+from blr_analysis.learning_rule.inference.answers import answer
 from blr_analysis.learning_rule.inference.latent_fit import (
     Features,
     LatentFitted,
+    LatentModel,
+    checked_inputs,
     checked_pair,
-    fit_latent,
 )
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
@@ -42,9 +37,88 @@ from blr_analysis.likelihoods import Likelihood
 
 CHUNK = 256
 
+# (x [N, D], z [M, D]) → the covariances of f(x) and f(z), [N, M].
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
+
+def rbf(
+    x: Tensor, z: Tensor, *, lengthscale: float | Tensor = 1.0, variance: float = 1.0
+) -> Tensor:
+    """v exp(−½ Σ_d (x_d − z_d)² / ℓ_d²), the squared exponential kernel, ``[N, M]``.
+
+    Args:
+        x: ``[N, D]``.
+        z: ``[M, D]``.
+        lengthscale: ℓ, one number or one for each dimension ``[D]``.
+        variance: v, the prior variance of f.
+
+    Raises:
+        InputError: a lengthscale or variance that is not positive and finite, or lengthscales for
+            another number of dimensions.
+
+    >>> rbf(torch.zeros(1, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    tensor([[1.0000, 0.3679]])
+    """
+    positive_number("variance", variance)
+    if not isinstance(lengthscale, Tensor) or lengthscale.numel() == 1:
+        positive_number("lengthscale", lengthscale)
+    elif lengthscale.shape != x.shape[-1:] or not bool(
+        ((lengthscale > 0) & lengthscale.isfinite()).all()
+    ):
+        raise InputError(
+            f"lengthscale must be positive and finite, one number or one for each of {x.shape[-1]} "
+            f"columns, got {lengthscale.tolist()}"
+        )
+    squares = (x / lengthscale).unsqueeze(-2) - (z / lengthscale).unsqueeze(-3)
+    return variance * torch.exp(-0.5 * squares.square().sum(-1))
+
+
+def linear_kernel(x: Tensor, z: Tensor, *, variance: float = 1.0, bias: float = 0.0) -> Tensor:
+    """bias + v xᵀz: f is linear, with weights N(0, v) and an intercept N(0, bias); ``[N, M]``.
+
+    Args:
+        x: ``[N, D]``.
+        z: ``[M, D]``.
+        variance: v, of each weight.
+        bias: the variance of the intercept, 0 for none.
+
+    Raises:
+        InputError: a variance that is not positive, or a negative bias.
+
+    >>> linear_kernel(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), bias=1.0)
+    tensor([[4.]])
+    """
+    positive_number("variance", variance)
+    tolerance("bias", bias)
+    return bias + variance * (x @ z.mT)
+
+
+def covariances(kernel: Kernel, x: Tensor, z: Tensor) -> Tensor:
+    """k(x, z), or what is wrong with it."""
+    wanted = f"the kernel must give a finite matrix [N, M] of {x.dtype} from x [N, D] and z [M, D]"
+    matrix = answer(wanted, torch.Size([len(x), len(z)]), kernel, x, z)
+    if matrix.dtype != x.dtype:
+        raise InputError(f"{wanted}; it gave {matrix.dtype}")
+    if bad := int((~torch.isfinite(matrix)).sum()):
+        raise InputError(f"{wanted}; {bad} entries are NaN or infinite")
+    return matrix
+
+
+def _check_pairwise(kernel: Kernel, x: Tensor, matrix: Tensor) -> None:
+    """Raise unless k(x_i, z_j) stays what it is among other examples."""
+    few = min(len(x) - 1, 8)
+    if few < 1:
+        return
+    apart = (covariances(kernel, x[1 : few + 1], x[:few]) - matrix[1 : few + 1, :few]).abs().max()
+    if bool(apart > 10 * torch.finfo(x.dtype).eps ** 0.5 * matrix.abs().max()):
+        raise InputError(
+            "the kernel mixes examples: k(x_i, z_j) changes with the other rows of x and z (give "
+            "noise where x_i equals z_j, not on the diagonal)"
+        )
+
 
 @dataclass(frozen=True)
-class GaussianProcess:
+class GaussianProcess(LatentModel):
     """Gaussian-process classification (or counts), q(f) a full Gaussian over the N examples.
 
     Attributes:
@@ -75,57 +149,15 @@ class GaussianProcess:
             raise InputError(f"kernel must be a function (x, z) -> [N, M], got {self.kernel!r}")
         scalar_likelihood(self.likelihood)
 
-    def fit(
-        self,
-        data: tuple[Tensor, Tensor],
-        *,
-        rho: float = 1.0,
-        halving: bool = True,
-        tol: float = 1e-10,
-        max_iter: int = 500,
-        expectation: Expectation | None = None,
-        progress: bool | None = None,
-    ) -> LatentFitted:
-        """The Gaussian q(f) that maximises the ELBO; O(N³) time for each step, O(N²) memory.
-
-        Args:
-            data: (x ``[N, D]``, y ``[N]``); the dtype of x, single or double, is that of the
-                computation (double is wise, and taken for all others).
-            rho: see :meth:`GeneralizedLinear.fit
-                <blr_analysis.learning_rule.inference.generalized_linear.GeneralizedLinear.fit>`;
-                so for ``halving``, ``tol``, ``max_iter``, ``expectation`` and ``progress``.
-
-        Returns:
-            The posterior of the whitened v; :meth:`LatentFitted.latent` gives f at any inputs,
-            :meth:`LatentFitted.predict` its probabilities, :func:`function_values` q(f) whole.
-
-        Raises:
-            DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: the kernel's matrix is misshapen, zero or not positive semi-definite, the
-                kernel, the likelihood or the expectation mixes examples, settings out of range, or
-                no step improves the ELBO.
-        """
-        likelihood = scalar_likelihood(self.likelihood)
-        given: Any = data[0] if isinstance(data, tuple | list) and len(data) else None
-        device = given.device if isinstance(given, Tensor) else None
+    def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
+        given: Any = data[0] if isinstance(data, tuple | list) and data else None
         single = isinstance(given, Tensor) and given.dtype == torch.float32
-        like = torch.zeros((), dtype=torch.float32 if single else torch.float64, device=device)
-        x, y = checked_pair(data, like, likelihood)
+        dtype, device = torch.float32 if single else torch.float64, getattr(given, "device", None)
+        like = torch.zeros((), dtype=dtype, device=device)
+        x, y = checked_pair(data, like, scalar_likelihood(self.likelihood))
         features = whitened(self.kernel, x)
         size = features(x[:1])[0].shape[-1]
-        prior = FullGaussian(x.new_zeros(size), torch.eye(size, dtype=x.dtype, device=x.device))
-        return fit_latent(
-            prior,
-            features,
-            likelihood,
-            (x, y),
-            rho=rho,
-            halving=halving,
-            tol=tol,
-            max_iter=max_iter,
-            expectation=expectation,
-            progress=progress,
-        )
+        return FullGaussian(x.new_zeros(size), torch.eye(size).to(x)), features, x, y
 
 
 def whitened(kernel: Kernel, x: Tensor) -> Features:
@@ -139,23 +171,21 @@ def whitened(kernel: Kernel, x: Tensor) -> Features:
     """
     matrix = covariances(kernel, x, x)
     if not bool(matrix.any()):
-        raise InputError("the kernel is zero at all examples, so that f would be 0: give another")
-    check_pairwise(kernel, x, matrix)
+        raise InputError("the kernel is zero at all examples: give another")
+    _check_pairwise(kernel, x, matrix)
     values, vectors = torch.linalg.eigh(matrix)
     noise = len(x) * torch.finfo(x.dtype).eps * values.abs().max()
     uneven = (matrix - matrix.mT).abs().max()
     if values[-1] <= 0 or bool(values[0] < -noise) or bool(uneven > noise):
         raise InputError(
-            "the kernel's matrix is not symmetric and positive semi-definite (eigenvalues from "
-            f"{float(values[0]):.3g} to {float(values[-1]):.3g}): choose another kernel"
+            "the kernel's matrix is not symmetric and positive semi-definite: eigenvalues from "
+            f"{float(values[0]):.3g} to {float(values[-1]):.3g}"
         )
     kept = values > noise
     root = vectors[:, kept] / values[kept].sqrt()
 
     def features(z: Tensor) -> tuple[Tensor, Tensor]:
-        z = real("x", z, x, 2)
-        if z.shape[-1] != x.shape[-1]:
-            raise InputError(f"inputs have {z.shape[-1]} columns, the examples {x.shape[-1]}")
+        z = checked_inputs(z, x, x.shape[-1])
         rows = covariances(kernel, z, x) @ root
         whole = torch.cat([covariances(kernel, p, p).diagonal() for p in z.split(CHUNK)])
         return rows, (whole - rows.square().sum(-1)).clamp(min=0)
@@ -183,7 +213,6 @@ def best_kernel(
     Raises:
         InputError: no kernels, or what :meth:`GaussianProcess.fit` raises.
 
-    >>> from blr_analysis.learning_rule.inference.kernels import linear_kernel
     >>> x = torch.linspace(-3, 3, 12, dtype=torch.float64).unsqueeze(-1)
     >>> best, elbos = best_kernel([linear_kernel, rbf], (x, (x[:, 0].abs() < 1.5).double()))
     >>> best is rbf, elbos[1] > elbos[0]

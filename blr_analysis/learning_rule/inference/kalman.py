@@ -24,18 +24,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.fitted import Fitted
-from blr_analysis.learning_rule.inference.kalman_checks import (
-    checked_matrices,
-    checked_observation,
-    checked_series,
-)
 from blr_analysis.progress import track
+
+# Every matrix or offset: how many dimensions it has at one time, and whether it moves the state
+# from one time to the next (so that a series of T observations has T − 1 of them).
+PARTS = {
+    "transition": (2, True),
+    "transition_noise": (2, True),
+    "transition_offset": (1, True),
+    "observation": (2, False),
+    "observation_noise": (2, False),
+    "observation_offset": (1, False),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +86,30 @@ class StateSpace:
     observation_offset: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, value in checked_matrices(self).items():
-            object.__setattr__(self, name, value)
+        instance("prior", self.prior, FullGaussian, "a FullGaussian")
+        if self.prior.mean.ndim != 1:
+            raise InputError("the prior of the first state is one distribution, not copies")
+        for name, (rank, _) in PARTS.items():
+            if rank == 2 or getattr(self, name) is not None:
+                instance(name, getattr(self, name), Tensor, "a tensor")
+        if self.observation.ndim < 2 or not self.observation.shape[-2]:
+            raise InputError(f"observation must be a matrix, got {tuple(self.observation.shape)}")
+        size, seen = len(self.prior.mean), self.observation.shape[-2]
+        for name, (rank, moves) in PARTS.items():
+            if (value := getattr(self, name)) is None:
+                continue
+            shape = (
+                (seen, size) if name == "observation" else ((size,) if moves else (seen,)) * rank
+            )
+            if value.shape[max(value.ndim - rank, 0) :] != shape or value.ndim > rank + 1:
+                raise InputError(
+                    f"{name} must be {list(shape)}, or that for each time, got {list(value.shape)}"
+                )
+            if value.is_complex() or not bool(torch.isfinite(value).all()):
+                raise InputError(f"{name} must be real and finite")
+            object.__setattr__(self, name, value.to(self.prior.mean))
+        _check_covariance("transition_noise", self.transition_noise, singular=True)
+        _check_covariance("observation_noise", self.observation_noise, singular=False)
 
     def fit(self, data: Tensor, *, progress: bool | None = None) -> FittedStates:
         """Filter and smooth a series.
@@ -99,7 +128,7 @@ class StateSpace:
                 its log-likelihood is.
             InputError: a state without uncertainty in some direction.
         """
-        data = checked_series(self, data)
+        data = self._series(data)
         sites = _stack([self.site(t, y) for t, y in enumerate(data)])
         predicted, filtered, history = self._filter(data, sites, progress)
         q = self._smooth(filtered, sites)
@@ -123,7 +152,11 @@ class StateSpace:
         Raises:
             DataError: an observation of another shape.
         """
-        y = checked_observation(self, y)
+        size = self.observation.shape[-2]
+        if not isinstance(y, Tensor) or y.shape != (size,):
+            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise DataError(f"an observation must be a tensor [{size}], got {got}")
+        y = y.to(self.prior.mean)
         seen = ~torch.isnan(y)
         matrix, noise, offset = self._observed(time, seen)
         weighted = torch.linalg.solve(noise, matrix).mT
@@ -135,12 +168,31 @@ class StateSpace:
         Raises:
             DataError: a series that is misshapen, or not as long as the states.
         """
-        data = checked_series(self, data)
+        data = self._series(data)
         if len(data) != len(q.mean):
             raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
         means, covariances = q.mean, q.covariance
         scores = [self._score(t, means[t], covariances[t], y) for t, y in enumerate(data)]
         return torch.stack(scores)
+
+    def _series(self, data: Any) -> Tensor:
+        """The series ``[T, E]`` in the dtype of the model, or what is wrong with it."""
+        seen = self.observation.shape[-2]
+        if not isinstance(data, Tensor) or data.ndim != 2 or not len(data) or data.shape[1] != seen:
+            got = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
+            raise DataError(f"the series must be a non-empty tensor [T, {seen}], got {got}")
+        if data.is_complex():
+            raise DataError(f"the series must be real, got {data.dtype}")
+        if bool(torch.isinf(data).any()):
+            time = int(data.isinf().any(1).nonzero()[0])
+            raise DataError(f"the series is infinite at time {time}")
+        for name, (rank, moves) in PARTS.items():
+            value, times = getattr(self, name), len(data) - moves
+            if value is not None and value.ndim > rank and len(value) != times:
+                raise DataError(
+                    f"{name} has {len(value)} times; {len(data)} observations need {times}"
+                )
+        return data.to(self.prior.mean)
 
     def _score(self, time: int, mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
         seen = ~torch.isnan(y)
@@ -184,8 +236,8 @@ class StateSpace:
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed):
             raise InputError(
-                f"the predicted covariance of state {time + 1} is singular: the transition and its "
-                "noise must leave no direction without uncertainty"
+                f"the predicted covariance of state {time + 1} is singular: give it more "
+                "transition_noise"
             )
         return FullGaussian(move @ state.mean + offset, torch.cholesky_inverse(factor))
 
@@ -266,3 +318,12 @@ def _stack(parts: list[Natural]) -> Natural:
 def _copies(parts: list[FullGaussian]) -> FullGaussian:
     means, precisions = [p.mean for p in parts], [p.precision for p in parts]
     return FullGaussian(torch.stack(means), torch.stack(precisions))
+
+
+def _check_covariance(name: str, value: Tensor, *, singular: bool) -> None:
+    smallest, size = torch.linalg.eigvalsh(value).min(), value.abs().max()
+    if not bool(torch.isclose(value, value.mT).all()):
+        raise InputError(f"{name} is not symmetric")
+    if smallest < -1e-6 * size or (not singular and smallest <= 0):
+        kind = "positive semi-definite" if singular else "positive definite"
+        raise InputError(f"{name} is not {kind}: its smallest eigenvalue is {float(smallest):.3g}")

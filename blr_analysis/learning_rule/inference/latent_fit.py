@@ -1,4 +1,4 @@
-"""A fitted posterior whose examples see one latent number each: predictions and left-out scores.
+"""Models whose examples see one latent number each: fit, predictions and left-out scores.
 
 With f_i = φ_iᵀθ + e_i every question about an example is one about a Gaussian number: leaving it
 out subtracts a pair of numbers from the natural parameters of f_i (the cavity), and predicting is
@@ -7,6 +7,7 @@ an integral over f. Nothing of the size of the posterior is copied for an exampl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,17 @@ import torch
 from torch import Tensor
 
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import DataError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference.cvi import Problem, latent, run, spread, summed
+from blr_analysis.learning_rule.inference.cvi import (
+    Expectation,
+    Problem,
+    latent,
+    run,
+    spread,
+    summed,
+)
 from blr_analysis.learning_rule.inference.factors import real
 from blr_analysis.learning_rule.inference.fitted import Fitted, moved, rows
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
@@ -27,6 +35,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     checked_targets,
     expected_mean,
     log_predictive,
+    scalar_likelihood,
 )
 
 # x [M, D] → the rows φ(x) [M, P], and the variance of f that θ does not explain, [M].
@@ -88,41 +97,100 @@ class LatentFitted(Fitted[FullGaussian]):
         return log_predictive(self.problem.likelihood, self.cavities(), self.problem.targets)
 
 
-@torch.no_grad()
-def fit_latent(
-    prior: FullGaussian,
-    features: Features,
-    likelihood: ScalarLikelihood,
-    data: tuple[Tensor, Tensor],
-    **options: Any,
-) -> LatentFitted:
-    """Fit q(θ) to checked data by :func:`~blr_analysis.learning_rule.inference.cvi.run`."""
-    x, y = data
-    design, _ = features(x)
-    problem = Problem(prior, design, y, likelihood, options.pop("expectation", None))
-    state, history, converged = run(problem, **options)
+@dataclass(frozen=True)
+class LatentModel(ABC):
+    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it."""
 
-    def predictive(q: FullGaussian, new: Any) -> Tensor:
-        inputs, targets = checked_pair(new, prior.mean, likelihood)
-        return log_predictive(likelihood, latent(q, *features(inputs)), targets)
+    @abstractmethod
+    def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
+        """The prior, what makes rows of the design, and the examples x, y, checked."""
 
-    def site_of(indices: Tensor) -> Natural:
-        return spread(rows(design, indices), _rows(state.sites, indices))
+    @torch.no_grad()
+    def fit(
+        self,
+        data: tuple[Tensor, Tensor],
+        *,
+        rho: float = 1.0,
+        halving: bool = True,
+        tol: float = 1e-10,
+        max_iter: int = 500,
+        expectation: Expectation | None = None,
+        progress: bool | None = None,
+    ) -> LatentFitted:
+        """The Gaussian that maximises the ELBO, by the rule in its site form (K&R 60).
 
-    return LatentFitted(
-        q=state.q,
-        history=history,
-        objective="ELBO",
-        prior=prior,
-        n_data=len(y),
-        site_of=site_of,
-        predictive=predictive,
-        data=(x, y),
-        converged=converged,
-        problem=problem,
-        messages=state.sites,
-        features=features,
-    )
+        Args:
+            data: (x ``[N, D]``, y ``[N]``). For regression put a column of ones for an intercept;
+                of a process, the dtype of x, single or double, is that of the computation (double
+                is wise, and taken for all others).
+            rho: ρ in (0, 1], with ``halving`` the first that is tried in each step.
+            halving: halve ρ, step by step, until the ELBO does not fall; False for random
+                expectations, or for the rule as it is written.
+            tol: stop when the ELBO changes by at most this many nats.
+            max_iter: at most this many steps.
+            expectation: (marginals of f, function) → E of it, element by element; in closed form
+                or by quadrature to 1e-9 by default;
+                ``partial(at_samples, n=100, generator=generator)`` is Monte Carlo.
+            progress: True shows a bar, False does not, None on a terminal when it takes long.
+
+        Returns:
+            The posterior: ``history`` is the ELBO in nats, ``sites`` are those of the rule.
+
+        Raises:
+            DataError: examples that are misshapen, not finite, or outside the support.
+            InputError: no step improves the ELBO, settings out of range, a likelihood or an
+                expectation that does not work element by element, or a kernel that is none.
+        """
+        likelihood = scalar_likelihood(self.likelihood)  # type: ignore[attr-defined]
+        prior, features, x, y = self._told(data)
+        design, _ = features(x)
+        problem = Problem(prior, design, y, likelihood, expectation)
+        state, history, converged = run(
+            problem, rho=rho, halving=halving, tol=tol, max_iter=max_iter, progress=progress
+        )
+
+        def predictive(q: FullGaussian, new: Any) -> Tensor:
+            inputs, targets = checked_pair(new, prior.mean, likelihood)
+            return log_predictive(likelihood, latent(q, *features(inputs)), targets)
+
+        def site_of(indices: Tensor) -> Natural:
+            return spread(rows(design, indices), _rows(state.sites, indices))
+
+        return LatentFitted(
+            q=state.q,
+            history=history,
+            objective="ELBO",
+            prior=prior,
+            n_data=len(y),
+            site_of=site_of,
+            predictive=predictive,
+            data=(x, y),
+            converged=converged,
+            problem=problem,
+            messages=state.sites,
+            features=features,
+        )
+
+
+def check_prior(prior: Any, kind: type) -> None:
+    """Raise unless a prior over coefficients is one member of this family."""
+    if not isinstance(prior, kind) or prior.mean.ndim != 1:
+        raise InputError(
+            f"the prior must be a {kind.__name__} over θ [P], without copies, got "
+            f"{type(prior).__name__}"
+        )
+
+
+def checked_inputs(x: Any, like: Tensor, columns: int) -> Tensor:
+    """Inputs ``[M, D]`` in the dtype and on the device of ``like``.
+
+    Raises:
+        DataError: not finite, or another number of columns.
+    """
+    x = real("x", x, like, 2)
+    if x.shape[-1] != columns:
+        raise DataError(f"x has {x.shape[-1]} columns; the model takes {columns}")
+    return x
 
 
 def checked_pair(data: Any, like: Tensor, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:

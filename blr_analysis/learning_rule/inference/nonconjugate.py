@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import positive_int, tolerance
-from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.learning_rule.inference.cvi import (
@@ -30,10 +29,14 @@ from blr_analysis.learning_rule.inference.cvi import (
     above_zero,
     aims,
     halved,
-    suspicion,
+    plain,
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, until_flat
-from blr_analysis.learning_rule.inference.latent_fit import checked_pair
+from blr_analysis.learning_rule.inference.latent_fit import (
+    check_prior,
+    checked_inputs,
+    checked_pair,
+)
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     log_predictive,
@@ -68,11 +71,7 @@ class MeanFieldRegression:
     likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor] = "poisson"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prior, DiagonalGaussian) or self.prior.mean.ndim != 1:
-            raise InputError(
-                "the prior must be a DiagonalGaussian over θ [P], without copies, got "
-                f"{type(self.prior).__name__}"
-            )
+        check_prior(self.prior, DiagonalGaussian)
         scalar_likelihood(self.likelihood)
 
     @torch.no_grad()
@@ -121,7 +120,7 @@ class MeanFieldRegression:
                     column = {name: site[:, j : j + 1] for name, site in sites.items()}
                     before = replace(state, sites=column)
                     attempt = partial(_visit, before, self.prior, j, x, y, likelihood)
-                    state = halved(attempt, before, rho) if halving else attempt(rho)
+                    state = (halved if halving else plain)(attempt, before, rho)
                     for name, site in sites.items():
                         site[:, j : j + 1] = state.sites[name]
                 yield state.elbo
@@ -146,11 +145,7 @@ class MeanFieldRegression:
 
     def _checked(self, data: Any, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:
         x, y = checked_pair(data, self.prior.mean, likelihood)
-        if x.shape[1] != len(self.prior.mean):
-            raise DataError(
-                f"x has {x.shape[1]} columns for a prior over {len(self.prior.mean)} coefficients"
-            )
-        return x, y
+        return checked_inputs(x, x, len(self.prior.mean)), y
 
 
 def latent(q: DiagonalGaussian, x: Tensor) -> DiagonalGaussian:
@@ -195,13 +190,7 @@ def _visit(
     told = messages(q, j, x, state.aims)
     node, first = (DiagonalGaussian(p.mean[here], p.precision[here]) for p in (q, prior))
     gradient = scale(add(first.natural, {k: v.sum(0) for k, v in told.items()}), -1.0)
-    try:
-        node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
-    except InputError as error:
-        raise InputError(
-            f"the step of coefficient {j} leaves the Gaussians: take a smaller rho than {rho:g} or "
-            f"halving=True; else {suspicion(state.aims, state.elbo)}"
-        ) from error
+    node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
     column = add(scale(state.sites, 1 - rho), scale(told, rho))
     mean, precision = q.mean.clone(), q.precision.clone()
     mean[here], precision[here] = node.mean, node.precision

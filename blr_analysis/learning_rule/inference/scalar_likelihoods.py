@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import BLRError, DataError, InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
+from blr_analysis.learning_rule.inference.answers import answer
 from blr_analysis.learning_rule.quadrature import expected, log_expected
 from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 
@@ -102,7 +103,7 @@ PROBIT = ScalarLikelihood(
         predictive=lambda y, m, v: torch.special.log_ndtr((2 * y - 1) * m * (1 + v).rsqrt()),
     ),
 )
-NAMED = {found.name: from_package(found) for found in (Bernoulli(), Poisson(), Gaussian())}
+NAMED = {known.name: from_package(known) for known in (Bernoulli(), Poisson(), Gaussian())}
 NAMED["probit"] = PROBIT
 
 
@@ -123,8 +124,8 @@ def scalar_likelihood(
     if callable(likelihood) and not isinstance(likelihood, type | Likelihood):
         return ScalarLikelihood(getattr(likelihood, "__name__", "given"), likelihood)
     raise InputError(
-        f"likelihood must be one of {', '.join(map(repr, NAMED))}, one of these objects, or a "
-        f"function (y, f) -> log p(y|f) of one number for each example, got {likelihood!r}"
+        f"likelihood must be one of {', '.join(map(repr, NAMED))}, such an object, or a function "
+        f"(y, f) -> log p(y|f), got {likelihood!r}"
     )
 
 
@@ -164,36 +165,21 @@ def check_elementwise(likelihood: ScalarLikelihood, y: Tensor) -> None:
     f = y.new_tensor([0.1, 0.7]).unsqueeze(1).expand(2, len(y)).clone()
     other = torch.stack([f[0] + odd, f[1] + 1])
     with torch.enable_grad():
-        found = _values(likelihood, y, f.requires_grad_())[0, ~odd]
-        again = _values(
-            likelihood, torch.where(odd, y.max() + y.min() - y, y), other.requires_grad_()
-        )[0, ~odd]
+        values = _values(likelihood, y, f.requires_grad_())[0, ~odd]
+        swapped = torch.where(odd, y.max() + y.min() - y, y)
+        again = _values(likelihood, swapped, other.requires_grad_())[0, ~odd]
     close = torch.finfo(y.dtype).eps ** 0.5
-    if not torch.allclose(found, again, rtol=close, atol=close, equal_nan=True):
+    if not torch.allclose(values, again, rtol=close, atol=close, equal_nan=True):
         raise InputError(
-            f"likelihood {likelihood.name!r} mixes examples: log p of one changes with y or f of "
-            "others; it must work element by element"
+            f"likelihood {likelihood.name!r} mixes examples: it must work element by element"
         )
 
 
 def _values(likelihood: ScalarLikelihood, y: Tensor, f: Tensor) -> Tensor:
-    wanted = (
-        f"likelihood {likelihood.name!r} must be a function (y [N], f [K, N]) -> log p(y|f) [K, N]"
-    )
-    try:
-        values = likelihood.log_prob(y, f)
-    except BLRError:
-        raise
-    except Exception as error:
-        raise InputError(f"{wanted}; it raised {type(error).__name__}: {error}") from error
-    if not isinstance(values, Tensor) or values.shape != f.shape:
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise InputError(f"{wanted}; for f of shape {tuple(f.shape)} it gave {found}")
+    wanted = f"likelihood {likelihood.name!r} must be a function (y [N], f [K, N]) -> log p(y|f)"
+    values = answer(wanted, f.shape, likelihood.log_prob, y, f)
     if not values.requires_grad:
-        raise InputError(
-            f"{wanted} by torch operations that can be differentiated in f; its values do not "
-            "depend on f, or were taken out of torch"
-        )
+        raise InputError(f"{wanted} that torch can differentiate in f")
     return values
 
 
@@ -221,21 +207,10 @@ def expected_mean(likelihood: ScalarLikelihood, f: DiagonalGaussian) -> Tensor:
     """
     if likelihood.closed.mean is not None:
         return likelihood.closed.mean(f.mean, 1 / f.precision)
-    mean = likelihood.mean
-    if mean is None:
+    if (mean := likelihood.mean) is None:
         raise InputError("the likelihood has no mean: give ScalarLikelihood(name, log_prob, mean)")
-
-    def checked(places: Tensor) -> Tensor:
-        found = mean(places)
-        if not isinstance(found, Tensor) or found.shape != places.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise InputError(
-                f"the mean of likelihood {likelihood.name!r} must be a function f [K, M] -> "
-                f"E[y|f] [K, M]; for f of shape {tuple(places.shape)} it gave {got}"
-            )
-        return found
-
-    return expected(f, checked)
+    wanted = f"the mean of likelihood {likelihood.name!r} must be a function f [K, M] -> E[y|f]"
+    return expected(f, lambda places: answer(wanted, places.shape, mean, places))
 
 
 def log_predictive(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor) -> Tensor:

@@ -390,7 +390,7 @@ def test_bad_input() -> None:
         GeneralizedLinear(prior, Categorical())
     with pytest.raises(InputError, match="FullGaussian over θ"):
         GeneralizedLinear(DiagonalGaussian(torch.zeros(7), torch.ones(7)))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="6 columns for a prior over 7"):
+    with pytest.raises(DataError, match="6 columns"):
         GeneralizedLinear(prior).fit((x[:, 1:], y))
     with pytest.raises(DataError, match="must be 0 or 1"):
         GeneralizedLinear(prior).fit((x, y + 1))
@@ -429,14 +429,14 @@ def squares(y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
         (lambda y, f: -((f - f.mean(0)) ** 2), "mixes examples"),
         (lambda y, f: -(f.cumsum(-1) ** 2), "mixes examples"),
         (lambda y, f: squares(y - y.mean(), f), "mixes examples"),
-        (lambda y, f: squares(y, f).sum(), r"for f of shape \(2, 21\) it gave \(\)"),
-        (lambda y, f: squares(y, f).unsqueeze(-1), r"it gave \(2, 21, 1\)"),
+        (lambda y, f: squares(y, f).sum(), r"here \[2, 21\]; it gave \[\]"),
+        (lambda y, f: squares(y, f).unsqueeze(-1), r"gave \[2, 21, 1\]"),
         (lambda y, f: None, "it gave NoneType"),
         (lambda f: -f, "must be a function.*it raised TypeError"),
         (lambda y, f: y[:, 5], "it raised IndexError"),
-        (lambda y, f: squares(y, f.detach()), "can be differentiated in f"),
+        (lambda y, f: squares(y, f.detach()), "differentiate in f"),
         (lambda y, f: -squares(y, f), "curves upward in f at 21 of 21.*wrong sign"),
-        (lambda y, f: f * torch.nan, "must be finite wherever"),
+        (lambda y, f: f * torch.nan, "not finite"),
     ],
 )
 def test_likelihoods_that_are_none_are_named(likelihood: Any, match: str) -> None:
@@ -451,7 +451,7 @@ def test_likelihoods_that_are_none_are_named(likelihood: Any, match: str) -> Non
         ({"tol": torch.nan}, "tol must be 0 or more, got nan"),
         ({"expectation": 3}, "expectation must be a function.*not callable"),
         ({"expectation": lambda f: f.mean}, "expectation must be a function"),
-        ({"expectation": lambda f, h: h(f.mean).sum()}, r"here \[21\]; it gave \(\)"),
+        ({"expectation": lambda f, h: h(f.mean).sum()}, r"here \[21\]; it gave \[\]"),
         ({"expectation": lambda f, h: h(f.mean)}, "must depend on mean and variance"),
     ],
 )
@@ -495,7 +495,7 @@ def test_a_mean_that_mixes_examples_is_named() -> None:
     prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
     mixing = ScalarLikelihood("mixing", squares, lambda f: f.sum())
     fitted = GeneralizedLinear(prior, mixing).fit((x, y))
-    with pytest.raises(InputError, match=r"mean of likelihood 'mixing' must be.*it gave \(\)"):
+    with pytest.raises(InputError, match=r"mean of likelihood 'mixing'.*gave \[\]"):
         fitted.predict(x)
 
 

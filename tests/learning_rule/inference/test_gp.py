@@ -24,8 +24,9 @@ from blr_analysis.learning_rule.inference.gp import (
     GaussianProcess,
     best_kernel,
     function_values,
+    linear_kernel,
+    rbf,
 )
-from blr_analysis.learning_rule.inference.kernels import linear_kernel, rbf
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
@@ -285,7 +286,7 @@ def test_bad_input(logistic: LatentFitted) -> None:
         GaussianProcess(lambda x, z: -rbf(x, z)).fit((X, Y))
     with pytest.raises(InputError, match="positive semi-definite"):
         GaussianProcess(lambda x, z: rbf(x, z) + x[:, :1]).fit((X, Y))
-    with pytest.raises(InputError, match=r"finite matrix \[50, 50\]"):
+    with pytest.raises(InputError, match=r"here \[50, 50\]"):
         GaussianProcess(lambda x, z: x).fit((X, Y))
     with pytest.raises(DataError, match="pair"):
         GaussianProcess().fit(X)  # type: ignore[arg-type]
@@ -295,7 +296,7 @@ def test_bad_input(logistic: LatentFitted) -> None:
     broken[3, 1] = math.nan
     with pytest.raises(DataError, match="x is not finite at example 3"):
         GaussianProcess().fit((broken, Y))
-    with pytest.raises(InputError, match="inputs have 2 columns, the examples 4"):
+    with pytest.raises(InputError, match="2 columns"):
         logistic.predict(HELD_X[:, :2])
     with pytest.raises(InputError, match="at least one kernel"):
         best_kernel([], (X, Y))
@@ -315,15 +316,15 @@ def noisy_by_value(x: Tensor, z: Tensor) -> Tensor:
     [
         (lambda x: x, "it raised TypeError"),
         (lambda x, z: x @ z, "it raised RuntimeError"),
-        (lambda x, z: None, "got <class 'NoneType'>"),
-        (lambda x, z: rbf(x, z).float(), "of torch.float64 for the examples, got .*torch.float32"),
+        (lambda x, z: None, "gave NoneType"),
+        (lambda x, z: rbf(x, z).float(), "gave torch.float32"),
         (lambda x, z: rbf(x, z) * math.nan, "2500 entries are NaN or infinite"),
         (lambda x, z: 0 * rbf(x, z), "the kernel is zero"),
         (torch.cdist, "not symmetric and positive semi-definite"),
         (noisy_by_place, "the kernel mixes examples"),
         (lambda x, z: rbf(x - x.mean(0), z - z.mean(0)), "the kernel mixes examples"),
         (partial(rbf, lengthscale=-1.0), "lengthscale must be positive and finite, got -1.0"),
-        (partial(rbf, lengthscale=torch.ones(3)), r"one for each of 4 columns.*\(3,\)"),
+        (partial(rbf, lengthscale=torch.ones(3)), "each of 4 columns"),
         (partial(rbf, lengthscale=torch.tensor([1.0, 1, 0, 1])), "lengthscale must be positive"),
         (partial(rbf, variance=0.0), "variance must be positive"),
         (partial(linear_kernel, variance=-1.0), "variance must be positive"),

@@ -132,7 +132,7 @@ def test_left_out_follows_fitting_again() -> None:
 def test_wrong_input_is_named() -> None:
     x, y = counts()
     model = MeanFieldRegression(prior(4))
-    with pytest.raises(DataError, match="x has 3 columns for a prior over 4"):
+    with pytest.raises(DataError, match="3 columns"):
         model.fit((x[:, :3], y))
     with pytest.raises(DataError, match="same length, got 79 and 80"):
         model.fit((x[1:], y))
@@ -155,7 +155,7 @@ def test_likelihoods_and_settings_that_are_none_are_named() -> None:
     upward = MeanFieldRegression(prior(4), lambda y, f: f**2)
     with pytest.raises(InputError, match=r"no step along the natural gradient.*curves upward"):
         upward.fit(data)
-    with pytest.raises(InputError, match=r"step of coefficient 0 leaves.*curves upward"):
+    with pytest.raises(InputError, match=r"leaves the Gaussians.*curves upward"):
         upward.fit(data, halving=False)
     with pytest.raises(InputError, match="tol must be 0 or more"):
         MeanFieldRegression(prior(4)).fit(data, tol=None)  # type: ignore[arg-type]

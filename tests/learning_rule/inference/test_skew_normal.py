@@ -21,8 +21,11 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference import FittedSkewNormal
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
-from blr_analysis.learning_rule.inference.skew_normal import SkewNormal, skew_step
-from blr_analysis.learning_rule.inference.skew_normal_fit import fit_skew_normal
+from blr_analysis.learning_rule.inference.skew_normal import (
+    SkewNormal,
+    fit_skew_normal,
+    skew_step,
+)
 
 members = st.tuples(st.floats(-3, 3), st.floats(-4, 4), st.floats(0.1, 10))
 
@@ -292,13 +295,13 @@ def test_what_cannot_be_left_out_is_named() -> None:
     )
     assert float(fitted.without([0]).precision) > float(fitted.q.precision)
     for call in (fitted.left_out, lambda: fitted.without([1])):
-        with pytest.raises(InputError, match="no skew normal is left without example 1: too much"):
+        with pytest.raises(InputError, match="without example 1"):
             call()
     with pytest.raises(InputError, match="example 2"):
         fitted.without([2])
     whole = fit_skew_normal(log_prior, skew(0.0, 1.0, 1.0), tol=1e-5)
     for call in (whole.left_out, lambda: blr.sensitivity(None, whole), lambda: whole.sites):
-        with pytest.raises(InputError, match="log_likelihood=…, data=…"):
+        with pytest.raises(InputError, match="log_likelihood="):
             call()
 
 
@@ -308,7 +311,7 @@ def test_examples_that_make_no_sense() -> None:
         fit_skew_normal(log_prior, start, data=(X, Y))
     with pytest.raises(InputError, match="go together"):
         fit_skew_normal(log_prior, start, log_likelihood=counts_of)
-    with pytest.raises(InputError, match=r"\[M, G\] = \[8, 2001\].* got \(2001,\)"):
+    with pytest.raises(InputError, match=r"here \[8, 2001\].* gave \[2001\]"):
         fit_skew_normal(
             log_prior, start, log_likelihood=lambda d, t: counts_of(d, t).sum(0), data=(X, Y)
         )
@@ -320,7 +323,7 @@ def test_examples_that_make_no_sense() -> None:
     ("data", "match"),
     [
         (torch.zeros(0), "N ≥ 1"),
-        ([1.0, 2.0], "as_tensor"),
+        ([1.0, 2.0], "list"),
         (torch.tensor(1.0), "tensor"),
         ((torch.zeros(3), torch.zeros(2)), "N ≥ 1"),
         (torch.tensor([1.0, torch.nan]), "NaN"),
