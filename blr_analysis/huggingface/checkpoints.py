@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 
 from blr_analysis.checks import instance, path_of
-from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.errors import ModelError, StorageError
+from blr_analysis.huggingface.models import read_config
 from blr_analysis.posterior.capture import from_checkpoint
 from blr_analysis.posterior.precision_files import write_captured
 
@@ -99,29 +99,18 @@ def empty_model(folder: Path) -> Any:
         ModelError: no ``config.json``, or an architecture that transformers does not have.
         InputError: transformers is not installed.
     """
-    if find_spec("transformers") is None:
-        raise InputError(
-            "building the model from its config.json needs transformers: pip install "
-            "'blr-analysis[hf]', or pass model="
-        )
     import transformers
 
     advice = "pass model=, the model that was trained (on the meta device, it needs no memory)"
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers raises of every kind
-        said = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"no config can be read from {str(folder)!r} ({said}): {advice}"
-        ) from error
+        config = read_config(folder)
+    except (StorageError, ModelError) as error:
+        raise ModelError(f"{error}; {advice}") from error
     wanted = (config.architectures or [""])[0]
     kind = getattr(transformers, wanted, None) if wanted else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ModelError(
-            f"the config of {str(folder)!r} names the architecture {wanted!r}, which transformers "
-            f"does not have: {advice}"
+            f"transformers does not have {wanted!r}, the architecture of {str(folder)!r}: {advice}"
         )
     with torch.device("meta"):
         return kind(config)

@@ -101,8 +101,7 @@ def fisher_diagonal(
     for name, sums in total.items():
         if not bool(torch.isfinite(sums).all()):
             raise ModelError(
-                f"the squared gradients of {name!r} are not finite: are the weights, and is every "
-                "example's loss?"
+                f"the squared gradients of {name!r} are not finite: check weights and losses"
             )
     return {name: sums.cpu() for name, sums in total.items()}
 
@@ -111,21 +110,15 @@ def check_kind(kind: str, sequences: bool, batch_size: int | None) -> None:
     """Raise :class:`InputError` where a kind cannot be had, or ``batch_size`` does not belong."""
     if kind == "ggn" and sequences:
         raise InputError(
-            "kind='ggn' needs a backward pass for each of the tokens × vocabulary outputs of a "
-            "sequence; use kind='mc', whose expectation it is, with samples= for more precision"
+            "kind='ggn' costs tokens × vocabulary backward passes per sequence: use kind='mc', "
+            "whose expectation it is, with samples="
         )
     if kind == "squared_minibatch":
         if batch_size is None:
-            raise InputError(
-                "kind='squared_minibatch' needs batch_size: its numbers depend on it (it is not "
-                "the Fisher)"
-            )
+            raise InputError("kind='squared_minibatch' needs batch_size: its numbers depend on it")
         positive_int("batch_size", batch_size)
     elif batch_size is not None:
-        raise InputError(
-            f"batch_size belongs to kind='squared_minibatch'; {kind!r} squares every example's own "
-            "gradient, however the examples are divided"
-        )
+        raise InputError(f"batch_size belongs to kind='squared_minibatch', not to {kind!r}")
 
 
 def _add_examples(

@@ -206,21 +206,18 @@ def check_target(target: Path, force: bool) -> None:
     """Raise :class:`StorageError` before any work where the result could not be put."""
     if target.exists() and not force:
         raise StorageError(
-            f"{str(target)!r} is already there: name another place with out= (--out), or replace "
-            "it with force=True (--force)."
+            f"{str(target)!r} is already there: name another out= (--out), or force=True (--force)."
         )
     if target.is_dir():
         foreign = [p.name for p in sorted(target.iterdir()) if not p.name.startswith("precision")]
         if foreign:
             raise StorageError(
-                f"the folder {str(target)!r} holds other files ({some(foreign)}), which replacing "
-                "it would remove: name a new folder."
+                f"the folder {str(target)!r} holds other files ({some(foreign)}): name a new one."
             )
     above = next((p for p in target.absolute().parents if p.exists()), Path("/"))
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise StorageError(
-            f"{str(target)!r} cannot be written: {str(above)!r} is read-only or no folder. Name "
-            "another place with out= (--out)."
+            f"{str(target)!r} cannot be written: {str(above)!r} is read-only or no folder."
         )
 
 

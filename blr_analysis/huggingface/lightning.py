@@ -12,14 +12,14 @@ import torch
 
 from blr_analysis.errors import BLRError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import Recorder
+from blr_analysis.huggingface.recording import SHARDED, Recorder
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback
 else:
     from pytorch_lightning import Callback
 
-SHARDED = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
+PIECES = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
 
 
 class LightningPrecision(Callback):
@@ -63,16 +63,11 @@ class LightningPrecision(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take down names, sizes and settings, and listen to what is saved."""
         strategy = type(trainer.strategy).__name__
-        if any(word in strategy for word in SHARDED):
-            raise OptimizerError(
-                f"with {strategy} every process holds a piece of the optimizer's state: no "
-                "precision can be written while training. Export the whole state after it and "
-                "read that with Posterior.from_checkpoint."
-            )
+        if any(word in strategy for word in PIECES):
+            raise OptimizerError(f"with {strategy} the optimizer's state is in pieces: {SHARDED}")
         if len(trainer.optimizers) != 1:
             raise OptimizerError(
-                f"the module has {len(trainer.optimizers)} optimizers, expected one: the "
-                "precision of a model is one optimizer's"
+                f"the module has {len(trainer.optimizers)} optimizers: a precision is that of one"
             )
         loader = trainer.train_dataloader
         clip = trainer.gradient_clip_val

@@ -21,12 +21,18 @@ import torch
 from torch import nn
 
 from blr_analysis.checks import one_of, path_of, some
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder, Spec
-from blr_analysis.huggingface.folders import TASKS, read_config, task_in
 from blr_analysis.task import find_device
 
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
+TASKS = ("classification", "causal_lm")
+ENDINGS = {
+    "ForSequenceClassification": "classification",
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+}
+OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
 
@@ -88,10 +94,9 @@ def load_model(
     if task is not None:
         one_of("task", task, TASKS)
     config = read_config(place)
-    kind = task or task_in(config, place)
+    kind = task or _task_in(config, place)
     where = find_device(device)
     specs = Folder.open(place).specs
-    _check_installed()
     with _quiet():
         model = _load_weights(place, kind)
         tokenizer = _load_tokenizer(place)
@@ -122,7 +127,7 @@ def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
     places: dict[int, list[str]] = {}
     for alias, p in loaded.model.named_parameters(remove_duplicate=False):
         places.setdefault(id(p), []).append(alias)
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
     for name, p in loaded.model.named_parameters():
         aliases = [name, *places[id(p)]]
         asked = [*aliases, *(a.removeprefix(prefix) for a in aliases)]
@@ -130,20 +135,61 @@ def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
         if match is None or loaded.specs[match].shape != tuple(p.shape):
             there = "is not there" if match is None else f"is {list(loaded.specs[match].shape)}"
             raise ModelError(
-                f"parameter {name!r} {list(p.shape)} of the loaded model {there} in the files of "
-                f"{str(loaded.folder)!r}: transformers converts these weights while it loads "
-                "them, so that a precision could not stand beside them. Load the model, "
-                "model.save_pretrained(folder), and use that folder"
+                f"parameter {name!r} {list(p.shape)} {there} in the files of "
+                f"{str(loaded.folder)!r}, which transformers converts while it loads them: "
+                "use a folder that model.save_pretrained has written anew"
             )
-        found[name] = match
-    return found
+        stored[name] = match
+    return stored
 
 
-def _check_installed() -> None:
+def read_config(folder: Path) -> Any:
+    """The configuration in a folder, as transformers reads it; nothing is fetched or executed.
+
+    Raises:
+        InputError: transformers is not installed.
+        StorageError: no such folder, no ``config.json`` in it, or a broken one.
+        ModelError: an adapter, quantised weights, or a model that transformers does not know.
+    """
     if find_spec("transformers") is None:
-        raise InputError(
-            "reading a Hugging Face model needs transformers: pip install 'blr-analysis[hf]'"
+        raise InputError("a Hugging Face model needs transformers: pip install 'blr-analysis[hf]'")
+    if not folder.is_dir():
+        raise StorageError(
+            f"there is no folder {str(folder)!r}: name one that model.save_pretrained wrote."
         )
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{str(folder)!r} is a PEFT adapter: merge it into its base first "
+                "(model.merge_and_unload())"
+            )
+        raise StorageError(f"{str(folder)!r} is no Hugging Face model: it holds no config.json.")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **OFFLINE)
+    except OSError as error:
+        raise StorageError(f"cannot read config.json: {_said(error)}.") from error
+    except Exception as error:  # transformers raises of every kind
+        raise ModelError(f"transformers cannot load {str(folder)!r}: {_said(error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"the weights of {str(folder)!r} are quantised, and have no gradient: use the model "
+            "as it was before"
+        )
+    return config
+
+
+def _task_in(config: Any, folder: Path) -> str:
+    """The task that the configuration's architectures were built for."""
+    named = config.architectures or []
+    tasks = {kind for a in named for ending, kind in ENDINGS.items() if str(a).endswith(ending)}
+    if len(tasks) != 1:
+        raise ModelError(
+            f"{str(folder)!r} is {', '.join(map(str, named)) or 'no architecture'}: say what it "
+            "is with task='classification' or task='causal_lm'"
+        )
+    return tasks.pop()
 
 
 @contextmanager
@@ -171,25 +217,18 @@ def _load_weights(folder: Path, kind: str) -> Any:
     }[kind]
     try:
         model, about = auto.from_pretrained(
-            str(folder),
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+            str(folder), use_safetensors=True, output_loading_info=True, **OFFLINE
         )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises of every kind
-        said = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"transformers cannot load {str(folder)!r} for {kind}: {type(error).__name__}: {said}"
+            f"transformers cannot load {str(folder)!r} for {kind}: {_said(error)}"
         ) from error
-    missing = sorted(about["missing_keys"])
-    if missing:
+    if missing := sorted(about["missing_keys"]):
         raise ModelError(
-            f"{str(folder)!r} holds no weights for {some(missing)}, which "
-            "would be random: a fine-tuned model is needed, with its head, for the task it was "
-            "trained for"
+            f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use a "
+            "model that was trained for this task"
         )
     return model
 
@@ -199,19 +238,19 @@ def _load_tokenizer(folder: Path) -> Any:
 
     again = "save it there: tokenizer.save_pretrained(folder)"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **OFFLINE)
     except Exception as error:  # as above
-        said = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"no tokenizer can be loaded from {str(folder)!r} ({type(error).__name__}: {said}); "
-            f"{again}"
+            f"no tokenizer can be loaded from {str(folder)!r} ({_said(error)}); {again}"
         ) from error
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((folder / name).is_file() for name in files):  # transformers makes an empty one
         raise ModelError(f"{str(folder)!r} holds no tokenizer ({some(sorted(files))}); {again}")
     return tokenizer
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _fields(tokenizer: Any) -> tuple[str, ...]:
@@ -223,9 +262,8 @@ def _check_labels(config: Any, folder: Path) -> None:
     if config.num_labels < 2 or kind not in (None, "single_label_classification"):
         raise ModelError(
             f"{str(folder)!r} is a {kind or 'regression'} model with {config.num_labels} "
-            "output(s); only classifiers with one label of two or more per text are read from a "
-            "folder. For others make a blr_analysis.Task with its likelihood, and ask "
-            "blr_analysis.huggingface.fisher.fisher_diagonal(task)"
+            "output(s), not a classifier with one label per text: make a blr_analysis.Task, and "
+            "ask blr_analysis.huggingface.diagonals.fisher_diagonal(task)"
         )
 
 
@@ -235,8 +273,8 @@ def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
     found = next((int(i) for i in known if i is not None and int(i) >= 0), None)
     if found is None:
         raise ModelError(
-            f"neither the model nor the tokenizer of {str(folder)!r} names a padding token or an "
-            "end of text; set tokenizer.pad_token and config.pad_token_id, and save them"
+            f"{str(folder)!r} names no padding token and no end of text: set "
+            "tokenizer.pad_token and config.pad_token_id, and save them"
         )
     if config.pad_token_id is None or config.pad_token_id < 0:
         config.pad_token_id = found

@@ -35,6 +35,10 @@ DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "
     "times weight_decay, not divided by sqrt(v_hat), so it is no L2 penalty of the loss exactly"
 )
+SHARDED = (
+    "no precision can be written while training. Export the whole optimizer state after it and "
+    "read that with Posterior.from_checkpoint."
+)
 COUPLED = "n_data * weight_decay, an L2 penalty on the mean loss; its gradient is in v_hat too"
 
 
@@ -84,8 +88,8 @@ class Recorder:
         batch = None if per_device is None else per_device * accumulation * world_size
         if self.scaling == "squared" and batch is None and not reader.scaled:
             raise InputError(
-                "scaling='squared' needs the number of examples of one step, and the training "
-                "data loader does not tell its batch size: use scaling='sqrt'"
+                "scaling='squared' needs the batch size, which the data loader does not tell: "
+                "use scaling='sqrt'"
             )
         record = {
             "source": "training",
@@ -108,8 +112,7 @@ class Recorder:
         """
         if self._run is None:
             raise OptimizerError(
-                "no training has begun that this callback knows of: give it to the trainer, "
-                "train, and save then"
+                "no training has begun: give the callback to the trainer, train, then save"
             )
         optimizer, model, n_data, record = self._run
         scaled = reader_of(optimizer).scaled
@@ -142,17 +145,11 @@ def _check_parameters(model: nn.Module, held: set[str], scaled: bool) -> None:
         if name not in held or not p.requires_grad:
             continue
         if hasattr(p, "full_tensor"):
-            raise OptimizerError(
-                f"parameter {name!r} is sharded over devices, and its precision with it: no "
-                "precision can be written while training. Export the whole optimizer state after "
-                "it and read that with Posterior.from_checkpoint."
-            )
+            raise OptimizerError(f"parameter {name!r} is sharded over devices: {SHARDED}")
         if p.dtype in HALF and not scaled:
             raise OptimizerError(
-                f"parameter {name!r} is in {p.dtype}, and the optimizer keeps its second moment "
-                f"so: {HALF_REASON}. Keep the parameters in float32 (with bf16=True or "
-                "precision='bf16-mixed' the arithmetic is still in bfloat16), train with IVON, or "
-                "fit the precision after training."
+                f"parameter {name!r} and its second moment are in {p.dtype}: {HALF_REASON}. Keep "
+                "them in float32 (bf16=True, precision='bf16-mixed'), or train with IVON."
             )
 
 
@@ -162,9 +159,7 @@ def _length(data: Any) -> int:
     except TypeError:
         n = 0
     if n < 1:
-        raise InputError(
-            "the number of training examples is not known (the data have no length): pass n_data="
-        )
+        raise InputError("the training data have no length: pass n_data=, the number of examples")
     return n
 
 
@@ -196,9 +191,8 @@ def _check_names(captured: Captured, folder: Path) -> None:
     ]
     if odd:
         raise ModelError(
-            f"the weights in {str(folder)!r} have other names or shapes than the parameters "
-            f"{some(odd)} (an adapter, or weights that are converted when they are saved), so that "
-            "a precision could not stand beside them"
+            f"the weights in {str(folder)!r} have other names or shapes than {some(odd)} (an "
+            "adapter, or converted weights): no precision can stand beside them"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from blr_analysis.errors import OptimizerError, StorageError
-from blr_analysis.huggingface.recording import Recorder
+from blr_analysis.huggingface.recording import SHARDED, Recorder
 
 FOLDER = "precision"
 
@@ -64,9 +64,7 @@ class TrainerPrecision(TrainerCallback):
         self._best = None
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise OptimizerError(
-                "with FSDP or DeepSpeed every process holds a piece of the optimizer's state: no "
-                "precision can be written while training. Export the whole state after it and "
-                "read that with Posterior.from_checkpoint."
+                f"with FSDP or DeepSpeed the optimizer's state is in pieces: {SHARDED}"
             )
         self._recorder.begin(
             kwargs["optimizer"],
@@ -85,8 +83,7 @@ class TrainerPrecision(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if not folder.is_dir():
             warnings.warn(
-                f"no precision was written: there is no checkpoint {str(folder)!r} (a search over "
-                "hyperparameters keeps them elsewhere)",
+                f"no precision was written: there is no checkpoint {str(folder)!r}",
                 stacklevel=2,
             )
             return
@@ -110,9 +107,8 @@ class TrainerPrecision(TrainerCallback):
             raise StorageError(f"there is no folder {str(place)!r}: save the model there first.")
         if self._best is not None:
             raise OptimizerError(
-                f"the model's weights were taken from {self._best!r} when training ended "
-                "(load_best_model_at_end), the optimizer's state is later: copy "
-                f"{str(Path(self._best) / FOLDER)!r} instead."
+                f"the weights are those of {self._best!r} (load_best_model_at_end), the "
+                f"optimizer's state is later: copy {str(Path(self._best) / FOLDER)!r} instead."
             )
         self._recorder.write(place / FOLDER, place)
         return place / FOLDER

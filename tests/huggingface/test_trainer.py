@@ -448,11 +448,11 @@ def test_a_config_that_names_no_known_model(run: Run, tmp_path: Path) -> None:
     checkpoint, trainer, _ = run
     for file in ("optimizer.pt", "model.safetensors"):
         (tmp_path / file).symlink_to(checkpoint / file)
-    with pytest.raises(ModelError, match=r"no config can be read.*pass model="):
+    with pytest.raises(ModelError, match=r"config.*pass model="):
         checkpoint_precision(tmp_path, n_data=N)
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Mine"]}))
-    with pytest.raises(ModelError, match="architecture 'Mine'"):
+    with pytest.raises(ModelError, match="'Mine', the architecture"):
         checkpoint_precision(tmp_path, n_data=N)
     assert not (tmp_path / "precision").exists()
     checkpoint_precision(tmp_path, n_data=N, model=trainer.model)
