@@ -105,7 +105,7 @@ def ours(structure: str, model: nn.Module, x: Tensor, y: Tensor, variance: bool 
 def v_only(structure: str, model: nn.Module, x: Tensor, y: Tensor):
     """The engine alone: V_i of every example, without the scores made from it."""
     import blr_analysis as blr
-    from blr_analysis.backprop import chunks
+    from blr_analysis.backprop.engine import QUIET, chunks
 
     task = blr.Task(model, (x, y))
     if structure == "kron":
@@ -114,9 +114,7 @@ def v_only(structure: str, model: nn.Module, x: Tensor, y: Tensor):
         params = task.parameters()
         precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
         q = blr.Posterior(params, precision, prior_precision=1.0, n_data=len(x))
-    return lambda: torch.cat(
-        [q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, progress=False)]
-    )
+    return lambda: torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, QUIET)])
 
 
 def laplace_torch(model: nn.Module, x: Tensor, y: Tensor, images: int) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,35 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How a pass over the data is run, made once where the user says so.
+
+    Attributes:
+        chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
+        memory_budget: bytes of working memory above model and data (default 56 MiB); at least one
+            example's need is taken.
+        progress: None shows a bar on a terminal when the work is long.
+    """
+
+    chunk_size: int | None = None
+    memory_budget: int | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_size", "memory_budget"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
+
+    @property
+    def quiet(self) -> Chunking:
+        """The same without a progress bar."""
+        return replace(self, progress=False)
+
+
+QUIET = Chunking(progress=False)
 
 
 @dataclass(frozen=True)
@@ -64,36 +93,33 @@ class Chunk:
 def chunks(
     task: Task,
     params: Mapping[str, Tensor],
+    chunking: Chunking,
     *,
     columns: int | None = None,
     indices: Tensor | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
     label: str = "examples",
-    progress: bool | None = None,
 ) -> Iterator[Chunk]:
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
     Args:
         columns: gradients asked of each example at most; None: one per output. It sets the
-            chunk size together with ``memory_budget``.
-        chunk_size: examples per chunk; overrides the budget.
-        memory_budget: bytes of working memory above model and data (default 56 MiB); at least one
-            example's need is taken.
+            chunk size together with the memory budget.
 
     Raises:
-        InputError: a chunk size or budget that is not a positive integer.
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
-    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-        if value is not None:
-            positive_int(name, value)
     _keep_freed_memory(task.device)
     plan = plan_for(task, params)
-    n = task.n_data if indices is None else len(indices)
-    size = chunk_size
-    pieces = _split(task, indices, n, plan, params, size, columns, memory_budget, label, progress)
-    for chosen, batch in _fitted(task, plan, pieces, exact=size is not None):
+    order = torch.arange(task.n_data) if indices is None else indices
+    size = chunking.chunk_size
+    if size is None:
+        budget = chunking.memory_budget or DEFAULT_MEMORY
+        itemsize = next(iter(params.values())).element_size()
+        asked = plan.outputs if columns is None else columns
+        size = plan.chunk_size(asked, budget, itemsize, len(order))
+    pieces = order.split(size)
+    shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
+    for chosen, batch in _fitted(task, plan, shown, exact=chunking.chunk_size is not None):
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )
@@ -138,28 +164,6 @@ def _keep_freed_memory(device: torch.device) -> None:
     """
     if device.type == "cpu":
         _ = bytes(31 * 2**20)
-
-
-def _split(
-    task: Task,
-    indices: Tensor | None,
-    n: int,
-    plan: Plan,
-    params: Mapping[str, Tensor],
-    size: int | None,
-    columns: int | None,
-    budget: int | None,
-    label: str,
-    progress: bool | None,
-) -> Iterator[Tensor]:
-    if size is None:
-        if columns is None:
-            columns = plan.outputs
-        itemsize = next(iter(params.values())).element_size()
-        size = plan.chunk_size(columns, budget or DEFAULT_MEMORY, itemsize, n)
-    order = torch.arange(task.n_data) if indices is None else indices
-    pieces = order.split(size)
-    yield from track(pieces, total=len(pieces), label=label, show=progress)
 
 
 def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:

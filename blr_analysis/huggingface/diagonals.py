@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import fetched
 from blr_analysis.checks import instance, one_of, positive_int
@@ -193,7 +193,9 @@ def _passes(
 ) -> Iterator[Chunk]:
     """The task in chunks; where lengths are known, as large as each length allows."""
     if lengths is None:
-        yield from chunks(task, params, columns=columns, memory_budget=budget, progress=False)
+        yield from chunks(
+            task, params, Chunking(memory_budget=budget, progress=False), columns=columns
+        )
         return
     plan = plan_for(task, params)
     itemsize = next(iter(params.values())).element_size()
@@ -202,7 +204,7 @@ def _passes(
         fits = plan.chunk_size(columns, int(budget * shorter), itemsize, len(bucket))
         size = min(fits, AT_ONCE)
         yield from chunks(
-            task, params, columns=columns, indices=bucket, chunk_size=size, progress=False
+            task, params, Chunking(size, progress=False), columns=columns, indices=bucket
         )
 
 

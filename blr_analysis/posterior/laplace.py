@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
@@ -103,12 +102,11 @@ def fit_laplace(
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
     columns, count = _columns(task, curvature, samples, generator)
-    settings: dict[str, Any] = dict(
-        columns=count, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-    )
+    chunking = Chunking(chunk_size, memory_budget, progress)
 
     def passes(label: str) -> Iterator[list[Term]]:
-        return (c.terms(columns(c)) for c in chunks(task, params, label=label, **settings))
+        swept = chunks(task, params, chunking, columns=count, label=label)
+        return (chunk.terms(columns(chunk)) for chunk in swept)
 
     form, found = _basis(task, params, structure, passes, prior, rank, tolerance, count)
     for terms in passes(f"{structure} {curvature}"):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
@@ -130,6 +131,7 @@ def calibrate(
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
     q = fitted(task, posterior)
+    chunking = Chunking(None, memory_budget, progress)
     if task.likelihood.is_sequence:
         raise InputError("calibrate needs V_i, which the outputs of sequences do not have")
     word = taken(q, correction)
@@ -164,10 +166,9 @@ def calibrate(
             kind=kind,
             tolerance=tolerance,
             max_iterations=max_iterations,
-            memory_budget=memory_budget,
-            progress=progress,
+            chunking=chunking,
         )
-    estimate = Estimate(task, q, chosen, word, memory_budget)
+    estimate = Estimate(task, q, chosen, word, chunking.quiet)
     rise = estimate.rise(exact.outputs)
     usable = _usable(exact, rise, estimate(1.0))
     scale = matching(estimate, weight, rise, usable)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import products
 from blr_analysis.posterior.gaussian import Posterior
@@ -56,17 +56,16 @@ def exact_removals(
     kind: str,
     tolerance: float,
     max_iterations: int,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> Removals:
     """Take each of these examples out in turn; the posterior preconditions the solves."""
     size = sum(m.numel() * m.element_size() for m in q.mean.values())
-    together = max(1, (memory_budget or HELD) // (VECTORS * size))
-    precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=memory_budget)
+    together = max(1, (chunking.memory_budget or HELD) // (VECTORS * size))
+    precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=chunking.memory_budget)
     found: list[tuple[Tensor, ...]] = []
     iterations = 0
     groups = indices.split(together)
-    for group in track(groups, total=len(groups), label="exact solves", show=progress):
+    for group in track(groups, total=len(groups), label="exact solves", show=chunking.progress):
         own = [Curvature(task, q.mean, indices=i.reshape(1), kind=kind) for i in group]
 
         def without(v: Tree, own: list[Curvature] = own) -> Tree:
@@ -85,7 +84,7 @@ def exact_removals(
             batch_dims=1,
             tolerance=tolerance,
             max_iterations=max_iterations,
-            progress=progress,
+            progress=chunking.progress,
         )
         iterations += solved.iterations
         outputs = _moved(task, q, group, solved.x)
@@ -119,7 +118,7 @@ def descended_removals(
 def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> Tensor:
     """f_i + J_i move_i, ``[K, C]``."""
     rows = []
-    for k, chunk in enumerate(chunks(task, q.mean, indices=group, chunk_size=1, progress=False)):
+    for k, chunk in enumerate(chunks(task, q.mean, Chunking(1, progress=False), indices=group)):
         move = {n: x[k : k + 1] for n, x in moves.items()}
         change = products(chunk.jacobian_terms(), move, dtype=chunk.outputs.dtype)
         rows.append(chunk.outputs + change.squeeze(-1))

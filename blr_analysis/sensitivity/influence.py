@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -243,14 +243,8 @@ class _Work:
 
     def _sketch(self, size: int, budget: Budget) -> Projection:
         some = _some(self.task.n_data, SAMPLE, self.generator)
-        passes = chunks(
-            self.task,
-            self.q.mean,
-            columns=1,
-            indices=some,
-            memory_budget=budget.chunk,
-            progress=False,
-        )
+        held = Chunking(memory_budget=budget.chunk, progress=False)
+        passes = chunks(self.task, self.q.mean, held, columns=1, indices=some)
         first = next(passes)
         terms = loss_terms(self.task, first)
         return projection_for(self.q.form, terms, size, self.generator, budget.room)
@@ -259,16 +253,10 @@ class _Work:
         self, sketch: Projection, budget: Budget, indices: Tensor | None, progress: bool | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         n = self.task.n_data if indices is None else len(indices)
-        for chunk in chunks(
-            self.task,
-            self.q.mean,
-            indices=indices,
-            chunk_size=chunk_size(
-                self.task, self.q, budget, n, max(sketch.size, min(WIDE, self.test_task.n_data))
-            ),
-            label="influence",
-            progress=progress,
-        ):
+        numbers = max(sketch.size, min(WIDE, self.test_task.n_data))
+        size = chunk_size(self.task, self.q, budget, n, numbers)
+        chunking = Chunking(size, progress=progress)
+        for chunk in chunks(self.task, self.q.mean, chunking, indices=indices, label="influence"):
             yield chunk.indices, sketch.train(loss_terms(self.task, chunk))
 
     def _measured(self, sketch: Projection, seen: Tensor, budget: Budget) -> ProjectionError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products
 from blr_analysis.checks import positive_int
@@ -88,10 +88,9 @@ def pieces(
         for chunk in chunks(
             task,
             q.mean,
+            Chunking(chunk_size(task, q, budget, n_train, len(block)), progress=progress),
             indices=indices,
-            chunk_size=chunk_size(task, q, budget, n_train, len(block)),
             label="influence",
-            progress=progress,
         ):
             terms = loss_terms(task, chunk)
             terms = q.form.into_basis(terms) if turn else terms
@@ -125,7 +124,7 @@ def preconditioned(
     width = sum(m.numel() for m in q.mean.values())
     size = chunk_size(task, q, budget, len(indices), width)
     start = 0
-    for chunk in chunks(task, q.mean, indices=indices, chunk_size=size, progress=False):
+    for chunk in chunks(task, q.mean, Chunking(size, progress=False), indices=indices):
         terms = q.form.into_basis(chunk.terms(cotangent(task, chunk).unsqueeze(1)))
         stop = start + len(chunk.indices)
         solved = q.form.basis_solve(_explicit(terms, q, len(chunk.indices)))

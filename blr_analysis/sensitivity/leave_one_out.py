@@ -18,7 +18,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import QUIET, Chunking, chunks
 from blr_analysis.checks import instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
@@ -185,6 +185,7 @@ def leave_one_out(
     if (sites := sum_of_sites(task, posterior)) is not None:
         return site_leave_one_out(sites, dict(correction=correction, scores=scores, refine=refine))
     q = fitted(task, posterior)
+    chunking = Chunking(chunk_size, memory_budget, progress)
     if isinstance(refine, bool) or not isinstance(refine, int) or not 0 <= refine <= task.n_data:
         raise InputError(f"refine must be a number of examples, 0 … {task.n_data}, got {refine!r}")
     if task.likelihood.is_sequence:
@@ -192,20 +193,11 @@ def leave_one_out(
             raise InputError("refine= leaves single examples out, not sequences; use refine=0")
         from blr_analysis.sensitivity.sequences import sequence_leave_one_out  # which extends this
 
-        return sequence_leave_one_out(
-            task,
-            q,
-            correction,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
+        return sequence_leave_one_out(task, q, correction, chunking)
     word = taken(q, correction)
     likelihood = task.likelihood
     if scores is None:
-        parts = _computed(
-            task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-        )
+        parts = _computed(task, q, chunking)
     else:
         parts = _ready(task, q, scores)
     found = [
@@ -247,10 +239,10 @@ def leave_one_out(
 
 
 def _computed(
-    task: Task, q: Posterior, **settings: int | bool | None
+    task: Task, q: Posterior, chunking: Chunking
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """f, y, V of the whole task, chunk by chunk."""
-    for chunk in chunks(task, q.mean, label="leave one out", **settings):  # type: ignore[arg-type]
+    for chunk in chunks(task, q.mean, chunking, label="leave one out"):
         v = q.form.gram(chunk.jacobian_terms())
         check_finite(v)
         yield chunk.outputs, chunk.targets, v
@@ -266,7 +258,7 @@ def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, T
         )
     if len(scores) != task.n_data:
         raise InputError(f"scores of {len(scores)} examples for a task of {task.n_data}")
-    first = next(iter(chunks(task, q.mean, indices=torch.tensor([0]), progress=False)))
+    first = next(iter(chunks(task, q.mean, QUIET, indices=torch.tensor([0]))))
     own = q.form.gram(first.jacobian_terms())[0].cpu()
     if not torch.allclose(own, scores.variance[0].to(own), rtol=1e-2, atol=1e-12):
         raise InputError(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import predict
+from blr_analysis.backprop.engine import Chunking, predict
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError, PosteriorError
@@ -131,9 +131,7 @@ class Monitor(Plottable):
         self.rows: list[dict[str, float]] = []
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
         self._last = -1  # the last epoch that was passed in, recorded or not
-        self._settings: dict[str, Any] = dict(
-            chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-        )
+        self._chunking = Chunking(chunk_size, memory_budget, progress)
 
     def due(self, epoch: int) -> bool:
         """Whether :meth:`__call__` would record this epoch."""
@@ -173,8 +171,8 @@ class Monitor(Plottable):
         start = perf_counter()
         with _resting(self.task.model):
             q = self._posterior(posterior)
-            seen = observe(self.task, q, self.indices, self.correction, **self._settings)
-            tested = measured("test", self.test, q.mean, self._settings["progress"])
+            seen = observe(self.task, q, self.indices, self.correction, self._chunking)
+            tested = measured("test", self.test, q.mean, self._chunking.progress)
         row = {"epoch": epoch, **_means(seen), **tested, "seconds": perf_counter() - start}
         for name in self.keep:
             self._kept[name].append(getattr(seen, name).float())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks, n_outputs, predict
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs, predict
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -46,24 +46,13 @@ def observe(
     q: Posterior,
     indices: Tensor,
     correction: str,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> Observation:
     """Watch these examples of the task at the posterior's mean."""
     variance = (c := n_outputs(task, q.mean)) <= MOST_OUTPUTS
     word = taken(q, correction)
-    passes = chunks(
-        task,
-        q.mean,
-        columns=c if variance else 1,
-        indices=indices,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="monitor",
-        progress=progress,
-    )
+    columns = c if variance else 1
+    passes = chunks(task, q.mean, chunking, columns=columns, indices=indices, label="monitor")
     parts = [_with_variance(task, q, chunk, word) if variance else _without(task, q, chunk)
              for chunk in passes]  # fmt: skip
     f, y, after, influence, height = (torch.cat(p) for p in zip(*parts, strict=True))

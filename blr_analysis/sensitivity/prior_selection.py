@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
@@ -136,9 +137,7 @@ def select_prior_precision(
     deltas = checked_grid(grid)
     one_of("structure", structure, ("auto", *STRUCTURES))
     one_of("correction", correction, CORRECTIONS)
-    settings: dict[str, Any] = dict(
-        chunk_size=chunk_size, memory_budget=memory_budget, progress=False
-    )
+    settings = vars(Chunking(chunk_size, memory_budget, progress=False))
     if fit is not None and not callable(fit):
         raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
     if test is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import bound_of, left_out_by
@@ -57,12 +57,10 @@ class Estimate:
     """r_i(τ) of the probe, ``[K]`` in float64."""
 
     def __init__(
-        self, task: Task, q: Posterior, chosen: Tensor, word: str, memory_budget: int | None
+        self, task: Task, q: Posterior, chosen: Tensor, word: str, chunking: Chunking
     ) -> None:
         parts = []
-        for chunk in chunks(
-            task, q.mean, indices=chosen, memory_budget=memory_budget, progress=False
-        ):
+        for chunk in chunks(task, q.mean, chunking, indices=chosen):
             v = q.form.gram(chunk.jacobian_terms())
             check_finite(v)
             parts.append(tuple(t.cpu() for t in (chunk.outputs, chunk.targets, v)))

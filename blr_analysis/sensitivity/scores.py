@@ -18,7 +18,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
@@ -150,24 +150,16 @@ def sensitivity(
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)
+    chunking = Chunking(chunk_size, memory_budget, progress)
     if task.likelihood.is_sequence:
-        return _of_sequences(task, q, variance, chunk_size, memory_budget, progress)
+        return _of_sequences(task, q, variance, chunking)
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)
     columns = c if variance else 1
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
     start = 0
-    passes = chunks(
-        task,
-        q.mean,
-        columns=columns,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="sensitivity",
-        progress=progress,
-    )
-    for chunk in passes:
+    for chunk in chunks(task, q.mean, chunking, columns=columns, label="sensitivity"):
         found = _chunk_scores(task, q, chunk, variance)
         kept = kept or [t.new_empty((task.n_data, *t.shape[1:])) for t in found]
         for whole, part in zip(kept, found, strict=True):
@@ -193,9 +185,7 @@ def _of_sequences(
     task: Task,
     q: Posterior,
     variance: bool | None,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    progress: bool | None,
+    chunking: Chunking,
 ) -> Scores:
     from blr_analysis.sensitivity.sequences import sequence_scores  # which extends Scores
 
@@ -204,9 +194,7 @@ def _of_sequences(
             "variance=True asks for (T·C)² numbers per sequence; leave it out, self_influence "
             "needs none of them"
         )
-    return sequence_scores(
-        task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-    )
+    return sequence_scores(task, q, chunking)
 
 
 def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
@@ -131,10 +131,7 @@ class SequenceLeaveOneOut(LeaveOneOut):
 def sequence_scores(
     task: Task,
     q: Posterior,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> SequenceScores:
     """Losses, self-influences and token counts of a task's sequences, chunk by chunk.
 
@@ -144,16 +141,7 @@ def sequence_scores(
     """
     likelihood = task.likelihood
     parts: list[tuple[Tensor, ...]] = []
-    passes = chunks(
-        task,
-        q.mean,
-        columns=1,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="sequences",
-        progress=progress,
-    )
-    for chunk in passes:
+    for chunk in chunks(task, q.mean, chunking, columns=1, label="sequences"):
         losses = likelihood.nll(chunk.outputs, chunk.targets)
         errors = likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
         influence = q.form.gram(chunk.terms(errors)).flatten()
@@ -174,10 +162,7 @@ def sequence_leave_one_out(
     task: Task,
     q: Posterior,
     correction: str,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> SequenceLeaveOneOut:
     """Every sequence's loss as if the model had been trained without it, to first order.
 
@@ -189,9 +174,7 @@ def sequence_leave_one_out(
             'correction="cavity" needs the prediction variance of every output, T·C for each '
             'sequence; use correction="first_order" (or "auto", which is the same here)'
         )
-    scores = sequence_scores(
-        task, q, chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-    )
+    scores = sequence_scores(task, q, chunking)
     return SequenceLeaveOneOut(
         losses=scores.losses + scores.self_influence,
         losses_before=scores.losses,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.record import fetched
 from blr_analysis.errors import DataError, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -37,23 +37,11 @@ def share(
     task: Task,
     q: Posterior,
     indices: Tensor | None,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> Share:
     """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
     curvature = q.form.zeros()
-    passes = chunks(
-        task,
-        q.mean,
-        indices=indices,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        label="the group's share",
-        progress=progress,
-    )
-    for chunk in passes:
+    for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
         curvature = curvature.add(chunk.terms(curvature_root(task, chunk)))
     count = task.n_data if indices is None else len(indices)
     return Share(loss_gradient(task, q.mean, indices), curvature, count)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
@@ -100,20 +101,14 @@ def solve(
     q: Posterior,
     change: Change,
     plan: Plan,
-    *,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    chunking: Chunking,
 ) -> tuple[Posterior, float, Descent | None]:
     """The posterior after the change, the fraction of it that was floored, and the descent."""
-    settings: dict[str, Any] = dict(
-        chunk_size=chunk_size, memory_budget=memory_budget, progress=progress
-    )
     shares: list[tuple[int, Share]] = []
     if len(change.leaving):
-        shares.append((-1, share(task, q, change.leaving, **settings)))
+        shares.append((-1, share(task, q, change.leaving, chunking)))
     if change.new is not None:
-        shares.append((1, share(change.new, q, None, **settings)))
+        shares.append((1, share(change.new, q, None, chunking)))
     labels = [(1, relabelled(task, q, change.labels))] if change.labels else []
     if plan.short(change, task.n_data) or (
         plan.solver == "auto" and not plan.asked and _drifts(task, q, [*shares, *labels])
@@ -121,7 +116,7 @@ def solve(
         return *step(q, [*shares, *labels]), None
     still = [(sign, replace(part, gradient=_nothing(part))) for sign, part in shares]
     preconditioner, floored = step(q, still)
-    descent = _descended(task, q, preconditioner, change, plan, memory_budget, progress)
+    descent = _descended(task, q, preconditioner, change, plan, chunking)
     moved = Posterior(
         descent.point.params,
         preconditioner.form,
@@ -163,19 +158,20 @@ def _descended(
     preconditioner: Posterior,
     change: Change,
     plan: Plan,
-    memory_budget: int | None,
-    progress: bool | None,
+    chunking: Chunking,
 ) -> Descent:
     data = changed(task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels)
     steps = None if isinstance(plan.steps, str) else plan.steps
     bound = MOST_PASSES if plan.steps is not None else PASSES
     passes = plan.passes or bound
-    descent = Descent.start(data, dict(q.mean), preconditioner.form, memory_budget=memory_budget)
+    descent = Descent.start(
+        data, dict(q.mean), preconditioner.form, memory_budget=chunking.memory_budget
+    )
     with tqdm(
         total=None if passes == MOST_PASSES else passes,
         desc="what if: passes over the changed data",
-        disable=None if progress is None else not progress,
-        delay=0.0 if progress else 1.0,
+        disable=None if chunking.progress is None else not chunking.progress,
+        delay=0.0 if chunking.progress else 1.0,
         leave=False,
     ) as bar:
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
@@ -125,7 +125,7 @@ def subset_posterior(
         structure,
         _rank(q, structure),
         max_steps,
-        {"chunk_size": chunk_size, "memory_budget": memory_budget, "progress": False},
+        Chunking(chunk_size, memory_budget, progress=False),
     )
     if tolerance is None:
         tolerance = 1e-6 if next(iter(q.mean.values())).dtype == torch.float64 else 1e-4
@@ -169,10 +169,10 @@ class _Weighing:
         structure: str,
         rank: int | None,
         max_steps: int,
-        settings: dict[str, Any],
+        chunking: Chunking,
     ) -> None:
         self.task, self.prior, self.structure, self.rank = task, prior, structure, rank
-        self.max_steps, self.settings = max_steps, settings
+        self.max_steps, self.chunking = max_steps, chunking
         size = sum(p.numel() for p in task.parameters().values())
         self.preconditioner = "full" if size <= SMALL else "kron"
 
@@ -188,7 +188,7 @@ class _Weighing:
     def fit(self, weight: float) -> Posterior:
         """N(m, (w GGN + δ)⁻¹) at the present weights: w (GGN + δ/w)."""
         prior = self.prior / weight
-        options: dict[str, Any] = {**self.settings, "rank": self.rank}
+        options: dict[str, Any] = {**vars(self.chunking), "rank": self.rank}
         q = fit_laplace(self.task, structure=self.structure, prior_precision=prior, **options)
         form = q.form.zeros().plus(q.form, weight)
         return Posterior(q.mean, form, prior_precision=self.prior, n_data=q.n_data, record=q.record)
@@ -196,9 +196,8 @@ class _Weighing:
     def leverage(self, weight: float) -> float:
         """v at the present weights."""
         q, likelihood = self.fit(weight), self.task.likelihood
-        settings = {n: self.settings[n] for n in ("chunk_size", "memory_budget")}
         traces = torch.zeros(2, dtype=torch.float64)
-        for chunk in chunks(self.task, q.mean, progress=False, **settings):
+        for chunk in chunks(self.task, q.mean, self.chunking):
             height = likelihood.hessian(chunk.outputs) @ q.form.gram(chunk.jacobian_terms())
             once, twice = (_trace(h) for h in (height, height @ height))
             traces += torch.tensor([once, twice], dtype=torch.float64)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, ModelError, PosteriorError
@@ -118,15 +119,8 @@ def what_if(
     change = Change(leaving, new, _new_labels(relabel, task, leaving))
     if not change.count:
         raise InputError("nothing to change: give remove=, add= or relabel=")
-    perturbed, floored, descent = solve(
-        task,
-        q,
-        change,
-        plan,
-        chunk_size=chunk_size,
-        memory_budget=memory_budget,
-        progress=progress,
-    )
+    chunking = Chunking(chunk_size, memory_budget, progress)
+    perturbed, floored, descent = solve(task, q, change, plan, chunking)
     before, targets = _measured(where, q.mean, progress)
     after, _ = _measured(where, perturbed.mean, progress, moved=True)
     return WhatIf(
@@ -189,20 +183,13 @@ def what_if_each(
     groups = groups_by(by, task, q)
     if len(groups) == 1:
         raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
+    chunking = Chunking(chunk_size, memory_budget, progress=False)
     before, _ = _measured(where, q.mean, False)
     rows = []
     for value, indices in track(
         groups.items(), total=len(groups), label=f"without each {by}", show=progress
     ):
-        perturbed, _, descent = solve(
-            task,
-            q,
-            Change(indices),
-            plan,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-            progress=False,
-        )
+        perturbed, _, descent = solve(task, q, Change(indices), plan, chunking)
         after, _ = _measured(where, perturbed.mean, False, moved=True)
         account = _account(descent, where, after)
         rows.append(

@@ -16,7 +16,7 @@ from zoo import CASES
 
 from blr_analysis import sensitivity
 from blr_analysis.backprop import plan
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
@@ -162,7 +162,7 @@ def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, nam
     assert all(unit.rule is None for unit in plan.plan_for(slow, slow.parameters()).units)
     assert relative(sensitivity(slow, q, chunk_size=3, progress=False).variance, variance) < EXACT
     total = q.form.zeros()
-    for chunk in chunks(slow, q.mean, chunk_size=3, progress=False):
+    for chunk in chunks(slow, q.mean, Chunking(chunk_size=3, progress=False)):
         total = total.add(chunk.terms(task.likelihood.hessian_root(chunk.outputs).mT))
     eye = unflatten(torch.eye(sum(m.numel() for m in q.mean.values())).double(), q.mean)
     ours, fitted = (rows(form.times(eye)) for form in (total.plus_prior(0.7), q.form))

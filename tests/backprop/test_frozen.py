@@ -8,7 +8,7 @@ from parts import normal
 from readings import example
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.task import Task
 
@@ -49,7 +49,7 @@ def test_frozen_layers_cost_nothing() -> None:
     frozen.passes = live.passes = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "register_forward_hook", spy)
-        for chunk in chunks(task, params, chunk_size=4, progress=False):
+        for chunk in chunks(task, params, Chunking(chunk_size=4, progress=False)):
             chunk.jacobian_terms()
     assert frozen.inner not in seen
     assert live.inner in seen
@@ -59,7 +59,7 @@ def test_frozen_layers_cost_nothing() -> None:
 
 def test_no_weight_gradient_is_ever_formed() -> None:
     task, _, _ = example("images")
-    for chunk in chunks(task, task.parameters(), chunk_size=3, progress=False):
+    for chunk in chunks(task, task.parameters(), Chunking(chunk_size=3, progress=False)):
         leaves, waiting = set(), [chunk._recording.outputs.grad_fn]
         while waiting:
             node = waiting.pop()

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from blr_analysis import sensitivity
 from blr_analysis.backprop import engine
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import Posterior, fit_laplace
@@ -199,4 +199,4 @@ def test_results_do_not_depend_on_the_chunks(name: str, structure: str) -> None:
 def test_bad_bounds_are_refused(name: str, bad: object) -> None:
     task = build("mlp", 4)
     with pytest.raises(InputError, match=name):
-        next(chunks(task, task.parameters(), progress=False, **{name: bad}))
+        next(chunks(task, task.parameters(), Chunking(progress=False, **{name: bad})))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from zoo import CASES
 
 from blr_analysis import leave_one_out, sensitivity, what_if
-from blr_analysis.backprop.engine import chunks, predict
+from blr_analysis.backprop.engine import QUIET, Chunking, chunks, predict
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
@@ -104,10 +104,10 @@ def test_after_an_exception_in_a_consumers_loop(error: type[BaseException]) -> N
     mixed_modes(task.model)
     with untouched(task.model):
         with pytest.raises(error):
-            for chunk in chunks(task, task.parameters(), chunk_size=2, progress=False):
+            for chunk in chunks(task, task.parameters(), Chunking(chunk_size=2, progress=False)):
                 chunk.jacobian_terms()
                 raise error
-        for chunk in chunks(task, task.parameters(), chunk_size=2, progress=False):
+        for chunk in chunks(task, task.parameters(), Chunking(chunk_size=2, progress=False)):
             chunk.jacobian_terms()
             break
 
@@ -152,7 +152,7 @@ def test_batchnorm_in_training_mode_is_refused(norm) -> None:
     with untouched(model), pytest.raises(ModelError, match=r"'1\.0'.*model\.eval\(\)"):
         fit_laplace(task, prior_precision=1.0, progress=False)
     with untouched(model), pytest.raises(ModelError, match="training mode"):
-        next(iter(chunks(task, task.parameters(), progress=False)))
+        next(iter(chunks(task, task.parameters(), QUIET)))
     with untouched(model), pytest.raises(ModelError, match="training mode"):
         predict(task, task.parameters(), progress=False)
 
@@ -222,6 +222,6 @@ def test_weights_swapped_by_the_analysis_are_the_posteriors() -> None:
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     own = model.out.weight.detach().clone()
     params = {n: torch.zeros_like(p) for n, p in task.parameters().items()}
-    for chunk in chunks(task, params, chunk_size=2, progress=False):
+    for chunk in chunks(task, params, Chunking(chunk_size=2, progress=False)):
         assert torch.equal(chunk.outputs, torch.zeros(2, 2, dtype=torch.float64))
         assert torch.equal(model.out.weight, own)

@@ -16,7 +16,7 @@ from parts import normal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.posterior.structures import Full
@@ -343,7 +343,7 @@ def test_functional_variance_equals_laplace_torch() -> None:
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=9))
     task = Task(model, (x, y))
     ours = fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
-    parts = chunks(task, ours.mean, chunk_size=4, progress=False)
+    parts = chunks(task, ours.mean, Chunking(chunk_size=4, progress=False))
     variance = torch.cat([ours.form.gram(chunk.jacobian_terms()) for chunk in parts])
     jacobian, _ = theirs.backend.jacobians(x)
     assert relative(variance, theirs.functional_variance(jacobian)) < EXACT

@@ -17,7 +17,7 @@ import blr_analysis as blr
 from blr_analysis.backprop import outer
 from blr_analysis.backprop import rows as rows_module
 from blr_analysis.backprop import terms as terms_module
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import QUIET, Chunking, chunks
 from blr_analysis.backprop.terms import Dense, products
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import laplace
@@ -43,7 +43,7 @@ def ggn_of(task: blr.Task) -> Tensor:
 
 
 def variances(task: blr.Task, q: blr.Posterior) -> Tensor:
-    parts = chunks(task, q.mean, progress=False)
+    parts = chunks(task, q.mean, QUIET)
     return torch.cat([q.form.gram(chunk.jacobian_terms()) for chunk in parts])
 
 
@@ -213,7 +213,7 @@ def test_products_with_stacked_vectors(name: str, held: int, monkeypatch) -> Non
     stack = unflatten(flat, params)
     into = {n: torch.zeros_like(u) for n, u in stack.items()}
     found = []
-    for chunk in chunks(task, params, chunk_size=2, progress=False):
+    for chunk in chunks(task, params, Chunking(chunk_size=2, progress=False)):
         terms = chunk.jacobian_terms()
         found.append(products(terms, stack, dtype=torch.float64, scale=unflatten(scale, params)))
         for term in terms:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import blr_analysis as blr
+from blr_analysis.backprop.engine import QUIET
 from blr_analysis.sensitivity.exact_removal import exact_removals
 from blr_analysis.sensitivity.probe import draw
 from blr_analysis.tables import calibration_table
@@ -162,7 +163,7 @@ def test_exact_solves_against_dense_matrices() -> None:
     }
     for kind, share in shares.items():
         found = exact_removals(
-            task, q, chosen, kind=kind, tolerance=1e-10, max_iterations=500, progress=False
+            task, q, chosen, kind=kind, tolerance=1e-10, max_iterations=500, chunking=QUIET
         )
         for row, i in zip(found.outputs, chosen.tolist(), strict=True):
             rest = share.sum(0) - share[i] + ridge_part

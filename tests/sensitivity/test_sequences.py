@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import blr_analysis as blr
 from blr_analysis.backprop import outer
-from blr_analysis.backprop.engine import chunks, predict
+from blr_analysis.backprop.engine import QUIET, chunks, predict
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.errors import InputError, ModelError
@@ -149,7 +149,7 @@ def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
     truth = blr.sensitivity(task, q, progress=False, chunk_size=1)
     found = blr.sensitivity(task, q, progress=False)
     assert relative(found.self_influence, truth.self_influence) < EXACT
-    sizes = [len(c.indices) for c in chunks(task, q.mean, columns=1, progress=False)]
+    sizes = [len(c.indices) for c in chunks(task, q.mean, QUIET, columns=1)]
     assert sum(sizes) == len(ids)
     assert max(sizes) < len(ids), "a chunk that pads to the longest is divided"
 
@@ -371,7 +371,7 @@ class TestRefused:
             predict(world.task, q.mean)
 
     def test_jacobians(self, world: World, q: Posterior) -> None:
-        chunk = next(chunks(world.task, q.mean, columns=1, progress=False))
+        chunk = next(chunks(world.task, q.mean, QUIET, columns=1))
         with pytest.raises(InputError, match="one gradient per sequence"):
             chunk.jacobian_terms()
 

@@ -20,6 +20,7 @@ from snapshots import untouched
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.backprop.engine import QUIET
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.sensitivity.shares import loss_gradient, share
 
@@ -513,8 +514,7 @@ def test_the_share_of_a_group_is_the_sum_of_its_parts(data) -> None:
     task = blr.Task(mlp(outputs=KINDS[kind]), (x, y), likelihood=kind, batch_size=5)
     q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
     whole, one, two = (
-        share(task, q, torch.tensor(part), progress=False)
-        for part in (group, group[:cut], group[cut:])
+        share(task, q, torch.tensor(part), QUIET) for part in (group, group[:cut], group[cut:])
     )
     for name, value in whole.gradient.items():
         close(one.gradient[name] + two.gradient[name], value, 1e-11)
