@@ -1,4 +1,18 @@
-"""Networks with weights ±1: straight-through estimation and BayesBiNN."""
+"""Networks with weights ±1: straight-through estimation and BayesBiNN.
+
+BayesBiNN's relaxed signs are continuous numbers in the place of draws from a Bernoulli on ±1.
+For λ = ½ log(p / (1 − p)), uniform ε and the temperature τ (Maddison et al., 2017; Khan & Rue,
+Eq. 50),
+
+    w = tanh((λ + δ) / τ),      δ = ½ log(ε / (1 − ε)),
+
+tends to a draw sign(λ + δ) as τ → 0. Its slope along the mean μ = tanh λ (Eq. 51) is
+
+    s = dw/dμ = (1 − w²) / (τ (1 − μ²)).
+
+Averaged over the noise, s → dE[sign(λ + δ)]/dμ = 1: the identity that straight-through
+estimation puts there. Without noise, s → 0 at any λ ≠ 0.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +20,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,34 +28,36 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
 from blr_analysis.learning_rule.expectations import AT_SIGN
+from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
-from blr_analysis.learning_rule.optim.relaxed import (
-    draw_signs,
-    logistic_noise,
-    relax,
-    relaxed_slope,
-    signs,
-)
-from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
-from blr_analysis.learning_rule.optim.settings import check_range
+from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.settings import SHARE, Setting, tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
 
 HALF = (torch.float16, torch.bfloat16)
+AVERAGE = Move(momentum="average", debias=True, decay="momentum")
+BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
+FORGETTING = {"weight_decay": 1.0, "hess_init": 1.0}
+"""Of λ itself: the entropy's share."""
 
 
-class BinaryOptimizer(ReplacingOptimizer):
+class BinaryOptimizer(RowOptimizer):
     """What both share: real parameters θ, and a network of their signs."""
 
     def mode_params(self) -> AbstractContextManager[None]:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
         return self._shown(lambda theta, group, generator: (signs(theta), None))
 
-    def _check(self, group: Group) -> None:
-        if any(p.dtype in HALF for p in group["params"]):
+    def _is_noisy(self, train: bool) -> bool:
+        return False
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if any(p.dtype in HALF for p in tensors_of(group)):
             raise InputError(
-                f"{self.row.algorithm} adds small steps to the real numbers behind the signs, "
-                "which half precision would lose: keep the parameters in float32 (and use "
-                "torch.autocast for the forward pass)"
+                f"{self.row.algorithm} would lose its small steps in half precision: keep the "
+                "parameters in float32, under torch.autocast"
             )
 
 
@@ -99,18 +115,7 @@ class STE(BinaryOptimizer):
         mc_samples: int = 1,
         sync: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            row,
-            lr,
-            {"clip": clip},
-            weight_decay=weight_decay,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            mc_samples=mc_samples,
-            sync=sync,
-        )
+        self._set_up(self._accepted(row), locals())
 
     def _accepted(self, given: Row | str) -> Row:
         found = super()._accepted(given)
@@ -121,10 +126,6 @@ class STE(BinaryOptimizer):
             )
         name = "STE" if found.algorithm == "SGD" else f"STE with {found.algorithm}"
         return replace(found, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN)
-
-    def _check(self, group: Group) -> None:
-        super()._check(group)
-        check_range(group, "clip", "above 0 (inf for no clipping)", lambda x: x > 0)
 
     def _look(
         self, theta: Tensor, group: Group, generator: torch.Generator | None
@@ -201,6 +202,8 @@ class BayesBiNN(BinaryOptimizer):
     Rule", ICML 2020, Eqs. 8 and 9, with the bound ε of its implementation.
     """
 
+    _ranges: ClassVar = {"lr": SHARE}
+
     def __init__(
         self,
         params: Any,
@@ -216,40 +219,19 @@ class BayesBiNN(BinaryOptimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            ROWS["BayesBiNN"],
-            lr,
-            {"temperature": temperature, "floor": floor, "prior": prior, "noise": noise},
-            ess=ess,
-            weight_decay=1.0,  # of λ itself: the entropy's share
-            hess_init=1.0,
-            beta1=beta1,
-            mc_samples=mc_samples,
-            sync=sync,
-            generator=generator,
-        )
-
-    def _accepted(self, given: Row | str) -> Row:
-        assert isinstance(given, Row)
-        average = Move(momentum="average", debias=True, decay="momentum")  # λ is in the average
-        return replace(given, move=average)
+        self._set_up(BAYESBINN, {**locals(), **FORGETTING})
 
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
         return self._shown(lambda theta, group, generator: (torch.tanh(theta), None))
 
-    def _check(self, group: Group) -> None:
-        super()._check(group)
-        check_range(group, "lr", "from 0 to 1", lambda x: 0 <= x <= 1)
-        check_range(group, "temperature", "a finite number above 0", lambda x: 0 < x < math.inf)
-        for name in ("floor", "noise"):
-            check_range(group, name, "a finite number of 0 or more", lambda x: 0 <= x < math.inf)
-        if not isinstance(group["prior"], Sequence):
-            check_range(group, "prior", "finite, or a list of tensors", math.isfinite)
-            return
-        sizes = [tuple(p.shape) for p in group["params"]]
-        if [tuple(getattr(t, "shape", ("no tensor",))) for t in group["prior"]] != sizes:
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        prior, tensors = group["prior"], tensors_of(group)
+        if not isinstance(prior, Sequence):
+            Setting("finite, or a list of tensors", math.isfinite).check("prior", prior)
+        elif [getattr(t, "shape", None) for t in prior] != [p.shape for p in tensors]:
+            sizes = [tuple(p.shape) for p in tensors]
             raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
 
     def _look(
@@ -275,3 +257,58 @@ class BayesBiNN(BinaryOptimizer):
                 if estimate is not None and (isinstance(natural, Tensor) or natural):
                     estimate.grad.sub_(natural / inverse_scale)
         super()._update(inverse_scale)
+
+
+# Relaxed signs --------------------------------------------------------------------------------
+
+
+def signs(theta: Tensor) -> Tensor:
+    """±1, with +1 at 0.
+
+    >>> signs(torch.tensor([-2.0, 0.0, 3.0]))
+    tensor([-1.,  1.,  1.])
+    """
+    ones = torch.ones_like(theta)
+    return torch.where(theta >= 0, ones, -ones)
+
+
+def draw_signs(half_logit: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A draw of ±1 with means tanh λ."""
+    return signs(torch.sigmoid(2 * half_logit) - uniform(half_logit, generator))
+
+
+def logistic_noise(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """δ = ½ log(ε / (1 − ε)) for uniform ε, shaped as ``like``."""
+    drawn = uniform(like, generator)
+    return (drawn.log() - torch.log1p(-drawn)) / 2
+
+
+def relax(half_logit: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """w = tanh((λ + δ) / τ), Khan & Rue, Eq. 50.
+
+    >>> relax(torch.tensor([0.5, -0.5]), torch.zeros(2), 0.01)
+    tensor([ 1., -1.])
+    """
+    return torch.tanh((half_logit + noise) / temperature)
+
+
+def relaxed_slope(
+    half_logit: Tensor, noise: Tensor, temperature: float, floor: float = 0.0
+) -> Tensor:
+    """s = (1 − w² + floor) / (τ (1 − μ² + floor)), which at floor 0 is dw/dμ.
+
+    1 − tanh² is computed from its logarithm, for it does not vanish where tanh rounds to ±1.
+
+    >>> relaxed_slope(torch.tensor([0.3]), torch.zeros(1), 1.0)
+    tensor([1.])
+    """
+    above, below = _log_sech2((half_logit + noise) / temperature), _log_sech2(half_logit)
+    if floor == 0:
+        return (above - below).exp() / temperature
+    return (above.exp() + floor) / (temperature * (below.exp() + floor))
+
+
+def _log_sech2(x: Tensor) -> Tensor:
+    """log(1 − tanh² x)."""
+    size = x.abs()
+    return math.log(4.0) - 2 * size - 2 * torch.log1p(torch.exp(-2 * size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,44 +11,12 @@ from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.expectations import adversary
-from blr_analysis.learning_rule.optim.blocks import Buffers
-from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
+from blr_analysis.learning_rule.optim.draws import Draw, Group, state_dtype
+from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 
-
-class AdversaryDraw(Draw):
-    """The weights m + radius·g/s, for gradients g taken at a sample before."""
-
-    gradients: Mapping[Tensor, Tensor]
-
-    def fill(
-        self,
-        groups: Any,
-        state: Mapping[Tensor, Mapping[str, Any]],
-        buffers: Buffers,
-        generator: torch.Generator | None,
-    ) -> None:
-        for group in groups:
-            for param in group["params"]:
-                if not param.requires_grad:
-                    continue
-                dtype = state_dtype(param)
-                hess = state[param]["hess"] if param in state else group["hess_init"]
-                gradient = self.gradients.get(param)
-                if gradient is None:
-                    gradient = torch.zeros_like(param, dtype=dtype)
-                shift = adversary(
-                    torch.zeros_like(gradient),
-                    gradient,
-                    hess + group["weight_decay"],
-                    group["radius"],
-                )
-                self.params.append(param)
-                self.methods.append(group["hess_approx"])
-                self.noises.append(shift)
-                self.given[param] = gradient.abs()
-        self.means = [p.detach().clone() for p in self.params]
+NO_ADVERSARY = "run the same minibatch once more inside `with optimizer.adversarial_params():`"
 
 
 class BSAM(RowOptimizer):
@@ -117,21 +85,7 @@ class BSAM(RowOptimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            ROWS["bSAM"],
-            lr,
-            ess,
-            weight_decay=weight_decay,
-            hess_init=hess_init,
-            beta1=beta1,
-            beta2=beta2,
-            radius=radius,
-            damping=damping,
-            mc_samples=mc_samples,
-            sync=sync,
-            generator=generator,
-        )
+        self._set_up(ROWS["bSAM"], locals())
 
     def _begin_fresh(self) -> None:
         super()._begin_fresh()
@@ -146,86 +100,66 @@ class BSAM(RowOptimizer):
         Raises:
             OptimizerError: there was no ``sampled_params(train=True)`` before it.
         """
-        draw = self._draw_adversary()
-        try:
+        with self._at(self._adversary()):
             yield
-            self._finish(draw)
-        except BaseException:
-            self._abandon(draw)
-            raise
 
-    def _draw_adversary(self, adoptable: bool = False) -> Draw:
-        if self._open is not None:
-            raise OptimizerError("adversarial_params() inside sampled_params(): leave it first")
+    def _adversary(self, adoptable: bool = False) -> Draw:
+        self._refuse_inside("adversarial_params()")
         if self._sampled is None:
             raise OptimizerError(
-                "adversarial_params() without a sample: first run the forward and backward pass "
-                "of the same minibatch inside `with optimizer.sampled_params(train=True):`"
+                "adversarial_params() without a sample: first run the minibatch inside "
+                "`with optimizer.sampled_params(train=True):`"
             )
-        draw = AdversaryDraw(True, adoptable)
-        draw.gradients, self._sampled = self._sampled, None
-        return self._begin(draw)
+        gradients, self._sampled = self._sampled, None
+        sizes: dict[Tensor, Tensor] = {}
 
-    def _new_draw(self, train: bool, adoptable: bool) -> Draw:
-        if train and self._sampled is not None:
-            self._sampled = None
-            raise OptimizerError(
-                "two samples without an adversary between them: after "
-                "`with optimizer.sampled_params(train=True):` comes "
-                "`with optimizer.adversarial_params():`; the first sample is dropped"
-            )
-        return super()._new_draw(train, adoptable)
+        def look(mean: Tensor, group: Group, _: torch.Generator | None) -> tuple[Tensor, None]:
+            gradient = gradients.get(mean)
+            if gradient is None:
+                gradient = torch.zeros_like(mean, dtype=state_dtype(mean))
+            sizes[mean] = gradient.abs()
+            hess = self.state[mean]["hess"] if mean in self.state else group["hess_init"]
+            return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
 
-    def _finish(self, draw: Draw) -> None:
-        if not draw.train or draw.closed or isinstance(draw, AdversaryDraw):
-            super()._finish(draw)
+        return Draw(True, adoptable, noisy=False, look=look, given=sizes)
+
+    def _draw(self, train: bool, adoptable: bool = False) -> Draw:
+        if train and self._open is None:
+            self._refuse_sample("two samples without an adversary between them")
+        return super()._draw(train, adoptable)
+
+    def _gather(self, draw: Draw) -> None:
+        if draw.look is not None:  # the adversary
+            super()._gather(draw)
             return
-        with torch.inference_mode(False), torch.no_grad():
-            self._restore(draw)
-            self._sampled = {
-                p: p.grad.detach().to(state_dtype(p), copy=True)
-                for p in draw.params
-                if p.grad is not None
-            }
-            self._drop(draw)
-        if not self._sampled:
-            self._sampled = None
-            raise OptimizerError(
-                "no parameter has a gradient at the end of sampled_params(train=True); call "
-                "loss.backward() inside the context, or use sampled_params() to evaluate"
-            )
+        sampled = {
+            p: p.grad.detach().to(state_dtype(p), copy=True)
+            for p in draw.params
+            if p.grad is not None
+        }
+        self._drop(draw)
+        if not sampled:
+            raise OptimizerError(NO_GRADIENT)
+        self._sampled = sampled
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        losses = []
-        for _ in range(self.mc_samples):
-            for look in (lambda: self._draw(True, adoptable=True), self._adopted):
-                draw = look()
-                try:
-                    with torch.enable_grad():
-                        losses.append(closure())
-                    self._finish(draw)
-                except BaseException:
-                    self._abandon(draw)
-                    raise
-        kept = losses[::2]  # at the samples, as with the other rows
-        return None if kept[0] is None else sum(kept) / len(kept)
+    def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
+        loss = super()._loss_at(draw, closure)  # at the sample, as with the other rows
+        super()._loss_at(self._adversary(adoptable=True), closure)
+        return loss
 
-    def _adopted(self) -> Draw:
-        return self._draw_adversary(adoptable=True)
-
-    def _step(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
-            raise OptimizerError(
-                "bSAM under a GradScaler: its adversary would need the gradient's true size. Train "
-                "in bfloat16 or float32, which need no scaler"
-            )
+    def _refuse_sample(self, what: str) -> None:
         if self._sampled is not None:
             self._sampled = None
+            raise OptimizerError(f"{what}; it is dropped: {NO_ADVERSARY}")
+
+    def _check_draws(self) -> None:
+        if getattr(self, "found_inf", None) is not None:
             raise OptimizerError(
-                "step() after a sample without its adversary: run the same minibatch once more "
-                "inside `with optimizer.adversarial_params():`"
+                "bSAM needs the gradient's true size, not a GradScaler's: train in bfloat16 or "
+                "float32"
             )
-        super()._step()
+        self._refuse_sample("step() after a sample without its adversary")
+        super()._check_draws()
 
     def drop_draws(self) -> None:
         """As :meth:`IVON.drop_draws`, a sample that has no adversary yet included."""

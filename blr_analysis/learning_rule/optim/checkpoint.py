@@ -13,8 +13,8 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.draws import state_dtype
 from blr_analysis.learning_rule.optim.gathered import Gathered
 
-STEADY = ("step", "hess", "momentum")
 REQUIRED = ("lr", "ess", "weight_decay", "hess_init", "hess_approx")
+HINT = "load a state_dict() of this class, made with the same parameters in the same order"
 
 
 def add_gathered(
@@ -38,10 +38,10 @@ def add_gathered(
     return {**state_dict, "state": state, "sampling": sampling}
 
 
-def without_gathered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``state_dict`` that torch knows how to load."""
+def steady(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of ``state_dict`` that torch knows how to load: the gathered draws left out."""
     state = {
-        key: {name: value for name, value in entry.items() if name in STEADY}
+        key: {name: entry[name] for name in ("step", "hess", "momentum") if name in entry}
         for key, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": {key: entry for key, entry in state.items() if entry}}
@@ -73,66 +73,55 @@ def restore(
 def check_loadable(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
-    steady: Sequence[str] = STEADY,
+    kept: Sequence[str],
     *,
-    positive: bool = True,
+    positive: bool,
 ) -> None:
     """Raise :class:`OptimizerError` unless ``state_dict`` fits parameters of the same shapes.
 
-    ``steady`` are the entries of every parameter's state; with ``positive``, hess + weight_decay
+    ``kept`` are the tensors of every parameter's state; with ``positive``, hess + weight_decay
     has to be.
     """
-    hint = "load a state_dict() of this class, made with the same parameters in the same order"
+    if wrong := _what_differs(state_dict, param_groups, {"step", *kept}, positive):
+        raise OptimizerError(f"{wrong}; {HINT}")
+
+
+def _what_differs(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    kept: set[str],
+    positive: bool,
+) -> str | None:
     try:
-        saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
-        saved = [list(group["params"]) for group in saved_groups]
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        ids = [list(group["params"]) for group in groups]
     except (KeyError, TypeError) as error:
-        raise OptimizerError(f"this is no optimizer state ({error!r} is missing); {hint}") from None
-    found, own_row = (
-        {str(group.get("algorithm", "IVON")) for group in groups}  # IVON's once had no name
-        for groups in (saved_groups, param_groups)
-    )
-    if found - own_row:
-        raise OptimizerError(
-            f"this is the state of {', '.join(sorted(found))}, not of "
-            f"{', '.join(sorted(own_row))}; {hint}"
-        )
-    sizes, own = [len(ids) for ids in saved], [len(group["params"]) for group in param_groups]
-    if sizes != own:
-        raise OptimizerError(
-            f"the state has groups of {sizes} parameters, this optimizer of {own}; {hint}"
-        )
-    missing = [key for key in REQUIRED if any(key not in group for group in saved_groups)]
-    if missing:
-        raise OptimizerError(f"the state's groups have no {', '.join(missing)}; {hint}")
-    known = set(chain.from_iterable(saved))
-    if foreign := [key for key in saved_state if key not in known]:
-        raise OptimizerError(f"the state has entries of no parameter: {foreign}; {hint}")
-    decays = {key: group["weight_decay"] for group in saved_groups for key in group["params"]}
+        return f"this is no optimizer state ({error!r} is missing)"
+    rows = {str(group.get("algorithm", "IVON")) for group in groups}  # IVON's once had no name
+    own_rows = {str(group["algorithm"]) for group in param_groups}
+    if rows - own_rows:
+        return f"this is the state of {', '.join(rows)}, not of {', '.join(own_rows)}"
+    sizes, own_sizes = map(len, ids), [len(group["params"]) for group in param_groups]
+    if (sizes := [*sizes]) != own_sizes:
+        return f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}"
+    if missing := [name for name in REQUIRED if any(name not in group for group in groups)]:
+        return f"the state's groups have no {', '.join(missing)}"
+    if foreign := [key for key in state if key not in {*chain.from_iterable(ids)}]:
+        return f"the state has entries of no parameter: {foreign}"
+    decays = {key: group["weight_decay"] for group in groups for key in group["params"]}
     for key, param in _pairs(state_dict, param_groups):
-        entry = saved_state.get(key, {})
-        if entry and not {*steady} <= {*entry} and "sample_grad" not in entry:
-            raise OptimizerError(f"the state of parameter {key} holds {sorted(entry)}; {hint}")
-        _check_entry(key, entry, param, decays[key] if positive else None, hint)
-
-
-def _check_entry(
-    key: Any, entry: Mapping[str, Any], param: Tensor, decay: float | None, hint: str
-) -> None:
-    for name, value in entry.items():
-        if name != "step" and (not isinstance(value, Tensor) or value.shape != param.shape):
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise OptimizerError(
-                f"{name} of parameter {key} has {found}, the parameter has shape "
-                f"{tuple(param.shape)}; {hint}"
-            )
-    if "hess" in entry and decay is not None:
-        precision = entry["hess"] + decay
-        if not ((precision > 0) & precision.isfinite()).all():
-            raise OptimizerError(
-                f"hess + weight_decay of parameter {key} is not positive and finite everywhere: "
-                f"the state is damaged; {hint}"
-            )
+        entry = state.get(key, {})
+        if entry and not kept <= {*entry} and "sample_grad" not in entry:
+            return f"the state of parameter {key} holds {sorted(entry)}"
+        for name, value in entry.items():
+            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+            if name != "step" and shape != (own := tuple(param.shape)):
+                return f"{name} of parameter {key} has shape {shape}, the parameter {own}"
+        if positive and "hess" in entry:
+            precision = entry["hess"] + decays[key]
+            if not ((precision > 0) & precision.isfinite()).all():
+                return f"hess + weight_decay of parameter {key} is not positive and finite"
+    return None
 
 
 def _pairs(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""One draw of the weights: perturb them with posterior noise, put them back bit for bit."""
+"""One draw of the weights: show the loss others than the mean, put it back bit for bit."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -28,44 +28,65 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
+Group = Mapping[str, Any]
+Look = Callable[[Tensor, Group, torch.Generator | None], tuple[Tensor, Tensor | None]]
+"""(θ, group, generator) → what the loss sees, and the factor of its gradient (None: 1)."""
+
+
 @dataclass
 class Draw:
-    """Weights θ = m + ε with ε ~ N(0, 1/S), S = ess·(hess + weight_decay), and what undoes them.
+    """The weights that the loss sees, and what undoes them.
 
-    ``train`` says whether the gradients at θ belong to the next step. ``adoptable`` marks the draw
+    With ``noisy`` they are θ = m + ε, ε ~ N(0, 1/S), S = ess·(hess + weight_decay); ``look`` makes
+    other weights of these; with neither they are the mean itself.
+
+    ``train`` says whether the gradients there belong to the next step. ``adoptable`` marks the draw
     that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
-    that draw instead of making its own.
+    that draw instead of making its own. ``given`` holds curvature estimates that are not made of
+    gradient and noise.
     """
 
     train: bool
     adoptable: bool = False
+    noisy: bool = True
+    look: Look | None = None
+    given: dict[Tensor, Tensor] = field(default_factory=dict)
     closed: bool = False
+    generator: torch.Generator | None = None
     params: list[Tensor] = field(default_factory=list)
-    methods: list[str] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     noises: list[Tensor] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
+    factors: dict[Tensor, Tensor] = field(default_factory=dict)
     noise_buffers: list[Tensor] = field(default_factory=list)
     mean_buffers: list[Tensor] = field(default_factory=list)
-    given: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def fill(
         self,
-        groups: Iterable[Mapping[str, Any]],
+        groups: Iterable[Group],
         state: Mapping[Tensor, Mapping[str, Any]],
         buffers: Buffers,
         generator: torch.Generator | None,
     ) -> None:
         """Draw the noise and remember the means; nothing is perturbed yet."""
+        self.generator = generator
         for group in groups:
-            trainable = [p for p in group["params"] if p.requires_grad]
-            for params in group_by(trainable, lambda p: (p.device, state_dtype(p))).values():
-                flats, noises = buffers.take(params, state_dtype(params[0]))
-                self.noise_buffers += flats
-                _fill_normal(flats[0], group["ess"] ** -0.5, generator)
-                _divide_by_root_hess(noises, params, group, state)
-                self.params += params
-                self.noises += noises
-                self.methods += [group["hess_approx"]] * len(params)
+            params = [p for p in group["params"] if p.requires_grad]
+            if self.noisy:
+                alike = group_by(params, lambda p: (p.device, state_dtype(p))).values()
+                for some in alike:
+                    flats, noises = buffers.take(some, state_dtype(some[0]))
+                    self.noise_buffers += flats
+                    _fill_normal(flats[0], group["ess"] ** -0.5, generator)
+                    _divide_by_root_hess(noises, some, group, state)
+                    self.noises += noises
+                params = [p for some in alike for p in some]
+            self.params += params
+            self.groups += [group] * len(params)
+        if self.noisy or self.look is not None:
+            self._remember(buffers)
+
+    def _remember(self, buffers: Buffers) -> None:
         means: dict[Tensor, Tensor] = {}
         for params in group_by(self.params, lambda p: (p.device, p.dtype)).values():
             flats, views = buffers.take(params, params[0].dtype)
@@ -74,13 +95,15 @@ class Draw:
             means.update(zip(params, views, strict=True))
         self.means = [means[p] for p in self.params]
 
-    def sources(self) -> list[Tensor | None]:
-        """Of every parameter, what its curvature estimate needs beside the gradient."""
+    def evidence(self) -> list[tuple[Tensor, str, Tensor | None]]:
+        """Parameter, method, and what the curvature estimate needs beside the gradient."""
         noises = dict(zip(self.params, self.noises, strict=False))
-        return [
-            noises[p] if method == "price" else self.given.get(p) if method in GIVEN else None
-            for p, method in zip(self.params, self.methods, strict=True)
-        ]
+        found = []
+        for param, group in zip(self.params, self.groups, strict=True):
+            method = group["hess_approx"]
+            source = self.given.get(param) if method in GIVEN else None
+            found.append((param, method, noises[param] if method == "price" else source))
+        return found
 
     @property
     def numel(self) -> int:
@@ -88,17 +111,34 @@ class Draw:
         return sum(noise.numel() for noise in self.noise_buffers)
 
     def perturb(self) -> None:
-        """m → m + ε, in place, rounded once to the dtype of the weights."""
-        _on_each_device(torch._foreach_add_, self.params, self.noises)
+        """m → m + ε, in place, rounded once to the dtype of the weights; then what a look makes."""
+        if self.noisy:
+            _on_each_device(torch._foreach_add_, self.params, self.noises)
+        if self.look is None:
+            return
+        for param, group in zip(self.params, self.groups, strict=True):
+            seen, factor = self.look(param, group, self.generator)
+            param.copy_(seen)
+            if factor is not None:
+                self.factors[param] = factor
 
     def restore(self, buffers: Buffers) -> None:
         """Put the means back; once more does no harm, when an interrupt came in between."""
         if self.closed:
             return
-        _on_each_device(torch._foreach_copy_, self.params, self.means)
+        if self.means:
+            _on_each_device(torch._foreach_copy_, self.params, self.means)
         self.closed = True
         freed, self.mean_buffers, self.means = self.mean_buffers, [], []
         buffers.give(freed)
+
+    def carry_gradients(self) -> None:
+        """From the weights that the loss saw to θ; the squares g_i² of examples as well."""
+        for param, factor in self.factors.items():
+            if param.grad is not None and param.grad.layout is torch.strided:
+                param.grad.mul_(factor)
+            if param in self.given:
+                self.given[param] = self.given[param] * factor
 
 
 def _on_each_device(
@@ -120,7 +160,7 @@ def _fill_normal(flat: Tensor, std: float, generator: torch.Generator | None) ->
 def _divide_by_root_hess(
     noises: list[Tensor],
     params: list[Tensor],
-    group: Mapping[str, Any],
+    group: Group,
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
     """Divide ``noises`` by √(hess + weight_decay), in place."""

@@ -14,12 +14,13 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import Curvature, Tensors
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.replaced import Group, ReplacingOptimizer
-from blr_analysis.learning_rule.optim.settings import check_range
+from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.settings import tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
 
 
-class Dropout(ReplacingOptimizer):
+class Dropout(RowOptimizer):
     r"""Any row, with gradients and Hessians at dropped-out weights, divided by π₁.
 
     The weights θ_j that leave unit j have the posterior (Khan & Rue, Eq. 41)
@@ -93,23 +94,7 @@ class Dropout(ReplacingOptimizer):
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
     ) -> None:
-        super().__init__(
-            params,
-            row,
-            lr,
-            {"keep": keep, "dim": dim},
-            ess=ess,
-            weight_decay=weight_decay,
-            hess_init=hess_init,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            mc_samples=mc_samples,
-            sync=sync,
-            generator=generator,
-            model=model,
-            loss_reduction=loss_reduction,
-        )
+        self._set_up(self._accepted(row), locals())
 
     def _accepted(self, given: Row | str) -> Row:
         found = super()._accepted(given)
@@ -124,28 +109,19 @@ class Dropout(ReplacingOptimizer):
             curvature=curvature,
         )
 
-    @property
-    def _trains_with_noise(self) -> bool:
-        return self.row.look.noisy
-
-    @property
-    def _samples_with_noise(self) -> bool:
-        return self._own_scale
-
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights π₁ m, the mean of q; m again after it."""
         return self._shown(lambda theta, group, generator: (group["keep"] * theta, None))
 
-    def _check(self, group: Group) -> None:
-        check_range(group, "keep", "above 0 and at most 1", lambda x: 0 < x <= 1)
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
         if group["keep"] == 1:
             return
-        for param in group["params"]:
+        for param in tensors_of(group):
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
                 raise InputError(
-                    f"keep = {group['keep']} for a parameter of shape {tuple(param.shape)}, which "
-                    f"has no units along dimension {group['dim']}: give biases and the like a "
-                    "group of their own with keep = 1"
+                    f"keep < 1 needs units along dim = {group['dim']}, which a parameter of shape "
+                    f"{tuple(param.shape)} has not: give biases a group with keep = 1"
                 )
 
     def _look(

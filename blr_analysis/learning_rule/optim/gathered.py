@@ -14,12 +14,13 @@ memory from the first draw on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
@@ -28,6 +29,11 @@ from blr_analysis.learning_rule.optim.draws import GIVEN, Draw, state_dtype
 
 DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2}
 """By method: the power of the gradient's scale in the curvature estimate."""
+
+NO_GRADIENT = (
+    "no parameter has a gradient after sampled_params(train=True): call loss.backward() inside "
+    "it, or evaluate inside sampled_params()"
+)
 
 ROOM = 0.3
 """A gradient's norm stays below the largest number to this power (4e11 in single precision), so
@@ -47,9 +53,26 @@ class Estimate:
     curvature: Tensor | None = None
     version: int = -1
 
+    @property
     def is_changed(self) -> bool:
         """Whether someone wrote to ``shown`` since."""
         return self.shown._version != self.version
+
+    def source(self, noisy: bool) -> list[Tensor]:
+        """What the curvature is made from beside the mean gradient: noise, or a mean of estimates.
+
+        Nothing for squared gradients of one draw, and of draws at the mean (not ``noisy``), which
+        are parts of one larger minibatch.
+        """
+        if not noisy and self.method not in GIVEN:
+            return []
+        source = self.noise if self.curvature is None else self.curvature
+        return [] if source is None else [source]
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply the curvature as it depends on a gradient that is ``factor`` times as long."""
+        assert self.curvature is not None
+        self.curvature.mul_(factor ** DEGREES[self.method])
 
 
 class Gathered:
@@ -71,9 +94,8 @@ class Gathered:
         if self.count == 1 and _all_were_zeroed(self.estimates.values()):
             self.clear()
             raise OptimizerError(
-                "the gradients of the first sample were set to zero in place before the second "
-                "one; call zero_grad() of the optimizer, zero_grad(set_to_none=True) of the "
-                "model, or either of them inside sampled_params(train=True)"
+                "the first sample's gradients were set to zero in place: call the optimizer's "
+                "zero_grad(), or with set_to_none=True"
             )
         self.settle()
         for param, estimate in self.estimates.items():
@@ -110,7 +132,7 @@ class Gathered:
         """The gradients now in ``p.grad`` are those at ``draw``."""
         got = [
             (p, p.grad.detach(), method, source)
-            for p, method, source in zip(draw.params, draw.methods, draw.sources(), strict=True)
+            for p, method, source in draw.evidence()
             if p.grad is not None
         ]
         _check_gradients(got)
@@ -184,9 +206,8 @@ class Gathered:
     def scale_by(self, factor: float) -> None:
         """Multiply the settled gradients, and the curvature as it depends on them."""
         for estimate in self.estimates.values():
-            assert estimate.curvature is not None
             estimate.grad.mul_(factor)
-            estimate.curvature.mul_(factor ** DEGREES[estimate.method])
+            estimate.scale_by(factor)
 
     def find_unusable(self, inverse_scale: float) -> Tensor | None:
         """The first parameter whose gradient is not finite, or larger than :data:`ROOM` allows."""
@@ -200,6 +221,24 @@ class Gathered:
                     if not norm * inverse_scale < most:
                         return param
         return None
+
+    def average_over_ranks(self, methods: Mapping[Tensor, str]) -> None:
+        """Mean gradient and curvature over the processes of ``torch.distributed``, once settled.
+
+        ``methods`` holds the same parameters on every process. One that has a gradient on some
+        processes only counts as zero on the others.
+        """
+        params = list(methods)
+        reduced: list[Tensor] = []
+        flags = true_on_any_rank([p in self.estimates for p in params], params[0].device)
+        for param, needed in zip(params, flags, strict=True):
+            if needed:
+                estimate = self.estimates.get(param) or self.add_zeros(param, methods[param])
+                assert estimate.curvature is not None
+                reduced += [estimate.grad, estimate.curvature]
+        for handle in [dist.all_reduce(tensor, async_op=True) for tensor in reduced]:
+            handle.wait()  # type: ignore[union-attr]
+        torch._foreach_div_(reduced, dist.get_world_size())
 
     def pack(self, param: Tensor) -> dict[str, Tensor]:
         """What a checkpoint needs of ``param`` to go on from here."""
@@ -276,26 +315,34 @@ def _carry_over(estimate: Estimate, ratio: float) -> None:
     """A change of the shown mean reaches the means; zeros in place of gradients do not."""
     if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
         ratio = 1.0
-    if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed()):
-        assert estimate.curvature is not None
+    if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed):
         estimate.grad.copy_(estimate.shown)
-        estimate.curvature.mul_(ratio ** DEGREES[estimate.method])
+        estimate.scale_by(ratio)
 
 
 def _all_were_zeroed(estimates: Any) -> bool:
     estimates = list(estimates)
-    return all(e.is_changed() for e in estimates) and not any(e.shown.any() for e in estimates)
+    return all(e.is_changed for e in estimates) and not any(e.shown.any() for e in estimates)
 
 
-def _check_gradients(got: list[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
+def _check_gradients(got: Sequence[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
     if not got:
-        raise OptimizerError(
-            "no parameter has a gradient at the end of sampled_params(train=True); call "
-            "loss.backward() inside the context, or use sampled_params() to evaluate"
-        )
+        raise OptimizerError(NO_GRADIENT)
     for param, grad, _, _ in got:
         if grad.layout is not torch.strided:
             raise OptimizerError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse; dense "
-                "ones are needed: give Embedding and EmbeddingBag sparse=False"
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: build the "
+                "embedding with sparse=False"
             )
+
+
+def is_distributed() -> bool:
+    """Whether there is anyone to average with."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def true_on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Elementwise "or" over the processes."""
+    ours = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(ours, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in ours.tolist()]

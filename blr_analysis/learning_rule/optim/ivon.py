@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from blr_analysis.errors import InputError
+from blr_analysis.checks import one_of
 from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.optim.settings import HESS_APPROX, POSITIVE, check_range
-from blr_analysis.learning_rule.optim.update import Law
+from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
+from blr_analysis.learning_rule.optim.settings import POSITIVE
 from blr_analysis.learning_rule.table import ROWS
+
+CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
 class IVON(RowOptimizer):
@@ -105,6 +106,8 @@ class IVON(RowOptimizer):
     Algorithm 1; the curvature step is from Lin et al., ICML 2020.
     """
 
+    _ranges: ClassVar = {"hess_init": POSITIVE}
+
     def __init__(
         self,
         params: Any,
@@ -123,31 +126,16 @@ class IVON(RowOptimizer):
         *,
         generator: torch.Generator | None = None,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "hess_approx": hess_approx,
-            "clip_radius": clip_radius,
-            "debias": debias,
-            "rescale_lr": rescale_lr,
-        }
-        self._set_up(params, ROWS["IVON"], settings, mc_samples, sync, generator)
+        self._set_up(ROWS["IVON"], locals())
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        check_range(settings, "hess_init", *POSITIVE)
-        if settings["hess_approx"] not in HESS_APPROX:
-            found = settings["hess_approx"]
-            raise InputError(f"hess_approx must be one of {HESS_APPROX}, not {found!r}")
-        super()._check_settings(settings)
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        one_of("hess_approx", group["hess_approx"], tuple(CURVATURES))
 
-    def _law(self, group: Mapping[str, Any]) -> Law:
-        law, settings = super()._law(group), dict(group)
+    def _law(self, group: Group) -> Law:
+        _, move, settings = super()._law(group)
         if group["rescale_lr"]:
-            settings["lr"] = float(group["lr"]) * (group["hess_init"] + group["weight_decay"])
-        curvature = PRICE if group["hess_approx"] == "price" else SQUARED_TIMES_ESS
-        move = replace(law.move, debias=bool(group["debias"]))
-        return replace(law, curvature=curvature, move=move, settings=settings)
+            lr = float(group["lr"]) * (group["hess_init"] + group["weight_decay"])
+            settings = {**group, "lr": lr}
+        move = replace(move, debias=bool(group["debias"]))
+        return CURVATURES[group["hess_approx"]], move, settings

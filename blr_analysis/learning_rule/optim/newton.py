@@ -10,16 +10,18 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.optim.checkpoint import HINT
 from blr_analysis.learning_rule.optim.settings import (
+    PART,
     check_closure,
-    check_parameters,
-    check_range,
-    check_settings,
+    check_group,
     listed,
     read_group,
+    tensors_of,
 )
 from blr_analysis.learning_rule.rule import blr_step
 
+OWN = ("lr", "ess", "weight_decay", "hess_init")
 MOST = 5000
 """Parameters: a Hessian of 5000² numbers takes 200 MB."""
 
@@ -62,30 +64,24 @@ class Newton(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         hess_init: float = 1.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "ess": ess,
-            "weight_decay": weight_decay,
-            "hess_init": hess_init,
-            "algorithm": "Newton",
-        }
+        defaults = {name: value for name, value in locals().items() if name in OWN}
+        defaults["algorithm"] = "Newton"
         _check(defaults)
         super().__init__(listed(params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One group, checked (:class:`InputError`); a second one is refused."""
-        group = read_group(param_group)
-        check_parameters(group["params"], "Newton")
-        held = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-        kinds = {(p.device, p.dtype) for p in held if isinstance(p, Tensor)}
+        group = read_group(param_group, "Newton")
+        tensors = tensors_of(group)
+        kinds = {(p.device, p.dtype) for p in tensors}
         if self.param_groups or len(kinds) > 1:
             raise InputError("Newton takes one group of parameters, of one device and dtype")
         if {dtype for _, dtype in kinds} & {torch.float16, torch.bfloat16}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
-        if (count := sum(p.numel() for p in held if isinstance(p, Tensor))) > MOST:
+        if (count := sum(p.numel() for p in tensors)) > MOST:
             raise InputError(
-                f"Newton keeps a matrix of {count:,}² numbers; for more than {MOST} parameters "
-                "take OGN or fit_laplace"
+                f"Newton keeps a matrix of {count:,}² numbers: above {MOST} parameters take OGN or "
+                "fit_laplace"
             )
         super().add_param_group(group)
 
@@ -134,35 +130,30 @@ class Newton(torch.optim.Optimizer):
         Raises:
             OptimizerError: another optimizer's state, or of other parameters; nothing is loaded.
         """
-        hint = "load a state_dict() of Newton, made with the same parameters"
         try:
             (group,) = state_dict["param_groups"]
             name, count = group["algorithm"], len(group["params"])
             (entry,) = state_dict["state"].values() or [{}]
             moved, precision = entry.get("moved", []), entry.get("precision", torch.zeros(0, 0))
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise OptimizerError(f"this is no state of Newton; {hint}") from None
+            raise OptimizerError(f"this is no state of Newton; {HINT}") from None
         held = self.param_groups[0]["params"]
         size = sum(p.numel() for p, is_moved in zip(held, moved, strict=False) if is_moved)
         if name != "Newton" or count != len(held) or precision.shape != (size, size):
             raise OptimizerError(
-                f"the state of {name} with {count} parameters and a precision of shape "
-                f"{tuple(precision.shape)} does not fit {len(held)} parameters; {hint}"
+                f"the state of {name} with {count} parameters and a precision of "
+                f"{tuple(precision.shape)} does not fit {len(held)} parameters; {HINT}"
             )
         super().load_state_dict(state_dict)
 
 
 def _check(settings: dict[str, Any]) -> None:
-    check_range(settings, "lr", "above 0 and at most 1", lambda x: 0 < x <= 1)
-    check_settings(settings, "Newton", samples=True)
+    check_group(settings, "Newton", {"lr": PART}, samples=True)
 
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)
-        raise OptimizerError(
-            f"the closure must return the loss, a tensor of one number; got {found}"
-        )
+        raise OptimizerError(f"the closure must return the loss, one number; got {loss!r}")
     if not loss.isfinite():
         raise OptimizerError(f"the loss is {float(loss)}; parameters and state are as they were")
 

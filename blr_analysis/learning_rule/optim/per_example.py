@@ -8,26 +8,33 @@ layers without a rule, which are differentiated by themselves.
 What is read is checked, on the first passes and ever more seldom after them (on the 1st, 2nd,
 4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and whether an
 example's outputs depend on its own row of every layer alone.
+
+A :class:`Listener` catches both: forward hooks keep every layer's inputs, hooks on its outputs the
+gradients that come back to them. Hooks stand from :meth:`Listener.start` to :meth:`Listener.stop`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
-from blr_analysis.backprop.layers import Axis
+from blr_analysis.backprop.layers import Axis, rule_for
 from blr_analysis.backprop.reading import read
+from blr_analysis.backprop.record import Unit, Visit
 from blr_analysis.backprop.terms import Term, merged
-from blr_analysis.checks import one_of
+from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.draws import state_dtype
-from blr_analysis.learning_rule.optim.listening import Listener, Pass, Seen, carries_gradient
+from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT
 
 
 class PerExample:
@@ -67,8 +74,8 @@ class PerExample:
         foreign = [tuple(p.shape) for p in params if id(p) not in names]
         if foreign:
             raise OptimizerError(
-                f"{len(foreign)} parameters of the optimizer are not the model's (shapes "
-                f"{foreign[:5]}): pass as model= the module that holds them and is called"
+                f"{len(foreign)} parameters (shapes {foreign[:5]}) are not the model's: pass as "
+                "model= the module that holds them and is called"
             )
         self._params = {names[id(p)]: p for p in params}
         self._listener = Listener(self.model, self._check_modes, self._check_pass)
@@ -98,16 +105,12 @@ class PerExample:
 
     def _read(self, heard: Sequence[Pass]) -> dict[Tensor, Tensor]:
         if all(p.grad is None for p in self._params.values()):
-            raise OptimizerError(
-                "no parameter has a gradient at the end of sampled_params(train=True); call "
-                "loss.backward() inside the context"
-            )
+            raise OptimizerError(NO_GRADIENT)
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
             raise OptimizerError(
                 f"{self.algorithm} cannot tell the examples apart: one backward pass went through "
-                "several calls of the model, whose rows may be the same examples or others. Call "
-                "the model once on all of them (torch.cat), or backward after every call"
+                "several calls of the model. Call it once (torch.cat), or backward after each"
             )
         values = {name: p.detach() for name, p in self.model.named_parameters()}
         squares: dict[str, Tensor] = {}
@@ -119,22 +122,19 @@ class PerExample:
                 if self._is_due:
                     _accumulate(sums, term.sum())
         got = {name: p for name, p in self._params.items() if p.grad is not None}
-        for name in got:
-            if name not in squares:
-                raise self._unreadable(
-                    [name], "it has a gradient, but no layer that owns it was called with it"
-                )
+        if unseen := [name for name in got if name not in squares]:
+            raise self._unreadable(unseen, "no layer that owns it was called with it")
         if self._is_due:
             self._check_sums(got, sums, passes)
         n = sum(p.batch for p in passes)
         mean = self.reduction == "mean"
-        found = {}
+        means = {}
         for name, param in got.items():
             square = squares[name].to(state_dtype(param)).view_as(param)
-            found[param] = square.mul_(n if mean else 1 / n)
+            means[param] = square.mul_(n if mean else 1 / n)
             if not mean and param.grad is not None:
                 param.grad.div_(n)
-        return found
+        return means
 
     def _terms(self, seen: Seen, batch: int, values: dict[str, Tensor]) -> list[Term]:
         """G_i of one call of a layer, for every example."""
@@ -147,12 +147,9 @@ class PerExample:
         axes = [axis for axis in outputs if axis is not None]
         lost = unit.rule is not None and (not inputs or inputs[0] is None)
         if lost or len(axes) < len(outputs):
-            tensors = [x for x in (*leaves[:1], *visit.outputs) if isinstance(x, Tensor)]
-            raise self._unreadable(
-                list(unit.names.values()),
-                f"its layer saw tensors of shapes {[tuple(x.shape) for x in tensors]}, which do "
-                f"not start with the {batch} examples",
-            )
+            shapes = [tuple(x.shape) for x in visit.outputs]
+            why = f"its layer's outputs {shapes} or inputs do not start with the {batch} examples"
+            raise self._unreadable(unit.names.values(), why)
         wide = state_dtype(values[next(iter(unit.names.values()))])
         visit.args, visit.kwargs = tree_map(lambda x: _widened(x, wide), (visit.args, visit.kwargs))
         grads = [
@@ -163,7 +160,7 @@ class PerExample:
             return read(self.model, values, visit, (inputs, axes), grads, batch)
         except Exception as error:  # whatever a layer makes of one example at a time
             reason = f"differentiating {type(unit.module).__name__} by itself failed ({error})"
-            raise self._unreadable(list(unit.names.values()), reason) from error
+            raise self._unreadable(unit.names.values(), reason) from error
 
     # Checking --------------------------------------------------------------------------------
 
@@ -175,10 +172,9 @@ class PerExample:
         for path, module in self.model.named_modules():
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
                 raise OptimizerError(
-                    f"{type(module).__name__} {path!r} is in training mode, where it mixes the "
-                    f"examples of a batch, so that no example has a gradient of its own, which "
-                    f"{self.algorithm} needs. Use GroupNorm or LayerNorm, put it into eval() "
-                    "after model.train(), or train with IVON."
+                    f"{type(module).__name__} {path!r} in training mode mixes the examples, whose "
+                    f"own gradients {self.algorithm} needs: use GroupNorm or LayerNorm, put it "
+                    "into eval(), or train with IVON"
                 )
 
     def _check_pass(self, passed: Pass, output: Any) -> None:
@@ -190,11 +186,7 @@ class PerExample:
             with self._listener.deaf():
                 names = mixed(passed, rows)
             if names:
-                raise self._unreadable(
-                    names,
-                    "some output depends on another example's row of its layer: the model mixes "
-                    "the examples of a batch",
-                )
+                raise self._unreadable(names, "the model mixes the examples of a batch there")
         elif not self._warned:
             self._warned = True
             warnings.warn(
@@ -219,17 +211,14 @@ class PerExample:
             if float(gap) > eps**0.6 * norms[name] + floor:
                 raise self._unreadable(
                     [name],
-                    "the gradients of the examples do not add up to its gradient: call "
-                    "zero_grad() before or inside the context; and its layer may be used outside "
-                    "of its own forward (a shared or functional use of the weight), or be random",
+                    "those of the examples do not add up to p.grad: call zero_grad() before or "
+                    "inside the context; or its weight is used outside of its layer, or randomly",
                 )
 
-    def _unreadable(self, names: list[str], why: str) -> OptimizerError:
+    def _unreadable(self, names: Iterable[str], why: str) -> OptimizerError:
         return OptimizerError(
-            f"{self.algorithm} cannot read the gradient of each example for "
-            f"{', '.join(map(repr, names))}: {why}. Train these parameters with another "
-            "optimizer, freeze them, or train the model with IVON, which needs no gradients of "
-            "single examples."
+            f"{self.algorithm} cannot read the gradient of each example for {some([*names])}: "
+            f"{why}. Freeze it, give it another optimizer, or train with IVON"
         )
 
 
@@ -277,8 +266,8 @@ def _place(leaf: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
     """Where the examples are in an output: first, or anywhere if nothing depends on it."""
     if leaf.shape[:1] == (batch,):
         return Axis()
-    found = [d for d, size in enumerate(leaf.shape) if size == batch]
-    return Axis(dim=found[0]) if found and grad is None else None
+    dims = [d for d, size in enumerate(leaf.shape) if size == batch]
+    return Axis(dim=dims[0]) if dims and grad is None else None
 
 
 def _widened(leaf: Any, dtype: torch.dtype) -> Any:
@@ -288,3 +277,181 @@ def _widened(leaf: Any, dtype: torch.dtype) -> Any:
 
 def _column(scales: Tensor, like: Tensor) -> Tensor:
     return scales.to(like).view(-1, *[1] * (like.ndim - 1))
+
+
+# Listening -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """One call of a layer, and the gradients that came back to its outputs."""
+
+    visit: Visit
+    grads: list[Tensor | None]
+
+    @property
+    def got_gradient(self) -> bool:
+        return any(g is not None for g in self.grads)
+
+
+@dataclass
+class Pass:
+    """One call of the model on ``batch`` examples; ``tasks`` tells the backward passes apart that
+    came to it."""
+
+    batch: int
+    tasks: set[int] = field(default_factory=set)
+    seen: list[Seen] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Ears:
+    """Whether hooks listen. They hold this and a list of gradients, nothing that leads back to the
+    graph: a graph whose hooks know it is never freed."""
+
+    deaf: bool = False
+
+
+class Listener:
+    """Hooks on a model and on those of its layers that own certain parameters.
+
+    Args:
+        model: the module that is called in training.
+        before: called as the model's forward begins, when it is differentiated.
+        after: called with the pass and the model's output as it ends.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        before: Callable[[], None],
+        after: Callable[[Pass, Any], None],
+    ) -> None:
+        self.model = model
+        self.passes: list[Pass] = []
+        self._before, self._after = before, after
+        self._handles: list[Any] = []
+        self._current: Pass | None = None
+        self._ears = Ears()
+
+    def start(self, wanted: Mapping[int, str]) -> None:
+        """Put hooks on every layer with a parameter whose id is a key of ``wanted``."""
+        units = units_of(self.model, wanted)
+        keep = self._handles.append  # one by one: an interrupt leaves none behind
+        keep(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        for unit in units:
+            keep(unit.module.register_forward_hook(self._hook(unit), with_kwargs=True))
+        keep(self.model.register_forward_hook(self._leave, always_call=True))
+
+    def stop(self) -> None:
+        """Take the hooks off; what was caught stays in :attr:`passes`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """What runs inside is not listened to."""
+        self._ears.deaf = True
+        try:
+            yield
+        finally:
+            self._ears.deaf = False
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not self.model or not torch.is_grad_enabled():
+            return
+        self._before()
+        leaves = tree_flatten((args, kwargs))[0]
+        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        if not sizes:
+            raise OptimizerError("the model was called without a tensor of examples: pass one")
+        self._current = Pass(sizes[0])
+        self.passes.append(self._current)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        passed = self._current
+        if module is self.model and passed is not None:
+            self._current = None
+            self._after(passed, output)
+
+    def _hook(self, unit: Unit) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            ours = module is unit.module  # a copy of the model has copies of its hooks
+            if ours and torch.is_grad_enabled() and not self._ears.deaf and not _in_backward():
+                self._catch(unit, args, kwargs, output)
+
+        return hook
+
+    def _catch(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        passed = self._current
+        if passed is None:
+            raise OptimizerError(
+                f"layer {unit.path!r} was called outside of the forward of model=: pass the "
+                "module that is called in training"
+            )
+        leaves = [x for x in tree_flatten(output)[0] if carries_gradient(x)]
+        edges = [get_gradient_edge(leaf) for leaf in leaves]
+        occurrence = passed.counts.get(unit.path, 0)
+        passed.counts[unit.path] = occurrence + 1
+        args, kwargs = tree_map(
+            lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        values = [leaf.detach() for leaf in leaves]
+        seen = Seen(Visit(unit, occurrence, args, kwargs, values, edges), [None] * len(leaves))
+        for position, leaf in enumerate(leaves):
+            leaf.register_hook(_receiver(seen.grads, position, self._ears, passed.tasks))
+        passed.seen.append(seen)
+
+
+def _receiver(grads: list[Tensor | None], position: int, ears: Ears, tasks: set[int]) -> Any:
+    """A hook that adds up what comes back to an output."""
+
+    def receive(grad: Tensor) -> None:
+        if not ears.deaf:
+            tasks.add(torch._C._current_graph_task_id())
+            before = grads[position]
+            grads[position] = grad.detach() if before is None else before + grad.detach()
+
+    return receive
+
+
+def units_of(model: nn.Module, wanted: Mapping[int, str]) -> list[Unit]:
+    """Every module with parameters of its own among ``wanted``, and its rule if it has one.
+
+    Raises:
+        OptimizerError: an embedding whose gradients are not those of the loss.
+    """
+    units: list[Unit] = []
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        whole = isinstance(module, nn.MultiheadAttention)  # which never calls its out_proj
+        if whole:
+            inside.update(id(inner) for inner in module.modules())
+        named = module.named_parameters(recurse=whole)
+        own = {attribute: wanted[id(p)] for attribute, p in named if id(p) in wanted}
+        if not own:
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (
+            module.max_norm is not None or module.scale_grad_by_freq
+        ):
+            raise OptimizerError(
+                f"embedding {path!r} changes its gradients: build it without max_norm and "
+                "scale_grad_by_freq"
+            )
+        rule = rule_for(module) if set(own) <= {"weight", "bias"} else None
+        units.append(Unit(path, module, own, rule))
+    return units
+
+
+def carries_gradient(leaf: Any) -> bool:
+    """Whether a leaf of an output is differentiated."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _in_backward() -> bool:
+    """Whether this is a backward pass, in which activation checkpointing calls layers again."""
+    return torch._C._current_graph_task_id() != -1

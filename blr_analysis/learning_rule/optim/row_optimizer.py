@@ -1,54 +1,56 @@
-"""Any elementwise row of the table as a ``torch.optim.Optimizer``."""
+"""Any elementwise row of the table as a ``torch.optim.Optimizer``: draws, steps, checkpoints.
 
+The arithmetic is :func:`blr_analysis.learning_rule.moves.step` for all rows. A class that derives
+from :class:`RowOptimizer` names its row and the signature that users type; what the signature
+holds beside the parameters becomes the settings of the groups (:mod:`.settings`).
+"""
+
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE
+from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE, Curvature
 from blr_analysis.learning_rule.expectations import AT_ADVERSARY
-from blr_analysis.learning_rule.optim.draws import Draw
+from blr_analysis.learning_rule.moves import Block, Move, step
+from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
+from blr_analysis.learning_rule.optim.checkpoint import (
+    HINT,
+    add_gathered,
+    check_loadable,
+    restore,
+    steady,
+)
+from blr_analysis.learning_rule.optim.draws import Draw, Group, Look, state_dtype
+from blr_analysis.learning_rule.optim.gathered import (
+    DEGREES,
+    Gathered,
+    is_distributed,
+    true_on_any_rank,
+)
 from blr_analysis.learning_rule.optim.per_example import PerExample
-from blr_analysis.learning_rule.optim.sampled import SampledOptimizer
 from blr_analysis.learning_rule.optim.settings import (
-    check_generator,
-    check_mc_samples,
-    check_parameters,
-    check_settings,
+    Setting,
+    check_arguments,
+    check_closure,
+    check_group,
+    group_defaults,
     listed,
     read_group,
 )
-from blr_analysis.learning_rule.optim.update import Law, start_state, update_group
 from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 
-
-class MeanDraw(Draw):
-    """The mean itself, for rows that look there: nothing is perturbed."""
-
-    def fill(
-        self,
-        groups: Any,
-        state: Any,
-        buffers: Any,
-        generator: torch.Generator | None,
-    ) -> None:
-        for group in groups:
-            trainable = [p for p in group["params"] if p.requires_grad]
-            self.params += trainable
-            self.methods += [group["hess_approx"]] * len(trainable)
-
-    def perturb(self) -> None:
-        pass
-
-    def restore(self, buffers: Any) -> None:
-        self.closed = True
+Law = tuple[Curvature, Move, Mapping[str, Any]]
+"""What moves a group: curvature, move, and the settings that both read."""
 
 
-class RowOptimizer(SampledOptimizer):
+class RowOptimizer(torch.optim.Optimizer):
     r"""Run a row of Table 1 over Gaussians: gradient descent to IVON, by the row's own words.
 
     The arithmetic is :func:`blr_analysis.learning_rule.moves.step` for all of them. :class:`IVON`,
@@ -101,8 +103,12 @@ class RowOptimizer(SampledOptimizer):
         OptimizerError: as :class:`IVON`; and a layer whose per-example gradients cannot be read.
     """
 
+    _ranges: ClassVar[Mapping[str, Setting]] = {}  # narrower than those of every row
     _two_looks = False
-    examples: PerExample | None = None
+    _look: Any = None  # a Look: what the loss sees in training in the place of the parameters
+    _sample: Any = None  # and as a draw of the posterior
+
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -124,151 +130,404 @@ class RowOptimizer(SampledOptimizer):
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
     ) -> None:
-        accepted = self._accepted(row)
-        settings = {
-            "lr": lr,
-            "ess": ess,
-            "weight_decay": weight_decay,
-            "hess_init": hess_init,
-            "beta1": beta1,
-            "beta2": beta2,
-            "hess_approx": accepted.curvature.method,
-        }
-        if accepted.move.damping == "eps":
-            settings["eps"] = eps
-        if accepted.look == AT_ADVERSARY:
-            settings |= {"radius": radius, "damping": damping}
-        self.examples = self._reader(accepted, model, loss_reduction)
-        self._set_up(params, accepted, settings, mc_samples, sync, generator)
+        self._set_up(self._accepted(row), locals())
 
-    def _set_up(
-        self,
-        params: Any,
-        row: Row,
-        settings: dict[str, Any],
-        mc_samples: int,
-        sync: bool,
-        generator: torch.Generator | None,
-    ) -> None:
+    def _set_up(self, row: Row, given: Mapping[str, Any]) -> None:
+        """Begin with the arguments of a signature, by name."""
         self.row = row
-        check_mc_samples(mc_samples)
-        check_generator(generator)
-        defaults = {**settings, "algorithm": row.algorithm}
-        self._check_settings(defaults)
-        super().__init__(listed(params), defaults, mc_samples, sync, generator)
-
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise :class:`InputError` for a setting out of its range."""
-        check_settings(settings, self.row.algorithm, samples=self._own_scale)
+        self.mc_samples, self.sync = given["mc_samples"], given["sync"]
+        self.generator = given.get("generator")
+        check_arguments(self.mc_samples, self.generator)
+        self.examples = self._reader(given.get("model"), given.get("loss_reduction", "mean"))
+        self._begin_fresh()
+        super().__init__(listed(given["params"]), group_defaults(row, given))
 
     def _accepted(self, given: Row | str) -> Row:
-        found = given if isinstance(given, Row) else row(given)
-        if found.look == AT_ADVERSARY and not self._two_looks:
-            raise InputError(f"{found.algorithm} takes two gradients a step: use BSAM")
-        if not runs_elementwise(found):
-            raise InputError(
-                f"{found.algorithm} ({found.family}, curvature {found.curvature.name}) is no "
-                f"elementwise row: {found.runs} runs it"
-            )
-        return found
+        accepted = given if isinstance(given, Row) else row(given)
+        if accepted.look == AT_ADVERSARY and not self._two_looks:
+            raise InputError(f"{accepted.algorithm} takes two gradients a step: use BSAM")
+        if not runs_elementwise(accepted):
+            raise InputError(f"{accepted.algorithm} is no elementwise row: {accepted.runs} runs it")
+        return accepted
 
-    def _reader(self, row: Row, model: nn.Module | None, reduction: str) -> PerExample | None:
-        needed = row.curvature == GAUSS_NEWTON
+    def _reader(self, model: nn.Module | None, reduction: str) -> PerExample | None:
+        algorithm, needed = self.row.algorithm, self.row.curvature == GAUSS_NEWTON
         if needed and not isinstance(model, nn.Module):
             raise InputError(
-                f"{row.algorithm} needs the gradient of each example: pass model=model, the "
-                "module that is called in training"
+                f"{algorithm} needs the gradient of each example: pass model=model, the "
+                "module called in training"
             )
         if not needed and model is not None:
-            raise InputError(f"{row.algorithm} reads nothing from the model: leave it out")
-        return PerExample(model, reduction, row.algorithm) if model is not None else None
+            raise InputError(f"{algorithm} reads nothing from the model: leave it out")
+        return PerExample(model, reduction, algorithm) if model is not None else None
 
-    # What the base class asks ----------------------------------------------------------------
+    def _begin_fresh(self) -> None:
+        self._buffers = Buffers()
+        self._gathered = Gathered(self._buffers)
+        self._open: Draw | None = None
+        self._drawn = 0
 
-    @property
-    def _steady(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("step", *self._kept)
+    # Settings --------------------------------------------------------------------------------
 
     @property
     def _kept(self) -> tuple[str, ...]:
+        """The tensors in the state of each parameter."""
         hess = () if self.row.curvature == NO_CURVATURE else ("hess",)
         return (*hess, "momentum") if self.row.move.momentum != "none" else hess
 
     @property
-    def _own_scale(self) -> bool:  # type: ignore[override]
+    def _own_scale(self) -> bool:
         """Whether ess·(hess + weight_decay) is the precision of a posterior."""
         return self.row.look.noisy or self.row.curvature == GAUSS_NEWTON
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, with every setting and parameter checked (:class:`InputError`)."""
-        param_group = read_group(param_group)
-        check_parameters(param_group["params"], self.row.algorithm)
-        self._check_settings({**self.defaults, **param_group})
-        self._buffers.clear()
-        super().add_param_group(param_group)
+    def _is_noisy(self, train: bool) -> bool:
+        """Whether Gaussian noise is added to the parameters."""
+        return self.row.look.noisy if train else self._own_scale
 
-    def _new_draw(self, train: bool, adoptable: bool) -> Draw:
-        if train:
-            return Draw(True, adoptable) if self.row.look.noisy else MeanDraw(True, adoptable)
-        if not self._own_scale:
-            raise OptimizerError(
-                f"{self.row.algorithm} learns no posterior to draw weights from; "
-                "Posterior.from_optimizer or fit_laplace makes one"
-            )
-        return Draw(False)
+    def _check_group(self, group: Group) -> None:
+        """Raise :class:`InputError` for a group that cannot be used."""
+        check_group(group, self.row.algorithm, self._ranges, samples=self._own_scale)
 
     def _check_groups(self) -> None:
         """What was sound when it was given may have been changed since."""
         for group in self.param_groups:
-            self._check_settings(group)
+            self._check_group(group)
 
-    def _begin(self, draw: Draw) -> Draw:
+    def _law(self, group: Group) -> Law:
+        return self.row.curvature, self.row.move, group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, with every setting and parameter checked (:class:`InputError`)."""
+        group = read_group(param_group, self.row.algorithm)
+        self._check_group({**self.defaults, **group})
+        self._buffers.clear()
+        super().add_param_group(group)
+
+    # Drawing ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampled_params(self, train: bool = False) -> Iterator[None]:
+        """The model with weights drawn from q inside the context, and with their mean after it.
+
+        With ``train=True`` the gradients at the end of the context are one draw of the next
+        :meth:`step`. The mean comes back bit for bit, also when the body raises; then the draw
+        and its gradients are dropped.
+
+            >>> from blr_analysis.learning_rule.optim import IVON
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = IVON(model.parameters(), lr=0.1, ess=10)
+            >>> x = torch.ones(1, 2)
+            >>> with torch.no_grad():
+            ...     predictions = []
+            ...     for _ in range(8):
+            ...         with optimizer.sampled_params():
+            ...             predictions.append(model(x))
+            >>> torch.cat(predictions).std() > 0
+            tensor(True)
+        """
+        with self._at(self._draw(train)):
+            yield
+
+    def _draw(self, train: bool, adoptable: bool = False) -> Draw:
+        if self._open is not None and self._open.adoptable and train:
+            self._open.adoptable = False
+            return self._open
+        self._refuse_inside("sampled_params()")
+        if not train and not self._own_scale and self._sample is None:
+            raise OptimizerError(
+                f"{self.row.algorithm} learns no posterior to draw weights from; "
+                "Posterior.from_optimizer or fit_laplace makes one"
+            )
+        look = self._look if train else self._sample
+        return Draw(train, adoptable, noisy=self._is_noisy(train), look=look)
+
+    def _shown(self, look: Look) -> AbstractContextManager[None]:
+        """The model with the weights that ``look`` makes of the parameters."""
+        return self._at(Draw(False, noisy=False, look=look))
+
+    @contextmanager
+    def _at(self, draw: Draw) -> Iterator[None]:
+        """The model at the weights of ``draw``, which may be open already."""
+        if draw is not self._open:
+            self._begin(draw)
+        try:
+            yield
+            self._finish(draw)
+        except BaseException:  # also an interrupt while the means are put back
+            self._abandon(draw)
+            raise
+
+    def _begin(self, draw: Draw) -> None:
+        self._refuse_inside("another context")
         self._check_groups()
-        draw = super()._begin(draw)
-        if draw.train and self.examples is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            if draw.train:
+                self._gathered.begin()
+            draw.fill(self.param_groups, self.state, self._buffers, self.generator)
+            if draw.numel != self._drawn:  # something was frozen or added: other sizes from now on
+                self._buffers.clear()
+                self._drawn = draw.numel
+            self._open = draw
             try:
-                self.examples.start(draw.params)
+                draw.perturb()
+                if draw.train and self.examples is not None:
+                    self.examples.start(draw.params)
             except BaseException:
                 self._abandon(draw)
                 raise
-        return draw
+
+    def _finish(self, draw: Draw) -> None:
+        if draw.closed:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if draw.train and self.examples is not None:
+                draw.given = self.examples.finish()
+            self._restore(draw)
+            if not draw.train:
+                self._drop(draw)
+                return
+            try:
+                draw.carry_gradients()
+                self._gather(draw)
+            except BaseException:
+                self._drop(draw)
+                raise
+
+    def _gather(self, draw: Draw) -> None:
+        self._gathered.add(draw)
+
+    def _restore(self, draw: Draw) -> None:
+        draw.restore(self._buffers)
+        self._open = None
 
     def _abandon(self, draw: Draw) -> None:
         if self.examples is not None:
             self.examples.stop()
-        super()._abandon(draw)
+        if self._open is draw or not draw.closed:
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(draw)
+                self._drop(draw)
 
-    def _finish(self, draw: Draw) -> None:
-        if draw.train and not draw.closed and self.examples is not None:
+    def _drop(self, draw: Draw) -> None:
+        if draw.train:
+            self._gathered.drop(draw)
+        else:
+            self._buffers.give(draw.noise_buffers)
+
+    def drop_draws(self) -> None:
+        """Forget the draws since the last step: of a minibatch that is to be skipped, say."""
+        self._refuse_inside("drop_draws()")
+        self._gathered.clear()
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._open is not None:
+            raise OptimizerError(f"{what} inside sampled_params(): leave the first context")
+
+    # Stepping --------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move mean and precision by the draws since the last step.
+
+        A ``closure`` clears the gradients, computes the loss, calls ``backward`` and returns the
+        loss. It is called ``mc_samples`` times, each time with newly drawn weights, whether or
+        not it opens ``sampled_params(train=True)`` itself; the mean loss is returned.
+
+        Raises:
+            OptimizerError: there is no draw; a gradient is not finite; inside ``sampled_params``.
+        """
+        self._refuse_inside("step()")
+        check_closure(closure)
+        with torch.inference_mode(False), torch.no_grad():
             try:
-                with torch.inference_mode(False), torch.no_grad():
-                    draw.given = self.examples.finish()
-            except BaseException:
-                self._abandon(draw)
-                raise
-        super()._finish(draw)
+                losses = [] if closure is None else self._losses(closure)
+                self._check_groups()
+                self._check_draws()
+                if (inverse_scale := self._settled()) is not None:
+                    self._update(inverse_scale)
+            finally:
+                self._gathered.clear()
+        return sum(losses) / len(losses) if losses and losses[0] is not None else None
 
-    def _step(self) -> None:
-        self._check_groups()
-        if not self._gathered.count and not self.row.look.noisy and self.examples is None:
-            draw = MeanDraw(True)
-            draw.fill(self.param_groups, self.state, self._buffers, self.generator)
-            self._gathered.add(draw)  # a plain backward pass was one look at the mean
-        super()._step()
+    def _losses(self, closure: Callable[[], Any]) -> list[Any]:
+        return [self._loss_at(self._draw(True, True), closure) for _ in range(self.mc_samples)]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "row": self.row, "examples": self.examples}
+    def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
+        with self._at(draw), torch.enable_grad():
+            return closure()
 
-    def _law(self, group: Mapping[str, Any]) -> Law:
-        """What moves this group."""
-        row = self.row
-        return Law(row.curvature, row.move, group, self._kept, row.look.noisy)
+    def _check_draws(self) -> None:
+        if self._gathered.count:
+            return
+        if self.row.look.noisy or self._look is not None or self.examples is not None:
+            raise OptimizerError(
+                "step() without a draw: run forward and backward pass inside "
+                "`with optimizer.sampled_params(train=True):`, or pass a closure"
+            )
+        draw = Draw(True, noisy=False)  # a plain backward pass was one look at the mean
+        draw.fill(self.param_groups, self.state, self._buffers, self.generator)
+        self._gathered.add(draw)
+
+    def _settled(self) -> float | None:
+        """What the gradients are still to be multiplied by; None if the step is skipped.
+
+        GradScaler lends the optimizer ``found_inf`` and ``grad_scale`` for the time of the call;
+        the latter is None after ``unscale_``.
+        """
+        gathered = self._gathered
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
+        skip = found_inf is not None and bool(found_inf > 0)
+        methods = {p: group["hess_approx"] for group in self.param_groups for p in group["params"]}
+        together = self.sync and is_distributed()
+        if true_on_any_rank([skip], next(iter(methods)).device)[0] if together else skip:
+            return None
+        gathered.adopt()
+        if together or gathered.count > 1 or gathered.is_settled:
+            gathered.settle()
+        if together:
+            gathered.scale_by(inverse_scale)
+            inverse_scale = 1.0
+            gathered.average_over_ranks(methods)
+        if found_inf is None and (bad := gathered.find_unusable(inverse_scale)) is not None:
+            raise OptimizerError(
+                f"the gradient of {self._describe(bad)} holds NaN or inf, or its square might "
+                "overflow; weights and state are as before: check loss and data, lower lr, clip, "
+                "or use a GradScaler"
+            )
+        return inverse_scale
+
+    def _describe(self, param: Tensor) -> str:
+        for number, group in enumerate(self.param_groups):
+            for index, other in enumerate(group["params"]):
+                if other is param:
+                    name = group.get("param_names", {index: f"parameter {index}"})[index]
+                    return f"{name} of group {number} (shape {tuple(param.shape)})"
+        return f"a parameter of shape {tuple(param.shape)}"
 
     def _update(self, inverse_scale: float) -> None:
-        estimates = self._gathered.estimates
+        """Move every parameter that has an estimate; the others stay.
+
+        ``inverse_scale`` undoes a loss scale that still multiplies the gradients.
+        """
+        estimates, noisy = self._gathered.estimates, self.row.look.noisy
         for group in self.param_groups:
-            law = self._law(group)
-            for param in group["params"]:
-                if param in estimates and param not in self.state:
-                    self.state[param] = start_state(param, law)
-            update_group(group["params"], law, self.state, estimates, inverse_scale)
+            params = [p for p in group["params"] if p in estimates]
+            for param in params:
+                self.state[param] = self.state.get(param) or self._start(param, group)
+                self.state[param]["step"] += 1
+            alike = group_by(
+                params,
+                lambda p: (
+                    p.device,
+                    p.dtype,
+                    self.state[p]["step"],
+                    bool(estimates[p].source(noisy)),
+                ),
+            )
+            for batch in alike.values():
+                self._move(batch, self._law(group), inverse_scale)
+
+    def _start(self, param: Tensor, group: Group) -> dict[str, Any]:
+        """Before the first step: ``hess`` = ``hess_init``, no momentum."""
+        like: dict[str, Any] = {"dtype": state_dtype(param), "memory_format": torch.preserve_format}
+        values = {"hess": group["hess_init"], "momentum": 0.0}
+        full = {name: torch.full_like(param, values[name], **like) for name in self._kept}
+        return {"step": 0, **full}
+
+    def _move(self, params: Sequence[Tensor], law: Law, inverse_scale: float) -> None:
+        """One step of parameters that are alike in device, dtype, count and evidence."""
+        curvature, move, settings = law
+        estimates = [self._gathered.estimates[p] for p in params]
+        count, dtype = self.state[params[0]]["step"], state_dtype(params[0])
+        columns = {
+            "theta": list(params),
+            "grad": [e.grad.detach() for e in estimates],
+            **{name: [self.state[p][name] for p in params] for name in self._kept},
+        }
+        if sources := [s for e in estimates for s in e.source(self.row.look.noisy)]:
+            columns["source"] = sources
+        settled = estimates[0].curvature is not None
+        factor = inverse_scale ** DEGREES[estimates[0].method]
+
+        def work(*block: list[Tensor]) -> None:
+            named = dict(zip(columns, block, strict=True))
+            grad = _scaled([g.to(dtype) for g in named["grad"]], inverse_scale)
+            evidence = named.get("source", [])
+            if settled:
+                evidence = _scaled(evidence, factor)
+            elif evidence:  # noise, of one draw
+                torch._foreach_mul_(evidence, grad)
+            hess, momentum = named.get("hess", []), named.get("momentum", [])
+            step(
+                Block(named["theta"], grad, evidence, hess, momentum),
+                curvature,
+                move,
+                settings,
+                count,
+            )
+
+        for_blocks(work, list(columns.values()))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. The draws gathered for the next step stay; see :meth:`drop_draws`."""
+        if not set_to_none:
+            self._gathered.keep_zeros_apart()
+        super().zero_grad(set_to_none)
+
+    # Saving ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with ``hess``, ``momentum`` and ``step`` of each parameter, the draws
+        gathered for the next step, and the state of ``generator``.
+
+        Raises:
+            OptimizerError: inside ``sampled_params``, where the weights are not the mean.
+        """
+        self._refuse_inside("state_dict()")
+        with torch.inference_mode(False), torch.no_grad():
+            if self._gathered.count > 1:
+                self._gathered.settle()
+            return add_gathered(
+                super().state_dict(), self.param_groups, self._gathered, self.generator
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``, which is copied. A generator's state in it is used if
+        this optimizer has a ``generator``.
+
+        Raises:
+            OptimizerError: another optimizer's state, or of other parameters; nothing is loaded.
+        """
+        self._refuse_inside("load_state_dict()")
+        if not isinstance(state_dict, Mapping):
+            raise OptimizerError(f"{state_dict!r} is no optimizer state; {HINT}")
+        hooked: dict[str, Any] = {}
+
+        def split(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            check_loadable(loaded, self.param_groups, self._kept, positive=self._own_scale)
+            hooked.update(loaded)
+            return steady(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(split)  # after the user's own
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        with torch.inference_mode(False), torch.no_grad():
+            self._gathered.clear()
+            restore(hooked, self.param_groups, self.state, self._gathered, self.generator)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._open is not None or self._gathered.count:
+            raise OptimizerError("copy the optimizer after step(), or use state_dict()")
+        kept = ("mc_samples", "sync", "generator", "row", "examples")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_gathered" not in self.__dict__:  # a copy, not load_state_dict
+            self._begin_fresh()
+
+
+def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
+    return tensors if factor == 1 or not tensors else list(torch._foreach_mul(tensors, factor))

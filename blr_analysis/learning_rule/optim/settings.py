@@ -1,120 +1,153 @@
-"""Is what an optimizer was given usable? Settings and parameters."""
+"""The settings of a row as data: which values each may have, and its value where none is given."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.learning_rule.expectations import AT_ADVERSARY
+from blr_analysis.learning_rule.table import Row
 
-HESS_APPROX = ("price", "gradsq")
 ROUNDING = 1e-12
 """A schedule that ends at 0 may miss it by so much."""
 
-POSITIVE = "a finite number above 0", lambda x: 0 < x < math.inf
-FINITE = "a finite number of 0 or more", lambda x: 0 <= x < math.inf
-RANGES: dict[str, tuple[str, Any]] = {
-    "lr": (FINITE[0], lambda x: -ROUNDING <= x < math.inf),
-    "ess": (f"{POSITIVE[0]} (the number of training examples)", POSITIVE[1]),
-    "hess_init": FINITE,
-    "beta1": ("0 or more and below 1", lambda x: 0 <= x < 1),
-    "beta2": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "weight_decay": FINITE,
-    "eps": FINITE,
-    "radius": FINITE,
-    "damping": FINITE,
-    "clip_radius": ("above 0 (inf for no clipping)", lambda x: x > 0),
+
+@dataclass(frozen=True)
+class Setting:
+    """A number of a parameter group; ``default`` is for rows whose signature does not name it."""
+
+    expected: str
+    holds: Callable[[float], bool]
+    default: float | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise :class:`InputError` for a value out of range."""
+        try:
+            valid = bool(self.holds(float(value)))
+        except (TypeError, ValueError, RuntimeError):
+            valid = False
+        if not valid:
+            raise InputError(f"{name} must be {self.expected}, not {value!r}")
+
+
+NATURAL = Setting("a finite number of 0 or more", lambda x: 0 <= x < math.inf)
+POSITIVE = Setting("a finite number above 0", lambda x: 0 < x < math.inf)
+SHARE = Setting("from 0 to 1", lambda x: 0 <= x <= 1)
+PART = Setting("above 0 and at most 1", lambda x: 0 < x <= 1)
+BOUND = Setting("above 0 (inf for no clipping)", lambda x: x > 0)
+
+SETTINGS: dict[str, Setting] = {
+    "lr": Setting(NATURAL.expected, lambda x: -ROUNDING <= x < math.inf),
+    "ess": replace(POSITIVE, expected="above 0, the number of training examples", default=1.0),
+    "weight_decay": replace(NATURAL, default=0.0),
+    "hess_init": replace(NATURAL, default=0.0),
+    "beta1": Setting("0 or more and below 1", lambda x: 0 <= x < 1, default=0.9),
+    "beta2": replace(SHARE, default=0.999),
+    "eps": NATURAL,
+    "radius": NATURAL,
+    "damping": NATURAL,
+    "clip_radius": BOUND,
+    "clip": BOUND,
+    "keep": PART,
+    "temperature": POSITIVE,
+    "floor": NATURAL,
+    "noise": NATURAL,
 }
+OF_THE_OPTIMIZER = ("params", "row", "mc_samples", "sync", "generator", "model", "loss_reduction")
+"""Arguments that no group has one of its own of."""
 
 
-def check_settings(group: Mapping[str, Any], algorithm: str, *, samples: bool) -> None:
-    """Raise :class:`InputError` for the first setting of ``group`` out of its range."""
-    for name, (expected, is_valid) in RANGES.items():
+def group_defaults(row: Row, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds of the arguments that ``row``'s optimizer was given."""
+    unused = {*OF_THE_OPTIMIZER, "self"}
+    if row.move.damping != "eps":
+        unused |= {"eps"}
+    if row.look != AT_ADVERSARY:
+        unused |= {"radius", "damping"}
+    return {
+        **{name: s.default for name, s in SETTINGS.items() if s.default is not None},
+        "hess_approx": row.curvature.method,
+        **{name: value for name, value in given.items() if name not in unused},
+        "algorithm": row.algorithm,
+    }
+
+
+def check_group(
+    group: Mapping[str, Any], algorithm: str, own: Mapping[str, Setting], *, samples: bool
+) -> None:
+    """Raise :class:`InputError` for the first setting out of its range; ``own`` are narrower."""
+    for name, setting in {**SETTINGS, **own}.items():
         if name in group:
-            check_range(group, name, expected, is_valid)
+            setting.check(name, group[name])
     if samples and group["hess_init"] + group["weight_decay"] <= 0:
         raise InputError(
-            f"{algorithm} draws weights with the precision ess·(hess + weight_decay), which starts "
-            "at 0: give weight_decay (the prior precision divided by ess) or hess_init"
+            f"{algorithm}'s precision ess·(hess + weight_decay) starts at 0: give weight_decay "
+            "(prior precision / ess) or hess_init"
         )
-    if group.get("algorithm") != algorithm:
+    if group.get("algorithm", algorithm) != algorithm:  # IVON's groups once had no name
         raise InputError(f"algorithm is {algorithm!r} for all groups, not {group['algorithm']!r}")
 
 
-def check_range(group: Mapping[str, Any], name: str, expected: str, is_valid: Any) -> None:
-    """Raise :class:`InputError` unless ``is_valid(float(group[name]))``."""
-    value = group[name]
-    try:
-        valid = bool(is_valid(float(value)))
-    except (TypeError, ValueError, RuntimeError):
-        valid = False
-    if not valid:
-        raise InputError(f"{name} must be {expected}, not {value!r}")
-
-
-def check_mc_samples(mc_samples: Any) -> None:
-    """Raise :class:`InputError` unless ``mc_samples`` is an integer of 1 or more."""
-    if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
-        raise InputError(f"mc_samples must be an integer of 1 or more, not {mc_samples!r}")
-
-
-def check_generator(generator: Any) -> None:
-    """Raise :class:`InputError` unless ``generator`` is one, or None."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise InputError(f"generator must be a torch.Generator or None, not {generator!r}")
+def check_arguments(mc_samples: Any, generator: Any) -> None:
+    """Raise :class:`InputError` for what is no number of draws, or no generator."""
+    positive_int("mc_samples", mc_samples)
+    if generator is not None:
+        instance("generator", generator, torch.Generator, "a torch.Generator or None")
 
 
 def check_closure(closure: Any) -> None:
     """Raise :class:`OptimizerError` unless ``closure`` can be called, or is None."""
     if closure is not None and not callable(closure):
-        raise OptimizerError(
-            f"step() takes a function that computes the loss, not {closure!r}: step(closure)"
-        )
+        raise OptimizerError(f"step(closure) takes a function of the loss, not {closure!r}")
 
 
 def listed(params: Any) -> list[Any] | Tensor:
     """``params`` as torch's optimizers take them, a generator of parameters read once.
 
     Raises:
-        InputError: it is empty, or nothing that holds parameters.
+        InputError: it is empty, has no order, or holds no parameters.
     """
     if isinstance(params, Tensor):
         return params
-    if isinstance(params, set):
-        raise InputError("params is a set, which has no order to save a state by; pass a list")
     try:
-        found = list(params)
+        held = [] if isinstance(params, set) else list(params)  # no order to save a state by
     except TypeError:
-        kind = type(params).__name__
-        raise InputError(f"params must be model.parameters() or groups, not a {kind}") from None
-    if not found:
-        raise InputError("params is empty; pass model.parameters()")
-    return found
+        held = []
+    if not held:
+        raise InputError(
+            f"params is empty, a set or no parameters ({type(params).__name__}): "
+            "pass model.parameters() or groups"
+        )
+    return held
 
 
-def read_group(group: Any) -> dict[str, Any]:
+def read_group(group: Any, algorithm: str) -> dict[str, Any]:
     """A group of parameters with its ``params`` as a list.
 
     Raises:
-        InputError: it is no dictionary with parameters.
+        InputError: it is no dictionary with parameters; one of them has no real Gaussian.
     """
     if not isinstance(group, Mapping) or "params" not in group:
         raise InputError(f"a group of parameters is a dictionary with 'params', not {group!r}")
     params = listed(group["params"])
-    return {**group, "params": [params] if isinstance(params, Tensor) else params}
-
-
-def check_parameters(params: Sequence[Any], learner: str) -> None:
-    """Raise :class:`InputError` for a parameter that has no real Gaussian."""
-    for index, param in enumerate(params):
-        tensor = param[1] if isinstance(param, tuple) else param
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+    group = {**group, "params": [params] if isinstance(params, Tensor) else params}
+    for index, tensor in enumerate(tensors_of(group)):
+        if not tensor.is_floating_point():
             raise InputError(
-                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; {learner} "
-                "learns a Gaussian over real floating-point parameters: leave it out, or split a "
-                "complex one into its real and imaginary parts"
+                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; {algorithm} "
+                "takes real floating-point ones: leave it out, or split a complex one"
             )
+    return group
+
+
+def tensors_of(group: Mapping[str, Any]) -> Sequence[Tensor]:
+    """The tensors of a group, whose parameters may be named."""
+    held = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    return [p for p in held if isinstance(p, Tensor)]

@@ -88,21 +88,7 @@ class VOGN(RowOptimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            ROWS[self._algorithm],
-            lr,
-            ess,
-            weight_decay=weight_decay,
-            hess_init=hess_init,
-            beta1=beta1,
-            beta2=beta2,
-            mc_samples=mc_samples,
-            sync=sync,
-            generator=generator,
-            model=model,
-            loss_reduction=loss_reduction,
-        )
+        self._set_up(ROWS[self._algorithm], locals())
 
 
 class OGN(VOGN):
@@ -166,19 +152,7 @@ class Vadam(RowOptimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            ROWS[self._algorithm],
-            lr,
-            ess,
-            weight_decay=weight_decay,
-            hess_init=hess_init,
-            beta1=beta1,
-            beta2=beta2,
-            mc_samples=mc_samples,
-            sync=sync,
-            generator=generator,
-        )
+        self._set_up(ROWS[self._algorithm], locals())
 
 
 class Vprop(Vadam):

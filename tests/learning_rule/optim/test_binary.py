@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from blr_analysis import Posterior
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.discrete import Bernoulli
-from blr_analysis.learning_rule.optim.binary import STE, BayesBiNN
-from blr_analysis.learning_rule.optim.relaxed import (
+from blr_analysis.learning_rule.optim.binary import (
+    STE,
+    BayesBiNN,
     draw_signs,
     logistic_noise,
     relax,

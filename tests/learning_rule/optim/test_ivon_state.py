@@ -187,7 +187,7 @@ def broken(name: str, value: Any) -> dict[str, Any]:
         (lambda: state_of(lambda groups: IVON(groups[:1], lr=0.1, ess=10)), "groups of"),
         (
             lambda: state_of(lambda groups: IVON(groups, lr=0.1, ess=10), (4, 6)),
-            r"shape \(4, 6\), the parameter has shape \(6, 4\)",
+            r"shape \(4, 6\), the parameter \(6, 4\)",
         ),
         (lambda: broken("hess", torch.full((6,), -1.0)), "not positive and finite"),
         (lambda: broken("hess", torch.full((6,), torch.nan)), "not positive and finite"),

@@ -362,20 +362,20 @@ class Reentrant(Checkpointed):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "mixing": (Mixing, r"'first.weight', 'first.bias': some output depends on another"),
-    "functional": (Functional, "'layer.weight': the gradients of the examples do not add up"),
-    "never called": (NeverCalled, "'layer.weight': it has a gradient, but no layer"),
-    "time first": (TimeFirst, r"saw tensors of shapes \[\(2, 6, 5\), \(2, 6, 5\)\]"),
-    "square": (SquareTimeFirst, "'layer.weight', 'layer.bias': some output depends"),
+    "mixing": (Mixing, r"'first.weight', 'first.bias': the model mixes"),
+    "functional": (Functional, "'layer.weight': .*do not add up"),
+    "never called": (NeverCalled, "'layer.weight': no layer"),
+    "time first": (TimeFirst, r"outputs \[\(2, 6, 5\)\]"),
+    "square": (SquareTimeFirst, "'layer.weight', 'layer.bias': the model mixes"),
     "batch norm": (
         lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        "BatchNorm1d '1' is in training mode.*GroupNorm",
+        "BatchNorm1d '1' in training mode",
     ),
     "max_norm": (
         lambda: nn.Sequential(nn.Linear(5, 3), nn.Embedding(3, 3, max_norm=1.0)),
-        "embedding '1' renormalises",
+        "embedding '1'",
     ),
-    "reentrant": (Reentrant, "it has a gradient, but no layer"),
+    "reentrant": (Reentrant, "no layer"),
 }
 
 
@@ -416,7 +416,7 @@ def test_a_part_called_alone() -> None:
     model, x, _ = problem("mlp")
     optimizer = ogn(model)
     with (
-        pytest.raises(OptimizerError, match="'0' was called outside of the model's own"),
+        pytest.raises(OptimizerError, match="'0' was called outside"),
         optimizer.sampled_params(train=True),
     ):
         model[0](x)
