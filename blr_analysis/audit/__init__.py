@@ -25,7 +25,7 @@ from blr_analysis.audit.findings import (
     most_influential,
     most_suspicious,
 )
-from blr_analysis.audit.folder import folder_for, write, write_picture, write_text
+from blr_analysis.audit.folder import write, write_picture, write_text
 from blr_analysis.audit.summary import (
     extremes_section,
     files_section,
@@ -35,6 +35,7 @@ from blr_analysis.audit.summary import (
     summary,
     what_if_section,
 )
+from blr_analysis.files import folder_for
 
 __all__ = [
     "Findings",

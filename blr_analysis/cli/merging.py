@@ -69,12 +69,11 @@ def merge(
     """Read, check, merge, report."""
     from blr_analysis.cli.sizes import read_size
     from blr_analysis.errors import InputError
+    from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
-    from blr_analysis.merging.files import check_free
     from blr_analysis.merging.merge import execute
     from blr_analysis.merging.opening import plan as plan_of
     from blr_analysis.merging.recipe import read_recipe
-    from blr_analysis.merging.writing import check_room
 
     if out is None and not dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")

@@ -1,10 +1,24 @@
-"""A model's tensors on disk, described and read piece by piece, never loaded whole."""
+"""Tensors on disk, one format: described and read piece by piece, written whole or not at all."""
 
 from __future__ import annotations
 
-from blr_analysis.files.fingerprint import fingerprint
-from blr_analysis.files.folder import Folder
-from blr_analysis.files.loaded import Loaded
-from blr_analysis.files.source import Scratch, Source, Spec
+from blr_analysis.files.folder import Folder, read_config
+from blr_analysis.files.placing import check_free, check_room, drafted, folder_for, held
+from blr_analysis.files.shards import Shards
+from blr_analysis.files.source import Loaded, Scratch, Source, Spec, fingerprint
 
-__all__ = ["Folder", "Loaded", "Scratch", "Source", "Spec", "fingerprint"]
+__all__ = [
+    "Folder",
+    "Loaded",
+    "Scratch",
+    "Shards",
+    "Source",
+    "Spec",
+    "check_free",
+    "check_room",
+    "drafted",
+    "fingerprint",
+    "folder_for",
+    "held",
+    "read_config",
+]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.files.headers import AGAIN, Header, parse_json, read_header
+from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading
 from blr_analysis.files.source import Scratch, Source, Spec
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -24,6 +25,10 @@ class Folder(Source):
     Reading is by position into the caller's buffers; nothing is mapped, nothing stays open, and
     a file that changes after it was opened is refused.
 
+    Attributes:
+        metadata: what the files' headers say beside their tensors.
+        index: the ``metadata`` of the index; empty where there is none.
+
     Example:
         >>> import tempfile, torch
         >>> from safetensors.torch import save_file
@@ -34,12 +39,13 @@ class Folder(Source):
         ((2, 3), tensor([2., 3., 4.]))
     """
 
-    def __init__(self, name: str, headers: Mapping[Path, Header]) -> None:
+    def __init__(self, name: str, headers: Mapping[Path, Header], index: Any = None) -> None:
         self.name = name
         self._headers = dict(headers)
         self._places = {n: (p, t) for p, h in headers.items() for n, t in h.tensors.items()}
         self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
         self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+        self.index: Mapping[str, Any] = index if isinstance(index, Mapping) else {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, stem: str = "model") -> Folder:
@@ -60,13 +66,14 @@ class Folder(Source):
         single, index = place / f"{stem}.safetensors", place / f"{stem}.safetensors.index.json"
         if single.is_file() and index.is_file():
             raise StorageError(
-                f"{str(path)!r} holds both {single.name} and {index.name}: two generations of the "
-                "weights? Remove the one that does not count, or name the file itself."
+                f"{str(path)!r} holds both {single.name} and {index.name}, two generations of "
+                "weights: remove one, or name the file itself."
             )
         if single.is_file():
             return cls(str(path), {single: read_header(single)})
         if index.is_file():
-            return cls(str(path), _sharded(place, index))
+            document = read_json(index)
+            return cls(str(path), _sharded(index, document), document.get("metadata"))
         raise StorageError(_nothing(place, stem))
 
     @property
@@ -82,56 +89,57 @@ class Folder(Source):
         self._fill(path, stored.offset + start * size, raw, name)
         return raw.view(spec.dtype)
 
+    def tensor(self, name: str) -> Tensor:
+        spec = self.piece(name, 0, 0)
+        return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
+
     def _fill(self, path: Path, offset: int, raw: Tensor, name: str) -> None:
         view = raw.numpy().data
-        try:
-            with open(path, "rb", buffering=0) as file:
-                state, header = os.fstat(file.fileno()), self._headers[path]
-                if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
-                    raise StorageError(f"{str(path)!r} was changed while it was being read.")
-                file.seek(offset)
-                while view:
-                    count = file.readinto(view)
-                    if not count:
-                        raise StorageError(f"{str(path)!r} ends inside of {name!r}. {AGAIN}")
-                    view = view[count:]
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+        with reading(path), open(path, "rb", buffering=0) as file:
+            state, header = os.fstat(file.fileno()), self._headers[path]
+            if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
+                raise StorageError(f"{str(path)!r} was changed while it was being read.")
+            file.seek(offset)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise StorageError(f"{str(path)!r} ends inside of {name!r}. {AGAIN}")
+                view = view[count:]
 
 
-def _sharded(folder: Path, index: Path) -> dict[Path, Header]:
-    try:
-        weight_map = parse_json(index.read_bytes(), index).get("weight_map")
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(index)!r}: {error.strerror or error}.") from error
+def read_config(model: Path) -> dict[str, Any]:
+    """A model folder's ``config.json``; empty where there is none.
+
+    Raises:
+        StorageError: it is no JSON object.
+    """
+    file = model / "config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _sharded(index: Path, document: Mapping[str, Any]) -> dict[Path, Header]:
+    weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StorageError(
-            f"{str(index)!r} is no index of weights: it has no 'weight_map'. {AGAIN}"
-        )
+        raise StorageError(f"{str(index)!r} is no index: it has no 'weight_map'. {AGAIN}")
+    placed: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise StorageError(
-                f"{str(index)!r} places {name!r} in {file!r}: expected the name of a .safetensors "
-                "file in the same folder, and nothing else is ever opened."
+                f"{str(index)!r} places {name!r} in {file!r}: expected a .safetensors file in the "
+                "same folder."
             )
-    files = dict.fromkeys(weight_map.values())
-    missing = [file for file in files if not (folder / file).is_file()]
+        placed.setdefault(file, set()).add(name)
+    missing = [file for file in placed if not (index.parent / file).is_file()]
     if missing:
         raise StorageError(
-            f"{str(index)!r} names {some(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not there: copy or download the whole folder."
+            f"{str(index)!r} names {some(missing)}, not there: copy the whole folder."
         )
-    headers = {folder / file: read_header(folder / file) for file in files}
+    headers = {index.parent / file: read_header(index.parent / file) for file in placed}
     for path, header in headers.items():
-        named = {n for n, file in weight_map.items() if file == path.name}
-        held = set(header.tensors)
+        named, held = placed[path.name], set(header.tensors)
         if named != held:
             raise StorageError(
-                f"{str(path)!r} and the index {index.name!r} disagree: only the index places "
+                f"{str(path)!r} and {index.name!r} disagree: only the index places "
                 f"{some(sorted(named - held))} there; only the file holds "
                 f"{some(sorted(held - named))}. {AGAIN}"
             )
@@ -156,9 +164,7 @@ def _nothing(folder: Path, stem: str) -> str:
     pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
     if pickled:
         return (
-            f"{what}, but {some(pickled)}: a pickle can run code when it is read, and none is read "
-            "here. Load the model once where you trust it, and save it again: "
-            "model.save_pretrained(folder), which writes safetensors."
+            f"{what}, but {some(pickled)}: a pickle can run code, and none is read here. Load the "
+            "model once where you trust it, and save it again: model.save_pretrained(folder)."
         )
-    held = sorted(p.name for p in folder.iterdir())
-    return f"{what}: it holds {some(held)}."
+    return f"{what}: it holds {some(sorted(p.name for p in folder.iterdir()))}."

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST = 100_000_000  # bytes of header, the format's own limit
 METADATA = "__metadata__"
-AGAIN = "Download or copy the file again."
+AGAIN = "Copy or save it again."
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,12 @@ def read_header(path: Path) -> Header:
         StorageError: not there, truncated, longer than its header says, or malformed: unknown
             dtypes, names that stand twice, offsets with holes, overlaps, or of the wrong size.
     """
-    try:
-        with open(path, "rb") as file:
-            state = os.fstat(file.fileno())
-            length = int.from_bytes(file.read(8), "little")
-            if state.st_size < 8 or not 2 <= length <= min(LONGEST, state.st_size - 8):
-                raise _damaged(path, f"its {state.st_size} bytes have no header of {length} bytes")
-            text = file.read(length)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+    with reading(path), open(path, "rb") as file:
+        state = os.fstat(file.fileno())
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(LONGEST, state.st_size - 8):
+            raise _damaged(path, f"its {state.st_size} bytes have no header of {length} bytes")
+        text = file.read(length)
     entries = parse_json(text, path)
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -86,19 +83,49 @@ def read_header(path: Path) -> Header:
     return Header(tensors, metadata, state.st_size, state.st_mtime_ns)
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """One JSON object, in which no name stands twice."""
+def write_header(tensors: dict[str, Spec], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+    """The header of a file that holds these tensors in this order, and where each will begin."""
+    entries: dict[str, Any] = {METADATA: metadata}
+    starts, end = [], 0
+    for name, spec in tensors.items():
+        starts.append(end)
+        end += spec.nbytes
+        entries[name] = {
+            "dtype": CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers begin where processors like it
+    head = len(text).to_bytes(8, "little") + text
+    return head, [len(head) + start for start in starts]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        StorageError: not there, no JSON object, or a name that stands twice.
+    """
+    with reading(path):
+        text = path.read_bytes()
+    return parse_json(text, path)
+
+
+def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in a text that stood in ``path``, in which no name stands twice."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
+        named = dict(items)
+        if len(named) != len(items):
             names = [name for name, _ in items]
-            twice = sorted({n for n in names if names.count(n) > 1})
-            raise _damaged(path, f"the name {twice[0]!r} stands in it twice")
-        return found
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _damaged(path, f"the name {twice!r} stands in it twice")
+        return named
 
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        document = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"no JSON: {error}") from error
     if not isinstance(document, dict):
@@ -106,13 +133,21 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A failure to read, as an error of ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+
+
 def _placed(entries: dict[str, Any], first: int, size: int, path: Path) -> dict[str, Stored]:
-    found = sorted(
-        ((_span(name, entry, path), name) for name, entry in entries.items()),
-        key=lambda item: (item[0][1], item[0][2]),
-    )
+    spans = [(*_span(name, entry, path), name) for name, entry in entries.items()]
     tensors, end = {}, 0
-    for (spec, start, stop), name in found:
+    for spec, start, stop, name in sorted(spans, key=lambda span: span[1:3]):
         if start != end:
             raise _damaged(path, f"{name!r} begins at byte {start} of the data, not at {end}")
         tensors[name] = Stored(spec, first + start)
@@ -128,24 +163,21 @@ def _span(name: str, entry: Any, path: Path) -> tuple[Spec, int, int]:
         code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(path, f"{name!r} lacks dtype, shape or data_offsets") from error
-    whole = isinstance(shape, list) and all(
+    if not isinstance(shape, list) or not all(
         type(n) is int and n >= 0 for n in (*shape, start, stop)
-    )
-    if not whole:
+    ):
         raise _damaged(path, f"{name!r} has an impossible shape or place: {shape}, {start}, {stop}")
     if not isinstance(code, str) or code not in DTYPES:
         raise StorageError(
-            f"{name!r} of {str(path)!r} is of dtype {code!r}, which cannot be read here: expected "
-            f"one of {', '.join(DTYPES)}."
+            f"{name!r} of {str(path)!r} is of dtype {code!r}: expected {', '.join(DTYPES)}."
         )
     spec = Spec(tuple(shape), DTYPES[code])
     if spec.nbytes != stop - start:
-        raise _damaged(
-            path, f"{name!r} ({code} {shape}) takes {spec.nbytes} bytes, placed in {stop - start}"
-        )
+        reason = f"{name!r} ({code} {shape}) takes {spec.nbytes} bytes, placed in {stop - start}"
+        raise _damaged(path, reason)
     return spec, start, stop
 
 
 def _damaged(path: Path, reason: str) -> StorageError:
-    kind = "index" if path.suffix == ".json" else "safetensors file"
+    kind = "JSON document" if path.suffix == ".json" else "safetensors file"
     return StorageError(f"{str(path)!r} is truncated or is no {kind} ({reason}). {AGAIN}")

@@ -1,38 +1,190 @@
-"""Written beside its target, then renamed into place: a killed run leaves no half of anything."""
+"""Written beside its target, then renamed into place, by one run at a time.
+
+A run that is killed leaves the old file or folder, or none, and never a half. What it left of its
+draft is removed by the next run that writes to the same place.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from blr_analysis.errors import StorageError
+
+_HELD: set[tuple[Path, int]] = set()  # what each thread of this process writes just now
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[Path]:
-    """A fresh folder next to ``target``, on the same file system, that is gone afterwards.
-
-    Write a draft into it and hand that to :func:`place`. Missing parents of ``target`` are made.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.parent / f".{target.name[:100]}.{uuid.uuid4().hex}.tmp"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def place(draft: Path, target: Path) -> None:
-    """Put ``draft``, a file or a folder made in :func:`beside`, where ``target`` is.
+def drafted(target: Path) -> Iterator[Path]:
+    """A name to write a file or a folder to, which takes ``target``'s place if all goes well.
 
     A file is replaced in one step. A folder takes two (the old one away, the new one in): a run
-    killed between them leaves none, and one that fails there puts the old one back.
+    killed between them leaves none, and one that fails there puts the old one back. Missing
+    parents of ``target`` are made.
+
+    Raises:
+        StorageError: another run writes it, or it cannot be written; what was there stays.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with drafted(Path(folder, "new", "notes.txt")) as draft:
+    ...         _ = draft.write_text("all of it")
+    ...     print(*(str(p.relative_to(folder)) for p in Path(folder).rglob("*")))
+    new new/notes.txt
     """
+    target = Path(os.path.realpath(target))
+    with (
+        held(target) as beside,
+        _worded(target),
+        tempfile.TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as folder,
+    ):
+        draft = Path(folder, "new")
+        yield draft
+        _place(draft, target)
+
+
+@contextmanager
+def held(target: Path) -> Iterator[Path]:
+    """Until the block ends no other run writes ``target``: for work that is long before it writes.
+
+    What comes back is a hidden folder beside ``target``, gone afterwards.
+
+    Raises:
+        StorageError: another run writes it, or the place cannot be written.
+    """
+    target = Path(os.path.realpath(target))
+    beside = target.parent / f".{target.name[:100]}.unfinished"
+    key = (target, threading.get_ident())
+    if key in _HELD:
+        yield beside
+        return
+    made: list[Path] = []
+    try:
+        with _worded(target):
+            made += [p for p in target.parents if not p.exists()]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lock = _claim(beside, target)
+        _HELD.add(key)
+        try:
+            yield beside
+        finally:
+            _HELD.remove(key)
+            shutil.rmtree(beside, ignore_errors=True)
+            _release(lock)
+    finally:
+        _remove_empty(made)
+
+
+@contextmanager
+def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder for several files, made if need be, and ours until the block ends.
+
+    It is known to be writable before anything long begins. Where the body raises and nothing was
+    written, a folder made here is removed again.
+
+    Raises:
+        StorageError: it cannot be made or written, is a file, or another run writes to it.
+    """
+    folder = Path(path).expanduser()
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    lock = None
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                lock = _lock(folder, folder)
+        except StorageError:
+            raise
+        except OSError as error:
+            reason = "it is a file" if folder.is_file() else error.strerror or str(error)
+            raise StorageError(
+                f"the output folder {str(folder)!r} cannot be written: {reason}; name another one"
+            ) from error
+        yield folder
+    except BaseException:
+        _remove_empty(made)
+        raise
+    finally:
+        _release(lock)
+
+
+def check_free(out: Path) -> None:
+    """Raise :class:`StorageError` unless ``out`` is new, or an empty folder."""
+    try:
+        there = out.is_dir()
+    except OSError as error:
+        raise StorageError(f"{str(out)!r:.80} cannot be written: {error.strerror}.") from error
+    if there:
+        first = min((p.name for p in out.iterdir()), default=None)
+        if first is not None:
+            raise StorageError(
+                f"the folder {str(out)!r} is not empty (it holds {first!r}): name a new one."
+            )
+    elif out.exists() or out.is_symlink():
+        raise StorageError(f"{str(out)!r} is there already and is no folder: name a new one.")
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Raise :class:`StorageError` unless the disk of ``out`` has ``needed`` bytes free."""
+    place = next(p for p in out.absolute().parents if p.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise StorageError(
+            f"the disk of {str(out)!r} has {free:,} bytes free of the {needed:,} that are to be "
+            "written: make room, or name another place."
+        )
+
+
+def _claim(folder: Path, target: Path) -> int | None:
+    """Make the hidden folder, lock it, and empty it of what a killed run left."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        lock = _lock(folder, target)
+        if lock is None:
+            return None
+        with suppress(FileNotFoundError):
+            if os.stat(folder).st_ino == os.fstat(lock).st_ino:
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                return lock
+        os.close(lock)  # its last holder removed it between our opening and our locking
+
+
+def _lock(folder: Path, target: Path) -> int | None:
+    """The descriptor that holds a folder; None where the system or the disk knows no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StorageError(
+            f"another run is writing {str(target)!r} just now: wait, or name another place."
+        ) from error
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _place(draft: Path, target: Path) -> None:
     for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
-        flush(file)
+        with open(file, "rb+") as written:
+            os.fsync(written.fileno())
     if not (draft.is_dir() and target.exists()):
         os.replace(draft, target)
         return
@@ -45,7 +197,20 @@ def place(draft: Path, target: Path) -> None:
         raise
 
 
-def flush(path: Path) -> None:
-    """Let the disk have what was written to a file."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+@contextmanager
+def _worded(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"cannot write {str(target)!r}: {error}. What was there before is unchanged; name a "
+            "place that can be written and has room."
+        ) from error

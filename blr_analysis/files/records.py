@@ -1,8 +1,9 @@
-"""The record of a stored posterior: strict JSON, with the format's name and version."""
+"""The record beside stored tensors: strict JSON, with the format's name and version."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ FIELDS = (
     "frozen",
     "model_sha256",
 )
-AGAIN = "Copy it again from its source, or save the posterior again."
+EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 
 
 def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
@@ -39,22 +40,8 @@ def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
         ) from error
 
 
-def decode(text: str, path: Path) -> dict[str, Any]:
-    """The JSON object in ``text``, which stood in ``path``."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise StorageError(
-            f"{str(path)!r} holds no JSON ({error}): it is truncated or foreign. {AGAIN}"
-        ) from error
-    if not isinstance(document, dict):
-        raise StorageError(f"{str(path)!r} holds a {type(document).__name__}, not a record.")
-    return document
-
-
-def decode_record(text: str, path: Path) -> dict[str, Any]:
-    """The same, refused unless it is a record of the format and version that are read here."""
-    record = decode(text, path)
+def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record, refused unless it is of the format and version that are read here."""
     if record.get("format") != FORMAT:
         raise StorageError(
             f"{str(path)!r} is of format {record.get('format')!r}: expected {FORMAT!r}, which "
@@ -62,7 +49,58 @@ def decode_record(text: str, path: Path) -> dict[str, Any]:
         )
     if record.get("version") != VERSION:
         raise StorageError(
-            f"{str(path)!r} is of version {record.get('version')!r}; this release reads version "
-            f"{VERSION}. Upgrade blr_analysis, or save the posterior again with this release."
+            f"{str(path)!r} is of version {record.get('version')!r}, this release reads {VERSION}: "
+            "upgrade blr_analysis, or save it again with this release."
         )
     return record
+
+
+def checked_diagonal(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """The record of diagonal precisions, complete: its kind by today's name, δ as floats.
+
+    Raises:
+        StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
+            entry per weight.
+    """
+    again = "Save it again with this release, or write it with write_precision."
+    if record.get("structure") != "diag":
+        raise StorageError(
+            f"{where!r} is of structure {record.get('structure')!r}: models are merged with "
+            "diagonal precisions. Fit one with structure='diag'."
+        )
+    names = record.get("parameters")
+    if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+        raise StorageError(f"the record of {where!r} names no parameters. {again}")
+    n = record.get("n_data")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise StorageError(
+            f"the record of {where!r} has n_data={n!r}: expected the number of examples that the "
+            f"precision is a sum over. {again}"
+        )
+    tied, frozen = record.get("tied") or {}, record.get("frozen") or []
+    if not isinstance(frozen, list) or not (
+        isinstance(tied, dict) and all(isinstance(aliases, list) for aliases in tied.values())
+    ):
+        raise StorageError(f"the record of {where!r} has malformed tied or frozen names. {again}")
+    kind = record.get("kind")
+    kind = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
+    return {**record, "kind": kind, "prior_precision": _prior(record, names, where)}
+
+
+def _prior(record: Mapping[str, Any], names: list[str], where: str) -> float | dict[str, float]:
+    prior: Any = record.get("prior_precision")
+    for value in prior.values() if isinstance(prior, dict) else [prior]:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (real and math.isfinite(value) and value >= 0):
+            raise StorageError(
+                f"the record of {where!r} has prior_precision={prior!r}: expected a finite number, "
+                "at least 0, or one per name."
+            )
+    if not isinstance(prior, dict):
+        return float(prior)
+    if set(prior) != set(names):
+        raise StorageError(
+            f"{where!r} has a prior precision with an entry per weight for "
+            f"{sorted(set(names) ^ set(prior))[:5]}: save it with one number per tensor."
+        )
+    return {name: float(value) for name, value in prior.items()}

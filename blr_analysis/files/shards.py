@@ -1,82 +1,52 @@
-"""The folder layout of a stored posterior: shards, their index, and the record beside them."""
+"""Safetensors files of a chosen size and their index, as Hugging Face names them."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blr_analysis.checks import some
-from blr_analysis.errors import StorageError
-from blr_analysis.files.records import AGAIN, decode, decode_record, encode
-
-SHARD_KEY = "blr_analysis.shard"
-INDEX_FILE = "precision.safetensors.index.json"
-CONFIG_FILE = "precision_config.json"
-MIXED = "The files are from different saves: save the posterior again."
+from blr_analysis.checks import positive_int
+from blr_analysis.files.headers import write_header
+from blr_analysis.files.source import Spec
 
 
-def write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], record: dict[str, Any], max_shard_bytes: int
-) -> None:
-    """Fill an empty ``folder``: every shard, then the index, then the record."""
-    shards = split(tensors, max_shard_bytes)
-    weight_map = {}
-    for k, names in enumerate(shards, start=1):
-        file = f"precision-{k:05d}-of-{len(shards):05d}.safetensors"
-        metadata = {"format": "pt", SHARD_KEY: f"{k} of {len(shards)}"}
-        save_tensors({name: tensors[name] for name in names}, folder / file, metadata)
-        weight_map |= dict.fromkeys(names, file)
-    index = {
-        "metadata": {
-            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-            "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
-        },
-        "weight_map": weight_map,
-    }
-    for name, document in ((INDEX_FILE, index), (CONFIG_FILE, record)):
-        (folder / name).write_text(encode(document, indent=2) + "\n", encoding="utf-8")
+def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Names, in order, in runs of at most ``max_shard_bytes`` (a larger tensor stands alone).
 
-
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What :func:`write_folder` wrote; refused unless index, shards and shapes agree."""
-    record = read_config(folder)
-    weight_map, shapes = _index(folder / INDEX_FILE)
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(file, []).append(name)
-    missing = [file for file in by_file if not (folder / file).is_file()]
-    if missing:
-        raise StorageError(
-            f"the index of {str(folder)!r} names shards that are not there: {some(missing)}. "
-            "Copy the whole folder, or save the posterior again."
-        )
-    tensors = {}
-    for file, names in by_file.items():
-        tensors |= _read_shard(folder / file, names, shapes)
-    return {name: tensors[name] for name in weight_map}, record
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The record of a folder."""
-    return decode_record(_text(folder / CONFIG_FILE), folder / CONFIG_FILE)
-
-
-def split(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Names, in order, in runs of at most ``max_shard_bytes`` (a larger tensor stands alone)."""
+    >>> split({"a": 20, "b": 8, "c": 8}, 16)
+    [['a'], ['b', 'c']]
+    """
     shards: list[list[str]] = []
     room = 0
-    for name, tensor in tensors.items():
-        if not shards or tensor.nbytes > room:
+    for name, size in nbytes.items():
+        if not shards or size > room:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(name)
-        room -= tensor.nbytes
+        room -= size
     return shards
+
+
+def shard_name(stem: str, k: int, count: int) -> str:
+    """The file of shard ``k`` of ``count``, counted from 1."""
+    return f"{stem}-{k:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(
+    folder: Path, stem: str, shards: Mapping[str, list[str]], metadata: Mapping[str, Any]
+) -> None:
+    """Which file holds which tensor, and what else is to be said of them."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    (folder / f"{stem}.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -96,59 +66,68 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     path.chmod(mode)
 
 
-def _read_shard(path: Path, names: list[str], shapes: dict[str, Any]) -> dict[str, Tensor]:
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            stored = set(file.keys())
-            if stored != set(names):
-                raise StorageError(
-                    f"shard {str(path)!r} and the index disagree: only the index names "
-                    f"{some(sorted(set(names) - stored))}; only the shard holds "
-                    f"{some(sorted(stored - set(names)))}. {MIXED}"
-                )
-            tensors = {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise StorageError(
-            f"shard {str(path)!r} is truncated or is no safetensors file ({error}). {AGAIN}"
-        ) from error
-    for name, tensor in tensors.items():
-        if _describe(tensor) != shapes[name]:
-            raise StorageError(
-                f"tensor {name!r} of {str(path)!r} is {_describe(tensor)}, but the index says "
-                f"{shapes[name]}. {MIXED}"
-            )
-    return tensors
+class Shards:
+    """Files whose every tensor is placed before the first is written, piece by piece.
 
+    ``begin`` makes the files, headers written and space reserved; then ``put`` may be called by
+    several threads, never twice for one entry. ``names`` are the files'.
 
-def _index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    index = decode(_text(path), path)
-    weight_map, metadata = index.get("weight_map"), index.get("metadata")
-    shapes = metadata.get("tensors") if isinstance(metadata, dict) else None
-    if not isinstance(weight_map, dict) or not isinstance(shapes, dict):
-        raise StorageError(
-            f"{str(path)!r} is no index of ours: expected 'weight_map' and 'metadata' → "
-            f"'tensors'. {AGAIN}"
+    >>> import tempfile
+    >>> from blr_analysis.files import Folder
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     shards = Shards(Path(folder), {"w": Spec((3,), torch.float32)}, 100)
+    ...     shards.begin()
+    ...     shards.put("w", 1, torch.ones(2))
+    ...     shards.names, Folder.open(folder).tensor("w")
+    (['model.safetensors'], tensor([0., 1., 1.]))
+    """
+
+    def __init__(
+        self, folder: Path, specs: Mapping[str, Spec], max_shard_bytes: int, stem: str = "model"
+    ) -> None:
+        self.folder, self.stem, self.specs = folder, stem, specs
+        runs = split(
+            {n: s.nbytes for n, s in specs.items()},
+            positive_int("max_shard_bytes", max_shard_bytes),
         )
-    if set(weight_map) != set(shapes):
-        odd = sorted(set(weight_map) ^ set(shapes))
-        raise StorageError(f"{str(path)!r} places or describes only half of {some(odd)}. {AGAIN}")
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise StorageError(f"{str(path)!r} names a shard outside its folder: {file!r}.")
-    return weight_map, shapes
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        raise StorageError(
-            f"{str(path.parent)!r} holds no {path.name}: expected a folder that Posterior.save "
-            "wrote."
+        count = len(runs)
+        names = [shard_name(stem, k, count) for k in range(1, count + 1)]
+        self._shards = dict(
+            zip([f"{stem}.safetensors"] if count == 1 else names, runs, strict=True)
         )
+        self.names = list(self._shards)
+        self._places: dict[str, tuple[Path, int]] = {}
+
+    def begin(self) -> None:
+        """Make the files."""
+        for file, names in self._shards.items():
+            path = self.folder / file
+            tensors = {n: self.specs[n] for n in names}
+            head, starts = write_header(tensors, {"format": "pt"})
+            with open(path, "xb", buffering=0) as made:
+                _reserve(made.fileno(), len(head) + sum(s.nbytes for s in tensors.values()))
+                made.write(head)
+            self._places |= {n: (path, at) for n, at in zip(names, starts, strict=True)}
+        if len(self._shards) > 1:
+            total = sum(spec.nbytes for spec in self.specs.values())
+            write_index(self.folder, self.stem, self._shards, {"total_size": total})
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
+        path, offset = self._places[name]
+        view = values.contiguous().view(torch.uint8).numpy().data
+        with open(path, "r+b", buffering=0) as file:
+            file.seek(offset + start * self.specs[name].dtype.itemsize)
+            while view:
+                view = view[file.write(view) :]
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Room for a file, so that a full disk shows before anything is computed."""
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise StorageError(f"{str(path)!r} is no text in UTF-8 ({error}). {AGAIN}") from error
-
-
-def _describe(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        unsupported = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+        if isinstance(error, OSError) and error.errno not in unsupported:
+            raise
+        os.ftruncate(fd, size)

@@ -1,16 +1,21 @@
-"""What a bag of named tensors answers: which there are, and the numbers of a piece of one."""
+"""Named tensors, wherever they are: which there are, and the numbers of a piece of one."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
+from blr_analysis.progress import track
+
+PIECE = 2**22  # bytes that a fingerprint reads at a time
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,55 @@ class Source(ABC):
         spec = self.piece(name, 0, 0)
         flat = self.read(name, 0, spec.numel, Scratch())
         return flat.clone().view(spec.shape)
+
+
+class Loaded(Source):
+    """A state dict as a source; pieces are views of its tensors where those have no holes.
+
+    Raises:
+        InputError: no tensors, or values that are none, or that hold no numbers.
+
+    Example:
+        >>> import torch
+        >>> Loaded("mine", {"w": torch.arange(4)}).read("w", 1, 3, Scratch())
+        tensor([1, 2])
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Any]) -> None:
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise InputError(
+                f"{name} must be a state dict with at least one tensor, got "
+                f"{'an empty one' if isinstance(tensors, Mapping) else type(tensors).__name__}"
+            )
+        for key, value in tensors.items():
+            if not isinstance(key, str) or not isinstance(value, Tensor):
+                raise InputError(f"{name}: {key!r} is no tensor but a {type(value).__name__}")
+            if value.is_meta or value.is_sparse or value.is_quantized:
+                raise InputError(f"{name}: {key!r} is no dense tensor that holds numbers")
+        self.name = name
+        self.tensors: dict[str, Tensor] = {k: v.detach() for k, v in tensors.items()}
+        self.specs = {k: Spec(tuple(v.shape), v.dtype) for k, v in self.tensors.items()}
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        self.piece(name, start, stop)
+        return self.tensors[name].reshape(-1)[start:stop]
+
+
+def fingerprint(source: Source, *, progress: bool | None = None) -> str:
+    """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name.
+
+    Two folders that hold the same tensors agree, whatever their shards and metadata.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    digest, scratch = hashlib.sha256(), Scratch()
+    for name in track(sorted(source.specs), label="sha256", show=progress):
+        spec = source.specs[name]
+        dtype = str(spec.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
+        step = max(1, PIECE // spec.dtype.itemsize)
+        for start in range(0, spec.numel, step):
+            flat = source.read(name, start, min(start + step, spec.numel), scratch)
+            digest.update(flat.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -27,24 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from blr_analysis.checks import some
+from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.files.placing import beside, place
-from blr_analysis.files.records import AGAIN, FORMAT, VERSION, decode_record, encode
-from blr_analysis.files.shards import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    SHARD_KEY,
-    read_config,
-    read_folder,
-    save_tensors,
-    write_folder,
-)
+from blr_analysis.files.folder import Folder
+from blr_analysis.files.headers import parse_json, read_header, read_json, reading
+from blr_analysis.files.placing import drafted
+from blr_analysis.files.records import FORMAT, VERSION, checked, encode
+from blr_analysis.files.shards import save_tensors, shard_name, split, write_index
+from blr_analysis.files.source import Spec
 
+STEM = "precision"
+INDEX_FILE = f"{STEM}.safetensors.index.json"
+CONFIG_FILE = "precision_config.json"
 RECORD_KEY = "blr_analysis"
+SHARD_KEY = "blr_analysis.shard"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
@@ -85,29 +83,34 @@ def write(
         precision_config.json
     """
     target = _target(path)
-    single = Path(path).suffix == ".safetensors"
     document = {**record, "format": FORMAT, "version": VERSION}
     text = encode(document)
     _check_tensors(tensors)
-    if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
-        raise InputError(f"max_shard_bytes must be a positive number, not {max_shard_bytes!r}.")
-    try:
+    positive_int("max_shard_bytes", max_shard_bytes)
+    single = Path(path).suffix == ".safetensors"
+    with drafted(target) as draft:
         _check_free(target, single)
-        with beside(target) as folder:
-            draft = folder / "new"
-            if single:
-                save_tensors(tensors, draft, {"format": "pt", RECORD_KEY: text})
-            else:
-                draft.mkdir()
-                write_folder(draft, tensors, document, max_shard_bytes)
-            place(draft, target)
-    except StorageError:
-        raise
-    except (OSError, SafetensorError) as error:
+        if single:
+            save_tensors(tensors, draft, {"format": "pt", RECORD_KEY: text})
+        else:
+            draft.mkdir()
+            _write_folder(draft, tensors, document, max_shard_bytes)
+
+
+def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
+    """Where :func:`write` will put ``path``, before any work.
+
+    Raises:
+        StorageError: something is there and ``force`` is not given, or could not be replaced.
+    """
+    target = _target(path)
+    if target.exists() and not force:
         raise StorageError(
-            f"cannot write {str(target)!r}: {error}. What was there before is unchanged; name a "
-            "place that can be written and has room."
-        ) from error
+            f"{str(target)!r} is already there: name another place with out= (--out), or pass "
+            "force=True (--force) to replace it."
+        )
+    _check_free(target, single=Path(path).suffix == ".safetensors")
+    return target
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -117,26 +120,53 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         StorageError: nothing there, a pickle, a foreign format or version, a truncated file, or
             a folder whose index, shards and shapes do not agree.
     """
+    record = read_record(path)
+    source = Folder.open(_target(path), stem=STEM)
+    if "tensors" in source.index:
+        _check_described(source, source.index["tensors"])
+    return {name: source.tensor(name) for name in source.specs}, record
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record alone; no tensor is read.
+
+    Raises:
+        StorageError: as :func:`read`.
+    """
     target = _target(path)
-    try:
-        if target.is_dir():
-            tensors, record = read_folder(target)
-        elif target.exists():
-            tensors, record = _read_file(target)
-        else:
+    with reading(target):
+        if not target.exists():
             raise StorageError(
                 f"nothing is stored at {str(target)!r}: expected a .safetensors file or a folder "
                 f"with {CONFIG_FILE}."
             )
-    except SafetensorError as error:
+        record = find_record(target)
+    if record is None:
+        lacks = f"no {CONFIG_FILE}" if target.is_dir() else f"no {RECORD_KEY!r} record"
         raise StorageError(
-            f"{str(target)!r} is truncated or is no safetensors file ({error}). {AGAIN}"
-        ) from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(target)!r}: {error}.") from error
-    return tensors, record
+            f"{str(target)!r} holds {lacks} (the weights of a model, perhaps): expected what "
+            "Posterior.save wrote."
+        )
+    return record
+
+
+def find_record(path: Path) -> dict[str, Any] | None:
+    """The record of stored tensors, or None for those that another program wrote.
+
+    Raises:
+        StorageError: a file that is damaged, of another format or version, or one shard of many.
+    """
+    config = path / CONFIG_FILE
+    if config.is_file():
+        return checked(read_json(config), config)
+    file = path / f"{STEM}.safetensors" if path.is_dir() else path
+    metadata = read_header(file).metadata if file.is_file() else {}
+    if SHARD_KEY in metadata:
+        raise StorageError(
+            f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "
+            f"{str(path.parent)!r}."
+        )
+    return checked(parse_json(metadata[RECORD_KEY], path), path) if RECORD_KEY in metadata else None
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -157,49 +187,35 @@ def remove(path: str | os.PathLike[str]) -> None:
         raise StorageError(f"cannot remove {str(target)!r}: {error}.") from error
 
 
-def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record alone; no tensor is read.
-
-    Raises:
-        StorageError: as :func:`read`.
-    """
-    target = _target(path)
-    if not target.exists():
-        raise StorageError(f"nothing is stored at {str(target)!r}.")
-    try:
-        if target.is_dir():
-            return read_config(target)
-        with safe_open(str(target), framework="pt", device="cpu") as file:
-            return _record_in(file.metadata() or {}, target)
-    except SafetensorError as error:
-        raise StorageError(
-            f"{str(target)!r} is truncated or is no safetensors file ({error}). {AGAIN}"
-        ) from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(target)!r}: {error}.") from error
+def _write_folder(
+    folder: Path, tensors: Mapping[str, Tensor], record: dict[str, Any], max_shard_bytes: int
+) -> None:
+    """Every shard, then the index, then the record."""
+    runs = split({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
+    count = len(runs)
+    shards = {shard_name(STEM, k, count): names for k, names in enumerate(runs, start=1)}
+    for k, (file, names) in enumerate(shards.items(), start=1):
+        metadata = {"format": "pt", SHARD_KEY: f"{k} of {count}"}
+        save_tensors({name: tensors[name] for name in names}, folder / file, metadata)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    described = {name: _describe(tensor) for name, tensor in tensors.items()}
+    write_index(folder, STEM, shards, {"total_size": total, "tensors": described})
+    (folder / CONFIG_FILE).write_text(encode(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with safe_open(str(path), framework="pt", device="cpu") as file:
-        record = _record_in(file.metadata() or {}, path)
-        names = file.keys()
-        return {name: file.get_tensor(name) for name in names}, record
+def _check_described(source: Folder, described: Any) -> None:
+    held = {name: _describe(spec) for name, spec in source.specs.items()}
+    described = described if isinstance(described, dict) else {}
+    for name in {**held, **described}:
+        if held.get(name) != described.get(name):
+            raise StorageError(
+                f"tensor {name!r} of {source.name!r} is {held.get(name)}, but the index says "
+                f"{described.get(name)}: files of different saves. Save the posterior again."
+            )
 
 
-def _record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    if SHARD_KEY in metadata:
-        raise StorageError(
-            f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "
-            f"{str(path.parent)!r}."
-        )
-    if RECORD_KEY not in metadata:
-        raise StorageError(
-            f"{str(path)!r} is a safetensors file without a {RECORD_KEY!r} record (the "
-            "weights of a model, perhaps): expected a file that Posterior.save wrote."
-        )
-    return decode_record(metadata[RECORD_KEY], path)
+def _describe(tensor: Tensor | Spec) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ from torch import nn
 
 from blr_analysis.checks import instance, path_of
 from blr_analysis.errors import ModelError, StorageError
+from blr_analysis.files import storage
 from blr_analysis.huggingface.models import read_config
 from blr_analysis.posterior.capture import from_checkpoint
 from blr_analysis.posterior.precision_files import write_captured
@@ -73,8 +74,7 @@ def checkpoint_precision(
             f"there is no folder {str(place)!r}: name one checkpoint of a Trainer's output"
         )
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    if target.exists() and not force:
-        raise StorageError(f"{str(target)!r} is already there: pass force=True to replace it")
+    storage.check_target(target, force=force)
     if model is not None:
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
     captured = from_checkpoint(

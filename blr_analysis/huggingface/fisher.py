@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from blr_analysis.checks import one_of, path_of, positive_int, some
-from blr_analysis.errors import InputError, StorageError
+from blr_analysis.checks import one_of, path_of, positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.files import held, storage
 from blr_analysis.huggingface.data import Texts, class_indices, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
-from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model
+from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, read_config
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.precision_files import write_precision
@@ -132,44 +133,45 @@ def fisher(
         raise InputError("samples belongs to kind='mc', whose labels are drawn")
     place = Path(path_of(model)).expanduser()
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    check_target(target, force)
-    loaded = load_model(place, task=task, device=device)
-    check_kind(kind, loaded.task == "causal_lm", batch_size)
-    names = checkpoint_names(loaded)
-    encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
-    diagonal = fisher_diagonal(
-        task_of(encoded, loaded),
-        kind=kind,
-        samples=samples,
-        seed=seed,
-        batch_size=batch_size,
-        memory_budget=memory_budget,
-        lengths=encoded.lengths,
-        progress=progress,
-    )
-    n = len(texts)
-    tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
-    write_precision(
-        target,
-        tensors,
-        kind=kind,
-        definition=definition(kind, samples, batch_size, loaded.task),
-        n_data=n,
-        model=place,
-        dtype=dtype,
-        batch_size=batch_size,
-        samples=samples if kind == "fisher_mc" else None,
-        examples=len(encoded),
-        seed=seed,
-        max_length=encoded.max_length,
-        truncated=encoded.truncated,
-        data=texts.path.name,
-        columns=list(texts.columns),
-        likelihood=loaded.likelihood,
-        source="fisher",
-        frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
-        tied=_tied(loaded, names),
-    )
+    read_config(place)
+    with held(storage.check_target(target, force=force)):  # by one run at a time
+        loaded = load_model(place, task=task, device=device)
+        check_kind(kind, loaded.task == "causal_lm", batch_size)
+        names = checkpoint_names(loaded)
+        encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
+        diagonal = fisher_diagonal(
+            task_of(encoded, loaded),
+            kind=kind,
+            samples=samples,
+            seed=seed,
+            batch_size=batch_size,
+            memory_budget=memory_budget,
+            lengths=encoded.lengths,
+            progress=progress,
+        )
+        n = len(texts)
+        tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
+        write_precision(
+            target,
+            tensors,
+            kind=kind,
+            definition=definition(kind, samples, batch_size, loaded.task),
+            n_data=n,
+            model=place,
+            dtype=dtype,
+            batch_size=batch_size,
+            samples=samples if kind == "fisher_mc" else None,
+            examples=len(encoded),
+            seed=seed,
+            max_length=encoded.max_length,
+            truncated=encoded.truncated,
+            data=texts.path.name,
+            columns=list(texts.columns),
+            likelihood=loaded.likelihood,
+            source="fisher",
+            frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
+            tied=_tied(loaded, names),
+        )
     size = sum(t.numel() for t in tensors.values())
     zeros = sum(int((t == 0).sum()) for t in tensors.values())
     return FisherResult(
@@ -200,25 +202,6 @@ def definition(kind: str, samples: int, batch_size: int | None, task: str) -> st
         f"{formula}; g_i the gradient of example i's loss, {loss}; summed over n_data examples "
         "(published merging scripts average: divide by n_data to compare)"
     )
-
-
-def check_target(target: Path, force: bool) -> None:
-    """Raise :class:`StorageError` before any work where the result could not be put."""
-    if target.exists() and not force:
-        raise StorageError(
-            f"{str(target)!r} is already there: name another out= (--out), or force=True (--force)."
-        )
-    if target.is_dir():
-        foreign = [p.name for p in sorted(target.iterdir()) if not p.name.startswith("precision")]
-        if foreign:
-            raise StorageError(
-                f"the folder {str(target)!r} holds other files ({some(foreign)}): name a new one."
-            )
-    above = next((p for p in target.absolute().parents if p.exists()), Path("/"))
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise StorageError(
-            f"{str(target)!r} cannot be written: {str(above)!r} is read-only or no folder."
-        )
 
 
 def _read(

@@ -15,17 +15,16 @@ from tqdm import tqdm
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.files import Loaded, Source
+from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
 from blr_analysis.merging.fates import MERGED, Part
-from blr_analysis.merging.files import check_free, copy_files, draft_of
+from blr_analysis.merging.files import copy_files
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.opening import plan as plan_job
 from blr_analysis.merging.opening import reference_folder
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD, Plan, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
-from blr_analysis.merging.stream import stream
-from blr_analysis.merging.writing import Memory, Shards, check_room, write_text
+from blr_analysis.merging.stream import Memory, stream
 from blr_analysis.views import Tabular
 
 State = Mapping[str, Tensor]
@@ -110,8 +109,9 @@ def execute(
     reference = reference_folder(plan.job)
     source = plan.job.tokenizer_source
     tokenizer = reference if source == "base" else Path(source)
-    with draft_of(Path(os.path.realpath(target))) as draft:
-        shards = Shards(draft, plan.items, max_shard_bytes)
+    with drafted(target) as draft:
+        draft.mkdir()
+        shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
         with _bar(plan.bytes_read, progress) as bar:
             fallback = stream(plan, shards, bar.update)
@@ -119,7 +119,9 @@ def execute(
         seconds = time.perf_counter() - started
         report = MergeReport(target, plan, dict(fallback), files, tuple(shards.names), seconds)
         if documents is not None:
-            write_text(draft, documents(report))
+            for name, text in documents(report).items():
+                (draft / name).write_text(text, encoding="utf-8")
+        check_free(target)
     return report
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 
-from blr_analysis.errors import InputError, ModelError, StorageError
-from blr_analysis.files import Folder, Source
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Folder, Source, read_config
 from blr_analysis.merging.adapters import is_adapter, open_adapter
 from blr_analysis.merging.fates import Part
 from blr_analysis.merging.job import Job
@@ -19,7 +18,6 @@ from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.plan import MAX_MEMORY, Plan, make_plan
 from blr_analysis.merging.precisions import open_precision
 
-CONFIG = "config.json"
 # What changes a model's outputs and not the shapes of its weights.
 SAME = (
     "num_attention_heads",
@@ -81,24 +79,6 @@ def reference_folder(job: Job) -> Path:
         return job.base
     plain = [m.model for m in job.members if not is_adapter(m.model)]
     return plain[0]
-
-
-def read_config(model: Path) -> Mapping[str, Any]:
-    """A model folder's configuration; empty where there is none.
-
-    Raises:
-        StorageError: it is no JSON object.
-    """
-    file = model / CONFIG
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{str(file)!r} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise StorageError(f"{str(file)!r} holds no configuration but a {type(config).__name__}")
-    return config
 
 
 def _open(model: Path, base: Source | None) -> Source:

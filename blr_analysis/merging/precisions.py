@@ -17,10 +17,8 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec
-from blr_analysis.files.records import decode_record
-from blr_analysis.files.shards import CONFIG_FILE
-from blr_analysis.files.storage import RECORD_KEY
+from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, storage
+from blr_analysis.files.records import checked_diagonal
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.prior import Prior
@@ -94,43 +92,29 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
         StorageError: nothing there, damaged, or of a structure that is not diagonal.
         InputError: no record and no ``n_data``, or an ``n_data`` that contradicts the record.
     """
-    source = Folder.open(path, stem="precision")
-    record = _record(path, source)
+    source = Folder.open(path, stem=storage.STEM)
+    record = storage.find_record(path)
     if record is None:
         if n_data is None:
             raise InputError(
-                f"n_data is missing for {str(path)!r}: the file has no record of blr_analysis, so "
-                "its numbers are taken as averages over the examples, and n_data, how many there "
-                "were, says what they weigh. Give n_data beside the precision"
+                f"n_data is missing for {str(path)!r}: without a record its numbers are taken as "
+                "averages over the examples. Give n_data, how many there were, beside it"
             )
         return Precision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
-    if record.get("structure", "diag") != "diag":
-        raise StorageError(
-            f"{str(path)!r} is of structure {record['structure']!r}: a merge takes diagonal "
-            "precisions, with one number per weight. Save one of structure='diag'."
-        )
-    known = record.get("n_data")
-    if not isinstance(known, int) or known < 1:
-        raise InputError(f"n_data is missing in the record of {str(path)!r}: compute it again")
-    if n_data is not None and n_data != known:
+    record = checked_diagonal(record, str(path))
+    if n_data is not None and n_data != record["n_data"]:
         raise InputError(
-            f"{str(path)!r} says that it is a sum over n_data={known} examples, not {n_data}: "
-            "leave n_data out"
+            f"{str(path)!r} says that it is a sum over n_data={record['n_data']} examples, not "
+            f"{n_data}: leave n_data out"
         )
-    try:
-        names = record.get("parameters") or [n for n in source.specs if not n.endswith(".mean")]
-        prior = Prior.of_any(record.get("prior_precision", 0.0)).within(record)
-        return Precision(
-            source,
-            _stored(source, names, record.get("tied") or {}),
-            _priors(path, prior, names, source),
-            frozen=frozenset(record.get("frozen") or ()),
-            kind=str(record.get("kind", "")),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(
-            f"the record of {str(path)!r} is malformed ({error!r}): compute the precision again."
-        ) from error
+    names = record["parameters"]
+    return Precision(
+        source,
+        _stored(source, names, record.get("tied")),
+        Prior.of_any(record["prior_precision"]).within(record).numbers(names),
+        frozen=frozenset(record.get("frozen") or ()),
+        kind=record["kind"] or "",
+    )
 
 
 def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision:
@@ -143,7 +127,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
             )
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)
-        tied = given.record.get("tied") or {}
+        tied = given.record.get("tied")
         frozen = frozenset(given.record.get("frozen") or ())
         prior = given.prior.within(given.record)
         if prior.tensors:
@@ -157,39 +141,17 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
     return Precision(source, {n: n for n in source.specs}, scale=scale)
 
 
-def _record(path: Path, source: Folder) -> dict[str, Any] | None:
-    config = path / CONFIG_FILE
-    if path.is_dir() and config.is_file():
-        try:
-            return decode_record(config.read_text(encoding="utf-8"), config)
-        except UnicodeDecodeError as error:
-            raise StorageError(f"{str(config)!r} is no text in UTF-8 ({error}).") from error
-    if RECORD_KEY in source.metadata:
-        return decode_record(source.metadata[RECORD_KEY], path)
-    return None
-
-
 def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
     missing = [n for n in names if n not in source.specs]
     if missing:
         raise StorageError(f"{source.name!r} lacks the precisions of {some(missing)}.")
     stored = {n: n for n in names}
-    if isinstance(tied, Mapping):
-        for first, aliases in tied.items():
-            group = [first, *aliases]
-            held = next((n for n in group if n in stored), None)
-            if held is not None:
-                stored |= {n: stored[held] for n in group}
+    for first, aliases in (tied or {}).items():
+        group = [first, *aliases]
+        held = next((n for n in group if n in stored), None)
+        if held is not None:
+            stored |= {n: stored[held] for n in group}
     return stored
-
-
-def _priors(path: Path, prior: Prior, names: Iterable[str], source: Source) -> dict[str, float]:
-    if any(f"{n}.prior_precision" in source.specs for n in names):
-        raise StorageError(
-            f"{str(path)!r} has a prior precision for every single weight, which is not taken off "
-            "here: save the data's part alone, with prior precision 0."
-        )
-    return Prior.read(prior, dict.fromkeys(names, ())).numbers(names)
 
 
 def check_fits(precision: Precision, reference: Source) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,8 +20,21 @@ from blr_analysis.merging.plan import Plan
 class Sink(Protocol):
     """Where merged pieces go; called by several threads, never twice for one entry."""
 
-    def put(self, item: Item, start: int, values: Tensor) -> None:
+    def put(self, name: str, start: int, values: Tensor) -> None:
         """Take entries ``[start, start + len(values))`` of a tensor, in its dtype."""
+
+
+class Memory:
+    """Whole tensors in memory; a sink like :class:`blr_analysis.files.Shards`."""
+
+    def __init__(self, items: Sequence[Item], devices: Mapping[str, torch.device]) -> None:
+        self.tensors = {
+            i.name: torch.empty(i.spec.shape, dtype=i.spec.dtype, device=devices[i.name])
+            for i in items
+        }
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        self.tensors[name].view(-1)[start : start + len(values)] = values
 
 
 Piece = tuple[Item, int, int]
@@ -93,7 +106,7 @@ def _pieces(plan: Plan) -> Iterator[Piece]:
 
 def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch) -> int:
     if item.fate == COPIED:
-        sink.put(item, start, plan.reference.read(item.name, start, stop, scratch))
+        sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
         return 0
     base = None if plan.base is None else plan.base.read(item.name, start, stop, scratch)
     models = [
@@ -117,7 +130,7 @@ def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: S
         result = torch.empty(stop - start, dtype=plan.dtype, device=device)
     undefined = combine_into(result, base, models, item.weights, curved, first, scratch)
     _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
-    sink.put(item, start, _rounded(result, item.spec.dtype, scratch))
+    sink.put(item.name, start, _rounded(result, item.spec.dtype, scratch))
     return undefined if plan.method.uses_precisions else 0
 
 

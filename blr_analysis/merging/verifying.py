@@ -11,7 +11,6 @@ from tqdm import tqdm
 from blr_analysis.errors import StorageError
 from blr_analysis.files import Folder, Scratch, fingerprint
 from blr_analysis.merging.merge import MergeReport
-from blr_analysis.merging.plan import Item
 from blr_analysis.merging.stream import stream
 
 
@@ -22,16 +21,15 @@ class Compared:
         self._folder = folder
         self._own = threading.local()
 
-    def put(self, item: Item, start: int, values: Tensor) -> None:
+    def put(self, name: str, start: int, values: Tensor) -> None:
         if not hasattr(self._own, "scratch"):
             self._own.scratch = Scratch()
         stop = start + len(values)
-        written = self._folder.read(item.name, start, stop, self._own.scratch)
+        written = self._folder.read(name, start, stop, self._own.scratch)
         if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
             raise StorageError(
-                f"{item.name!r} in {self._folder.name!r} is not what was merged: the disk, or "
-                "something that wrote to it in the meantime, changed it. Remove the folder and "
-                "merge again."
+                f"{name!r} in {self._folder.name!r} is not what was merged: something changed it "
+                "since. Remove the folder and merge again."
             )
 
 

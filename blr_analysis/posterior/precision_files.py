@@ -21,7 +21,6 @@ so that the data's part is always H = tensor − ``prior_precision`` (δ of the 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -30,9 +29,9 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import one_of, path_of
-from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.files.records import FIELDS
+from blr_analysis.files.records import FIELDS, checked_diagonal
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.checks import n_data_of, real_tensors
 from blr_analysis.posterior.prior import Prior
@@ -50,7 +49,6 @@ KINDS = (
     "ggn",
     "squared_minibatch",
 )
-EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 SHARD_BYTES = 5_000_000_000
 ScalarPrior = float | Mapping[str, float]
 
@@ -175,47 +173,7 @@ def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
             diagonal, a prior with an entry per weight, or no ``n_data``.
     """
     where = os.fspath(path_of(path))
-    record = storage.read_record(where)
-    again = "Save it again with this release, or write it with write_precision."
-    if record.get("structure") != "diag":
-        raise StorageError(
-            f"{where!r} holds a precision of structure {record.get('structure')!r}: models are "
-            "merged with diagonal ones. Fit one with fit_laplace(..., structure='diag')."
-        )
-    names = record.get("parameters")
-    if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
-        raise StorageError(f"the record of {where!r} names no parameters. {again}")
-    n = record.get("n_data")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise StorageError(
-            f"the record of {where!r} has n_data={n!r}: expected the number of examples that the "
-            f"precision is a sum over. {again}"
-        )
-    record["prior_precision"] = _prior_in(record, names, where)
-    kind = record.get("kind")
-    record["kind"] = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
-    return record
-
-
-def _prior_in(record: Mapping[str, Any], names: list[str], where: str) -> float | dict[str, float]:
-    prior: Any = record.get("prior_precision")
-    values: Mapping[str, Any] = prior if isinstance(prior, Mapping) else {"": prior}
-    for name, value in values.items():
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (real and math.isfinite(value) and value >= 0):
-            raise StorageError(
-                f"the record of {where!r} has prior_precision={value!r}"
-                f"{f' for {name!r}' if name else ''}: expected a finite number, at least 0."
-            )
-    if not isinstance(prior, Mapping):
-        return float(values[""])
-    if set(prior) != set(names):
-        raise StorageError(
-            f"{where!r} has a prior precision with an entry per weight for "
-            f"{sorted(set(names) - set(prior))[:5]}: models are merged with one number per "
-            "tensor. Save the posterior with such a prior."
-        )
-    return {name: float(value) for name, value in prior.items()}
+    return checked_diagonal(storage.read_record(where), where)
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:

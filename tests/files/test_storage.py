@@ -147,8 +147,7 @@ def test_one_file_holds_the_record_in_its_header(tmp_path: Path) -> None:
 def test_shards_stay_below_the_limit_unless_one_tensor_is_larger(
     limit: int, expected: list[list[str]]
 ) -> None:
-    tensors = {"a": torch.zeros(5), "b": torch.zeros(2), "c": torch.zeros(2)}
-    assert shards.split(tensors, limit) == expected
+    assert shards.split({"a": 20, "b": 8, "c": 8}, limit) == expected
 
 
 @BOTH
@@ -401,7 +400,7 @@ def test_truncated(tmp_path: Path, name: str, kept: int) -> None:
 
 def test_a_foreign_safetensors_file(tmp_path: Path) -> None:
     save_file(some_tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StorageError, match="without a 'blr_analysis' record"):
+    with pytest.raises(StorageError, match="no 'blr_analysis' record"):
         storage.read(tmp_path / "model.safetensors")
 
 
@@ -445,7 +444,7 @@ def test_a_folder_with_a_damaged_document(tmp_path: Path, file: str, content: by
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     storage.write(tmp_path / "p", some_tensors(), RECORD, max_shard_bytes=1)
     (tmp_path / "p" / "precision-00002-of-00003.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"not there.*00002-of-00003"):
+    with pytest.raises(StorageError, match=r"00002-of-00003.*not there"):
         storage.read(tmp_path / "p")
 
 
@@ -460,7 +459,7 @@ def test_shards_of_another_save_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"float32.*index says.*float64"):
         storage.read(path)
     save_file({"net.weight": torch.ones(3, 4), "extra": torch.ones(1)}, shard)
-    with pytest.raises(StorageError, match=r"head\.weight.*only the shard holds 'extra'"):
+    with pytest.raises(StorageError, match=r"head\.weight.*only the file holds 'extra'"):
         storage.read(path)
 
 
@@ -471,7 +470,7 @@ def test_an_index_that_points_outside_its_folder(tmp_path: Path, file: object) -
     index = json.loads(index_file.read_text())
     index["weight_map"]["net.bias"] = file
     index_file.write_text(json.dumps(index))
-    with pytest.raises(StorageError, match=r"outside its folder|not there"):
+    with pytest.raises(StorageError, match=r"same folder"):
         storage.read(tmp_path / "p")
 
 
@@ -481,7 +480,7 @@ def test_an_index_that_describes_only_some_tensors(tmp_path: Path) -> None:
     index = json.loads(index_file.read_text())
     del index["metadata"]["tensors"]["net.bias"]
     index_file.write_text(json.dumps(index))
-    with pytest.raises(StorageError, match=r"half of 'net\.bias'"):
+    with pytest.raises(StorageError, match=r"'net\.bias'.*index says None"):
         storage.read(tmp_path / "p")
 
 

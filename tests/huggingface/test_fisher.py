@@ -464,7 +464,7 @@ REFUSED: list[tuple[Callable[[Path, Path, Path], None], type[BLRError], str]] = 
     (_label_of_lm, InputError, "no label column"),
     (_too_long, InputError, "16 tokens"),
     (_bad_label, DataError, r"row 2 .* label '3'"),
-    (_out_below_a_file, StorageError, "read-only or no folder"),
+    (_out_below_a_file, StorageError, "cannot write"),
     (_half_dtype, InputError, "bfloat16"),
 ]
 

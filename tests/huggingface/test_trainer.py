@@ -419,7 +419,7 @@ def test_a_checkpoint_without_the_callback_gets_its_precision_afterwards(
     later, then = read_precision_record(target), read_precision_record(checkpoint / "precision")
     same = ("kind", "definition", "n_data", "step", "beta2", "model_sha256", "tied", "frozen")
     assert [later[k] for k in same] == [then[k] for k in same]
-    with pytest.raises(StorageError, match="already there: pass force=True"):
+    with pytest.raises(StorageError, match="already there"):
         checkpoint_precision(checkpoint, n_data=N)
     checkpoint_precision(checkpoint, n_data=N, out=target, force=True, prior_precision=2.0)
     assert Posterior.load(target, model=checkpoint).prior_precision == 2.0

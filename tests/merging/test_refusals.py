@@ -111,9 +111,9 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     ),
     "a record without n_data": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps({"format": "blr_analysis.precision", "version": 1, "structure": "diag"})
+            json.dumps(record(parameters=["scale"], n_data=None))
         ),
-        "n_data is missing",
+        "n_data=None",
     ),
     "a precision with factors": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_text(
@@ -130,19 +130,25 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     ),
     "a record that is no text": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_bytes(b"\xff\xfe"),
-        "UTF-8",
+        "utf-8",
     ),
     "a malformed record": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps(record(prior_precision={"zz": 1.0}))
+            json.dumps(record(parameters=["scale"], prior_precision={"zz": 1.0}))
+        ),
+        "one number per tensor",
+    ),
+    "malformed names": (
+        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
+            json.dumps(record(parameters=["scale"], tied={"scale": 3}))
         ),
         "malformed",
     ),
     "a negative prior": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps(record(prior_precision=-1.0))
+            json.dumps(record(parameters=["scale"], prior_precision=-1.0))
         ),
-        "malformed",
+        "prior_precision=-1.0",
     ),
     "another architecture": (lambda f: config(f["models"][0], model_type="other"), "architectures"),
     "a quantised model": (
@@ -151,7 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     ),
     "a broken configuration": (
         lambda f: (f["base"] / "config.json").write_text("{"),
-        r"config\.json.* cannot be read",
+        r"config\.json.* truncated",
     ),
     "pickled weights": (
         lambda f: (model_of(f).unlink(), (f["models"][0] / "pytorch_model.bin").write_bytes(b"x")),

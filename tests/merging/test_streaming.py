@@ -19,8 +19,7 @@ from merging.models_on_disk import state, write_family, write_model
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.files import Folder, fingerprint
-from blr_analysis.merging import writing
+from blr_analysis.files import Folder, fingerprint, shards
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import execute
 from blr_analysis.merging.opening import plan
@@ -118,7 +117,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     found = small_plan(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=10))
-    with pytest.raises(StorageError, match="10 bytes free, the merge writes"):
+    with pytest.raises(StorageError, match="10 bytes free"):
         execute(found, tmp_path / "out")
     assert left(tmp_path) == []
 
@@ -129,7 +128,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writing, "_reserve", full)
+    monkeypatch.setattr(shards, "_reserve", full)
     with pytest.raises(StorageError, match="No space left on device"):
         execute(small_plan(tmp_path), tmp_path / "out")
     assert left(tmp_path) == []
@@ -140,15 +139,15 @@ def test_an_interrupted_merge_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     calls = []
-    put = writing.Shards.put
+    put = shards.Shards.put
 
-    def stop(self: writing.Shards, *given: Any) -> None:
+    def stop(self: shards.Shards, *given: Any) -> None:
         calls.append(given)
         if len(calls) == 3:
             raise error
         put(self, *given)
 
-    monkeypatch.setattr(writing.Shards, "put", stop)
+    monkeypatch.setattr(shards.Shards, "put", stop)
     with pytest.raises(error):
         execute(small_plan(tmp_path), tmp_path / "out")
     assert left(tmp_path) == []
@@ -159,13 +158,13 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
     script = f"""
         from pathlib import PosixPath
         import blr_analysis as blr
-        from blr_analysis.merging import writing
-        put = writing.Shards.put
+        from blr_analysis.files import shards
+        put = shards.Shards.put
         def slow(self, *given):
             print("going", flush=True)
             import time; time.sleep(0.5)
             put(self, *given)
-        writing.Shards.put = slow
+        shards.Shards.put = slow
         blr.merge(**{family!r}, out={str(tmp_path / "out")!r}, threads=1)
     """
     with subprocess.Popen(
@@ -173,10 +172,10 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "going\n"
-        with pytest.raises(StorageError, match="another merge is writing"):
+        with pytest.raises(StorageError, match="another run is writing"):
             blr.merge(**family, out=tmp_path / "out")
         run.send_signal(signal.SIGKILL)
-    assert left(tmp_path) == [".out.merging"]
+    assert left(tmp_path) == [".out.unfinished"]
     blr.merge(**family, out=tmp_path / "out")
     assert left(tmp_path) == ["out"]
 
@@ -232,8 +231,7 @@ def test_missing_parents_are_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_bar_ends_at_all_bytes(tmp_path: Path, threads: int) -> None:
     from blr_analysis.merging.plan import make_plan
-    from blr_analysis.merging.stream import stream
-    from blr_analysis.merging.writing import Memory
+    from blr_analysis.merging.stream import Memory, stream
 
     found = small_plan(tmp_path)
     told: list[int] = []

@@ -454,7 +454,7 @@ def test_no_tensors_and_no_n_data(tmp_path: Path) -> None:
         ({"prior_precision": "1"}, "prior_precision='1'"),
         ({"prior_precision": -1.0}, "prior_precision=-1.0"),
         ({"prior_precision": {"net.bias": 1.0}}, r"per weight for \['net\.weight', 'scale'\]"),
-        ({"prior_precision": {"net.bias": -1.0}}, r"=-1\.0 for 'net\.bias'"),
+        ({"prior_precision": {"net.bias": -1.0}}, "prior_precision=.*-1.0"),
         ({"format": "other"}, "format 'other'"),
         ({"version": 9}, "version 9"),
     ],
@@ -504,7 +504,7 @@ def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvatur
 
 def test_a_weights_file_is_no_precision(tmp_path: Path) -> None:
     save_file(diagonal(), tmp_path / "model.safetensors")
-    with pytest.raises(StorageError, match="without a 'blr_analysis' record"):
+    with pytest.raises(StorageError, match="no 'blr_analysis' record"):
         read_precision_record(tmp_path / "model.safetensors")
     with pytest.raises(StorageError, match="nothing is stored"):
         read_precision_record(tmp_path / "nowhere")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError, StorageError
-from blr_analysis.files.records import AGAIN
+from blr_analysis.files.headers import AGAIN
 from blr_analysis.posterior.capture.readers import is_state
 
 EXPORT = (

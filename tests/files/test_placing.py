@@ -1,0 +1,94 @@
+"""One place, one run: who comes second is told so, and a killed run keeps nobody out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from blr_analysis.errors import StorageError
+from blr_analysis.files import drafted, folder_for, held, placing, storage
+
+ROOT = Path(placing.__file__).parents[2]
+OTHER = """
+import sys
+from pathlib import Path
+from blr_analysis.files import drafted, folder_for, held
+with {how}(Path(sys.argv[1])) as place:
+    print(place, flush=True)
+    sys.stdin.read()
+    if "{how}" == "drafted":
+        place.write_text("theirs")
+"""
+
+
+@contextmanager
+def another_run(how: str, target: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that writes ``target`` until its standard input is closed."""
+    command = [sys.executable, "-c", OTHER.format(how=how), str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None and run.stdout.readline()
+        yield run
+
+
+@pytest.mark.parametrize("how", ["drafted", "held", "folder_for"])
+def test_two_runs_do_not_write_one_place(tmp_path: Path, how: str) -> None:
+    target = tmp_path / "out"
+    mine = folder_for if how == "folder_for" else drafted
+    with another_run(how, target) as run:
+        with pytest.raises(StorageError, match="another run is writing"), mine(target):
+            pytest.fail("both write")
+        if how != "folder_for":
+            with pytest.raises(StorageError, match="another run is writing"):
+                storage.write(target, {"w": torch.ones(1)}, {})
+        run.communicate()
+    assert run.returncode == 0
+    if how == "drafted":
+        assert target.read_text() == "theirs"
+    with mine(target) as place:
+        (place / "mine" if how == "folder_for" else place).write_text("mine")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    with another_run("drafted", tmp_path / "out") as run:
+        run.kill()
+    assert [p.name for p in tmp_path.iterdir()] == [".out.unfinished"]
+    storage.write(tmp_path / "out", {"w": torch.ones(1)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_holds_a_place_writes_to_it_by_either_name(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real", target_is_directory=True)
+    with held(tmp_path / "link"):
+        storage.write(tmp_path / "real", {"w": torch.ones(1)}, {})
+        storage.write(tmp_path / "link", {"w": torch.zeros(1)}, {})
+    assert storage.read(tmp_path / "real")[0]["w"].tolist() == [0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_parents_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), drafted(tmp_path / "a" / "b" / "c"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_locks_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    storage.write(tmp_path / "p", {"w": torch.ones(1)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
