@@ -14,16 +14,22 @@ from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.mismatch import GradientMismatch
-from blr_analysis.plots.deviations import plot_deviations
-from blr_analysis.plots.fitted import plot_history
-from blr_analysis.plots.generalisation import plot_leave_one_out
+from blr_analysis.plots.examples import (
+    plot_deviations,
+    plot_site_leave_one_out,
+    plot_site_scores,
+    plot_suspicious,
+)
 from blr_analysis.plots.images import image_of, plot_examples
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch
-from blr_analysis.plots.monitor import plot_monitor, plot_prior_selection
-from blr_analysis.plots.sites import plot_site_leave_one_out, plot_site_scores
-from blr_analysis.plots.suspicious import plot_suspicious
+from blr_analysis.plots.training import (
+    plot_history,
+    plot_leave_one_out,
+    plot_monitor,
+    plot_prior_selection,
+)
 from blr_analysis.plots.what_if import plot_what_if
 from blr_analysis.sensitivity.influence_results import Influence, TopInfluence
 from blr_analysis.sensitivity.monitor import Monitor

@@ -5,6 +5,7 @@ Nothing here touches pyplot or rcParams: a figure made here belongs to its calle
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,16 @@ from blr_analysis.errors import InputError
 # as well wherever colours do, so that a grey print says the same.
 BLACK, BLUE, ORANGE, VERMILLION = "#000000", "#0072B2", "#E69F00", "#D55E00"
 SKY, GREY = "#56B4E9", "#7F7F7F"
+
+Labels = Sequence[Any] | Mapping[int, Any]
+MEASURES = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
+LOO = "leave-one-out, from training data"
+# Colour, marker and line of what is measured where, in every picture.
+LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "train": ("training data", {"color": GREY, "marker": "s", "ls": ":"}),
+    "loo": (LOO, {"color": BLUE, "marker": "o", "ls": "-"}),
+    "test": ("test data", {"color": ORANGE, "marker": "^", "ls": "--"}),
+}
 
 
 def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
@@ -101,3 +112,55 @@ def as_array(values: Any) -> np.ndarray:
 def count_of(n: int) -> str:
     """ "1 example", "60,000 examples"."""
     return "1 example" if n == 1 else f"{n:,} examples"
+
+
+def named(indices: Iterable[int], labels: Labels | None) -> list[str]:
+    """ "7", or "7: labels[7]", for each index.
+
+    Raises:
+        InputError: labels that do not cover an index.
+    """
+    try:
+        return [f"{i}" if labels is None else f"{i}: {labels[i]}" for i in indices]
+    except (IndexError, KeyError) as fault:
+        raise InputError("labels do not cover every example: pass one for each index") from fault
+
+
+def name_of(value: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
+    """``names[value]``; the value itself where it has no name."""
+    try:
+        return str(value) if names is None else str(names[value])
+    except (KeyError, IndexError, TypeError):
+        return str(value)
+
+
+def curve(ax: Axes, x: np.ndarray, values: Any, where: str, **more: Any) -> np.ndarray:
+    """A curve of what was measured on "train", "loo" or "test", where it is finite: [K] bool."""
+    values = as_array(values)
+    known = np.isfinite(values)
+    if known.any():
+        label, look = LOOKS[where]
+        shown = np.where(known, values, np.nan)
+        ax.plot(x, shown, label=label, lw=1.6, ms=5, mec="black", mew=0.5,
+                markevery=max(1, len(values) // 30), **look, **more)  # fmt: skip
+    return known
+
+
+def paired_bars(
+    ax: Axes, first: np.ndarray, second: np.ndarray, labels: tuple[str, str], colour: str
+) -> np.ndarray:
+    """Two bars side by side for each place, with their values where they are few.
+
+    Returns:
+        Where the second bars stand.
+    """
+    place, width = np.arange(len(first)), 0.38
+    looks = ((first, -1, colour, ""), (second, 1, ORANGE, "///"))
+    for (values, side, color, hatch), label in zip(looks, labels, strict=True):
+        bars = ax.bar(place + side * width / 2, values, width, color=color, ec="black", lw=0.7,
+                      hatch=hatch, label=label)  # fmt: skip
+        if len(first) <= 6:
+            ax.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+    if len(first) == 1:
+        ax.set_xlim(-1, 1)
+    return place + width / 2

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
-from blr_analysis.plots._canvas import BLUE, ORANGE, as_array, axes_or_new
+from blr_analysis.plots._canvas import BLUE, ORANGE, as_array, axes_or_new, name_of
 from blr_analysis.plots.images import image_of
 from blr_analysis.sensitivity.influence_results import SHOWN, Influence, TopInfluence, index_of_test
 
@@ -64,18 +64,10 @@ def plot_influence(
         result = result.top(min(k, result.shape[0]))
     test = index_of_test(test, len(result.helpful))
     few = min(k, result.k)
-    indices = np.concatenate(
-        [
-            result.helpful[test, :few].numpy(),
-            result.harmful[test, :few].numpy()[::-1],
-        ]
-    )
-    values = np.concatenate(
-        [
-            as_array(result.helpful_values[test, :few]),
-            as_array(result.harmful_values[test, :few])[::-1],
-        ]
-    )
+    helpful, harmful = result.helpful[test, :few], result.harmful[test, :few].flip(0)
+    indices = torch.cat([helpful, harmful]).numpy()
+    rises = (result.helpful_values[test, :few], result.harmful_values[test, :few].flip(0))
+    values = as_array(torch.cat(rises))
     place = np.arange(len(values))
     ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * len(values)))
     for at, value in zip(place, values, strict=True):
@@ -119,16 +111,8 @@ def _title(result: TopInfluence, test: int, names: Any) -> str:
 
 def _name(target: Any, names: Any) -> str:
     values = target if isinstance(target, list) else [target]
-    words = []
-    for value in values:
-        try:
-            words.append(str(value) if names is None else str(names[value]))
-        except (KeyError, IndexError, TypeError):
-            words.append(str(value))
-            continue
-        if names is None and isinstance(value, float):
-            words[-1] = f"{value:.3g}"
-    return ", ".join(words)
+    short = [f"{v:.3g}" if names is None and isinstance(v, float) else v for v in values]
+    return ", ".join(name_of(value, names) for value in short)
 
 
 def _thumbnail(ax: Axes, picture: np.ndarray, at: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,12 @@ from blr_analysis.plots._canvas import (
     GREY,
     ORANGE,
     VERMILLION,
+    Labels,
     Scale,
     axes_or_new,
     choose_scale,
     count_of,
+    named,
 )
 from blr_analysis.plots._labels import label_points
 from blr_analysis.plots.images import image_of
@@ -41,7 +42,7 @@ def plot_memory_map(
     ax: Axes | None = None,
     *,
     images: Any = None,
-    labels: Sequence[Any] | Mapping[int, Any] | None = None,
+    labels: Labels | None = None,
     n_extremes: int = 8,
     crowd: int = CROWD,
     cmap: str = "gray",
@@ -185,14 +186,11 @@ def _label_extremes(
     y: np.ndarray,
     chosen: list[int],
     images: Any,
-    labels: Sequence[Any] | Mapping[int, Any] | None,
+    labels: Labels | None,
     cmap: str,
     names: list[Text],
 ) -> None:
-    try:
-        texts = [f"{i}" if labels is None else f"{i}: {labels[i]}" for i in chosen]
-    except (IndexError, KeyError) as fault:
-        raise InputError("labels do not cover every example: pass one for each index") from fault
+    texts = named(chosen, labels)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
     label_points(
         ax,

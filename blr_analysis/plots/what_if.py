@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import ORANGE, SKY, as_array, axes_or_new
+from blr_analysis.plots._canvas import (
+    MEASURES,
+    SKY,
+    as_array,
+    axes_or_new,
+    name_of,
+    paired_bars,
+)
 
 __all__ = ["plot_what_if"]
 
 MAX_GROUPS = 20
-_DIRECTION = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
 Truth = Mapping[Any, float] | Sequence[float] | float
 
 
@@ -54,8 +61,7 @@ def plot_what_if(
         >>> [container.get_label() for container in ax.containers]
         ['before', 'after, predicted']
     """
-    if measure not in _DIRECTION:
-        raise InputError(f'measure must be "nll" or "accuracy"; got {measure!r}')
+    one_of("measure", measure, tuple(MEASURES))
     is_table = hasattr(result, "columns")
     groups, before, after = _from_table(result, measure) if is_table else _of(result, measure)
     known = _truths(truth, groups)
@@ -71,19 +77,17 @@ def plot_what_if(
         )
     ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     _draw(ax, before, after, known)
-    shown = [_name(group, names) for group in groups]
+    shown = [name_of(group, names) for group in groups]
     long = sum(map(len, shown)) > 60 or max(map(len, shown)) > 12
     ax.set_xticks(
         range(len(shown)), shown, rotation=45 if long else 0, ha="right" if long else "center"
     )
     ax.set_xlabel("group taken out" if is_table else "evaluated on")
-    ax.set_ylabel(_DIRECTION[measure])
+    ax.set_ylabel(MEASURES[measure])
     rest = f" ({len(groups)} of {total} groups, the largest changes)" if len(groups) < total else ""
     ax.set_title(("What if a group were gone?" if is_table else "What if?") + rest)
     if measure == "accuracy":
         ax.set_yticks(np.linspace(0, 1, 6))
-    if len(shown) == 1:
-        ax.set_xlim(-1, 1)
     handles, texts = ax.get_legend_handles_labels()
     order = np.argsort([text.endswith("retrained") for text in texts], kind="stable")
     ax.legend(
@@ -97,18 +101,10 @@ def plot_what_if(
 
 
 def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) -> None:
-    place, width = np.arange(len(before)), 0.38
-    bars = (
-        ax.bar(place - width / 2, before, width, color=SKY, ec="black", lw=0.7, label="before"),
-        ax.bar(place + width / 2, after, width, color=ORANGE, ec="black", lw=0.7, hatch="///",
-               label="after, predicted"),
-    )  # fmt: skip
-    if len(before) <= 6:
-        for pair in bars:
-            ax.bar_label(pair, fmt="%.3g", padding=2, fontsize=8)
+    second = paired_bars(ax, before, after, ("before", "after, predicted"), SKY)
     there = np.isfinite(known)
     if there.any():
-        ax.plot(place[there] + width / 2, known[there], ls="", marker="D", ms=8, mfc="white",
+        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white",
                 mec="black", mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     highest = np.nanmax(np.concatenate([before, after, known]))
     ax.set_ylim(0, float(highest) * 1.3 or 1.0)
@@ -169,12 +165,3 @@ def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
     if values.shape != (len(groups),):
         raise InputError(f"truth holds {values.size} values for {len(groups)} groups")
     return values
-
-
-def _name(group: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
-    if names is None:
-        return str(group)
-    try:
-        return str(names[group])
-    except (KeyError, IndexError, TypeError):
-        return str(group)

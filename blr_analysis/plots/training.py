@@ -1,35 +1,37 @@
-"""What a training run shows: generalisation estimated, sensitivities evolving, δ chosen."""
+"""What training and fitting show: generalisation estimated, sensitivities evolving, δ chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
 from blr_analysis.plots._canvas import (
     BLACK,
     BLUE,
     GREY,
+    LOO,
+    MEASURES,
     ORANGE,
     SKY,
     VERMILLION,
+    Labels,
     as_array,
     axes_or_new,
     choose_scale,
     count_of,
+    curve,
+    named,
+    paired_bars,
 )
 
-__all__ = ["plot_monitor", "plot_prior_selection"]
+__all__ = ["plot_history", "plot_leave_one_out", "plot_monitor", "plot_prior_selection"]
 
-KINDS = ("generalisation", "sensitivities")
-MEASURES = {
-    "nll": "NLL [nats per example]  (→ worse)",
-    "accuracy": "accuracy  (→ better)",
-}
 UNITS = {
     "deviation": "deviation without the example  (→ shapes more)",
     "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
@@ -48,7 +50,7 @@ def plot_monitor(
     kind: str = "generalisation",
     measure: str | None = None,
     top: int = 4,
-    labels: Sequence[Any] | Mapping[int, Any] | None = None,
+    labels: Labels | None = None,
 ) -> Axes:
     """Draw what a :class:`blr_analysis.Monitor` has recorded, by epoch.
 
@@ -72,8 +74,7 @@ def plot_monitor(
     Raises:
         InputError: nothing recorded, an unknown kind or measure, labels that are missing.
     """
-    if kind not in KINDS:
-        raise InputError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    one_of("kind", kind, ("generalisation", "sensitivities"))
     if not len(monitor):
         raise InputError("the monitor has recorded nothing yet: call monitor(posterior, epoch)")
     ax = axes_or_new(ax)
@@ -87,21 +88,10 @@ def plot_monitor(
 
 
 def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
-    if measure not in MEASURES:
-        raise InputError(f"measure must be 'nll' or 'accuracy', got {measure!r}")
-    epochs = np.asarray(monitor.epochs)
-    curves = (
-        ("train", "training data", GREY, "s", ":"),
-        ("loo", "leave-one-out, from training data", BLUE, "o", "-"),
-        ("test", "test data", ORANGE, "^", "--"),
-    )
-    for name, label, color, marker, style in curves:
-        values = np.array([row[f"{name}_{measure}"] for row in monitor.rows], dtype=float)
-        known = np.isfinite(values)
-        if known.any():
-            ax.plot(epochs, np.where(known, values, np.nan), color=color, ls=style, lw=1.6,
-                    marker=marker, ms=5, mec="black", mew=0.5, label=label,
-                    markevery=max(1, len(epochs) // 30))  # fmt: skip
+    one_of("measure", measure, tuple(MEASURES))
+    for where in ("train", "loo", "test"):
+        values = np.array([row[f"{where}_{measure}"] for row in monitor.rows], dtype=float)
+        curve(ax, np.asarray(monitor.epochs), values, where)
     if not ax.lines:
         raise InputError(f"the monitor has recorded no finite {measure}")
     ax.set_ylabel(MEASURES[measure])
@@ -114,7 +104,7 @@ def _sensitivities(
     ax: Axes,
     measure: str | None,
     top: int,
-    labels: Sequence[Any] | Mapping[int, Any] | None,
+    labels: Labels | None,
 ) -> None:
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
@@ -131,14 +121,9 @@ def _sensitivities(
     ax.plot(epochs, scale.draw(np.median(values, axis=1)), color=BLACK, lw=1.8, marker=marker,
             label="median")  # fmt: skip
     order = np.argsort(-values[-1], kind="stable")[: max(top, 0)]
-    for rank, place in enumerate(order.tolist()):
-        index = int(monitor.indices[place])
-        try:
-            name = f"example {index}" if labels is None else f"{index}: {labels[index]}"
-        except (IndexError, KeyError) as fault:
-            raise InputError(
-                "labels do not cover every example: pass one for each index"
-            ) from fault
+    indices = [int(monitor.indices[place]) for place in order.tolist()]
+    names = [f"example {i}" for i in indices] if labels is None else named(indices, labels)
+    for rank, (place, name) in enumerate(zip(order.tolist(), names, strict=True)):
         color = (VERMILLION, BLUE, ORANGE, GREY)[rank % 4]
         ax.plot(epochs, scale.draw(values[:, place]), color=color, lw=1.2, marker=marker,
                 ls=LINES[rank % 4], label=name)  # fmt: skip
@@ -162,22 +147,13 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     """
     ax = axes_or_new(ax)
     delta = np.array([row["prior_precision"] for row in selection.rows])
-    curves = (
-        ("train_nll", "training data", GREY, "s", ":"),
-        ("loo_nll", "leave-one-out, from training data", BLUE, "o", "-"),
-        ("test_nll", "test data", ORANGE, "^", "--"),
-    )
-    for name, label, color, marker, style in curves:
-        values = np.array([row[name] for row in selection.rows], dtype=float)
-        known = np.isfinite(values)
-        if known.any():
-            ax.plot(delta, np.where(known, values, np.nan), color=color, ls=style, lw=1.6,
-                    marker=marker, ms=5, mec="black", mew=0.5, label=label)  # fmt: skip
-        if name == "loo_nll":
-            stuck = known & [row.get("converged") is False for row in selection.rows]
-            if stuck.any():
-                ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=BLACK, zorder=4,
-                        label="did not converge")  # fmt: skip
+    for where in ("train", "loo", "test"):
+        values = np.array([row[f"{where}_nll"] for row in selection.rows], dtype=float)
+        known = curve(ax, delta, values, where)
+        stuck = known & [row.get("converged") is False for row in selection.rows]
+        if where == "loo" and stuck.any():
+            ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=BLACK, zorder=4,
+                    label="did not converge")  # fmt: skip
     (chosen,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
     ax.axvline(selection.best, color=VERMILLION, lw=0.8, ls="-", zorder=1)
     ax.plot([selection.best], [chosen], ls="", marker="D", ms=9, mfc=VERMILLION, mec="black",
@@ -188,4 +164,101 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     edge = " (at the edge of the grid)" if selection.at_edge else ""
     ax.set_title(f"Prior precision by leave-one-out{edge}")
     ax.legend()
+    return ax
+
+
+def plot_leave_one_out(
+    loo_values: Any,
+    test_values: Any,
+    ax: Axes | None = None,
+    *,
+    epochs: Sequence[float] | None = None,
+    labels: Sequence[Any] | None = None,
+    measure: str = "nll",
+) -> Axes:
+    """Draw leave-one-out estimates beside the test values they foretell.
+
+    Two numbers, or numbers with ``labels`` (one per class, model or prior precision), are
+    drawn as pairs of bars; otherwise the values are taken to follow training, as two curves.
+
+    Args:
+        loo_values: a number, [K] numbers, or what :func:`blr_analysis.leave_one_out` returns.
+        test_values: as many, measured on test data.
+        ax: where to draw; a new figure if None.
+        epochs: [K] where the curves' points lie; 1 … K if None.
+        labels: [K] names under the bars.
+        measure: "nll" or "accuracy", or the words for another axis label.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        InputError: no values, different numbers of them, or infinite ones (NaN is a gap).
+
+    Example:
+        >>> ax = plot_leave_one_out([0.9, 0.5, 0.4], [0.8, 0.5, 0.45])
+        >>> [line.get_label() for line in ax.lines]
+        ['leave-one-out, from training data', 'test data']
+    """
+    loo, test = _numbers(loo_values, measure), _numbers(test_values, measure)
+    for name, other in (("test_values", test), ("epochs", epochs), ("labels", labels)):
+        if other is not None and len(other) != len(loo):
+            raise InputError(f"{name} holds {len(other)} values for {len(loo)} loo_values")
+    if not np.isfinite(np.concatenate([loo, test])).any() or np.isinf([*loo, *test]).any():
+        raise InputError("loo_values and test_values must be finite numbers (NaN marks a gap)")
+    ax = axes_or_new(ax)
+    if labels is not None or len(loo) == 1:
+        paired_bars(ax, loo, test, (LOO, "test data"), BLUE)
+        ax.set_xticks(range(len(loo)), [str(name) for name in labels or [""]])
+        ax.margins(y=0.25)
+    else:
+        x = np.arange(1, len(loo) + 1) if epochs is None else as_array(epochs)
+        curve(ax, x, loo, "loo")
+        curve(ax, x, test, "test")
+        ax.set_xlabel("epoch")
+        if epochs is None:
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylabel(MEASURES.get(measure, measure))
+    ax.set_title("Leave-one-out estimate against test data")
+    ax.legend()
+    return ax
+
+
+def _numbers(values: Any, measure: str) -> np.ndarray:
+    values = getattr(values, measure, values) if measure in MEASURES else values
+    numbers = np.atleast_1d(as_array(values))
+    if numbers.ndim != 1 or not len(numbers):
+        raise InputError(
+            f"expected a number or a list of numbers to draw; got shape {numbers.shape}"
+        )
+    return numbers
+
+
+def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:
+    """The objective of a :class:`blr_analysis.learning_rule.inference.Fitted` by iteration.
+
+    A fit that stopped at its limit of iterations ends in a cross.
+
+    Args:
+        fitted: with ``history``, ``objective`` and ``converged``.
+        ax: where to draw; a new figure if None.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        InputError: an empty history.
+    """
+    values = np.asarray(fitted.history, dtype=float)
+    if not len(values):
+        raise InputError("the history is empty: there is nothing to draw")
+    ax = axes_or_new(ax)
+    steps = np.arange(1, len(values) + 1)
+    ax.plot(steps, values, color=BLUE, marker="." if len(values) < 50 else None)
+    if not fitted.converged:
+        ax.plot(steps[-1:], values[-1:], color=VERMILLION, marker="x", label="not converged")
+        ax.legend()
+    ax.set_xlabel("iteration")
+    ax.set_ylabel(f"{fitted.objective} [nats]")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return ax
