@@ -349,6 +349,8 @@ def fitted_table(fitted: Any) -> pd.DataFrame:
                    about itself
     ============== ============================================================= ============
 
+    ``table.attrs["note"]`` says what to know of ``left_out``, where that is not exact.
+
     Raises:
         InputError: a model without sites or without a predictive, or fitted without keeping its
             data; its history is in ``fitted.history``.
@@ -363,7 +365,9 @@ def fitted_table(fitted: Any) -> pd.DataFrame:
         "left_out": left_out,
         "gain": before - left_out,
     }
-    return _frame(columns)
+    table = _frame(columns)
+    table.attrs["note"] = fitted.note
+    return table
 
 
 def calibration_table(posterior: Posterior) -> pd.DataFrame:

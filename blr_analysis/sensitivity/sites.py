@@ -44,11 +44,13 @@ class SiteLeaveOneOut(Tabular, Plottable):
         losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse; NaN where nothing was
             observed.
         losses_before: −log p(y_i | λ), ``[N]``.
+        note: what to know of them, in a line.
         table: one row per example. ``plot()`` draws one against the other.
     """
 
     losses: Tensor
     losses_before: Tensor
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -59,7 +61,8 @@ class SiteLeaveOneOut(Tabular, Plottable):
         return float(self.losses.double().nanmean())
 
     def __repr__(self) -> str:
-        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)})"
+        note = f"; {self.note}" if self.note else ""
+        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{note})"
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ class SiteScores(Tabular, Plottable):
         losses: −log p(y_i | λ), in nats, ``[N]``.
         deviation: how far the example's own log-predictive falls without it, in nats, ``[N]``;
             larger shapes the model more; NaN where nothing was observed.
+        note: what to know of them, in a line.
         table: one row per example. ``plot()`` draws the deviations, the largest first.
     """
 
     losses: Tensor
     deviation: Tensor
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -93,7 +98,8 @@ class SiteScores(Tabular, Plottable):
 
     def __repr__(self) -> str:
         mean = float(self.deviation.nanmean())
-        return f"SiteScores(N={len(self)}, mean deviation {mean:.4g} nats; see .table, .plot())"
+        note = self.note or "see .table, .plot()"
+        return f"SiteScores(N={len(self)}, mean deviation {mean:.4g} nats; {note})"
 
 
 def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
@@ -117,13 +123,13 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
 def site_leave_one_out(fitted: SumOfSites, options: dict[str, Any]) -> SiteLeaveOneOut:
     """Leave-one-out of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    return SiteLeaveOneOut(losses=-after, losses_before=-before)
+    return SiteLeaveOneOut(-after, -before, getattr(fitted, "note", ""))
 
 
 def site_sensitivity(fitted: SumOfSites, options: dict[str, Any]) -> SiteScores:
     """Sensitivity of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    return SiteScores(losses=-before, deviation=before - after)
+    return SiteScores(-before, before - after, getattr(fitted, "note", ""))
 
 
 def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -491,7 +491,7 @@ class TestLooks:
 
     def test_an_inverse_gamma_without_a_mean_says_so(self) -> None:
         one = torch.ones(2)
-        with pytest.raises(InputError, match=r"shape is above 1, got 0\.5"):
+        with pytest.raises(InputError, match=r"above 1, got 0\.5"):
             at_mean(InverseGamma(0.5 * one, one), lambda theta: theta)
 
 

@@ -85,14 +85,22 @@ class Dirichlet(ExponentialFamily):
     def statistics(self, theta: Tensor) -> Natural:
         points(theta, self.concentration, 1)
         finite("points of a Dirichlet distribution", theta)
-        _check_simplex(theta)
+        off = (theta.sum(-1) - 1).abs() > torch.finfo(theta.dtype).eps ** 0.5
+        if bool(off.any()) or not bool((theta > 0).all()):
+            raise InputError("points of a Dirichlet distribution are above 0 and sum to 1")
         return {"log": theta.log()}
 
     def log_partition(self) -> Tensor:
         return lgamma(self.concentration).sum(-1) - lgamma(self.concentration.sum(-1))
 
     def entropy(self) -> Tensor:
-        return _entropy(self.concentration)
+        # A(λ) − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ
+        alpha, total = self.concentration, self.concentration.sum(-1)
+        free = alpha.shape[-1] - 1
+        parts = 0.5 * alpha.log() + (alpha - 1) * log_minus_digamma(alpha)
+        parts = (parts + stirling_remainder(alpha)).sum(-1)
+        whole = (total - free - 1) * log_minus_digamma(total) + stirling_remainder(total)
+        return parts - whole - (free + 0.5) * total.log() + free * HALF_LOG_2PI
 
     def _kl(self, other: Self) -> Tensor:
         ours, theirs = self.concentration, other.concentration
@@ -136,6 +144,11 @@ class Beta(ExponentialFamily):
         same_shape(a=self.a, b=self.b)
 
     @property
+    def _dirichlet(self) -> Dirichlet:
+        """The distribution of (θ, 1 − θ)."""
+        return Dirichlet(torch.stack([self.a, self.b], -1))
+
+    @property
     def mean(self) -> Tensor:
         """E_q[θ] = a / (a + b)."""
         return self.a / (self.a + self.b)
@@ -149,8 +162,8 @@ class Beta(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        both = digamma(self.a + self.b)
-        return {"log": digamma(self.a) - both, "log_complement": digamma(self.b) - both}
+        up, down = self._dirichlet.expectation["log"].unbind(-1)
+        return {"log": up, "log_complement": down}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
         self._check_keys(natural)
@@ -170,36 +183,19 @@ class Beta(ExponentialFamily):
         return {"log": theta.log(), "log_complement": torch.log1p(-theta)}
 
     def log_partition(self) -> Tensor:
-        return lgamma(self.a) + lgamma(self.b) - lgamma(self.a + self.b)
+        return self._dirichlet.log_partition()
 
     def entropy(self) -> Tensor:
-        return _entropy(torch.stack([self.a, self.b], -1))
+        return self._dirichlet.entropy()
 
     def _kl(self, other: Self) -> Tensor:
-        parts = lgamma_divergence(other.a, self.a) + lgamma_divergence(other.b, self.b)
-        return parts - lgamma_divergence(other.a + other.b, self.a + self.b)
+        return self._dirichlet.kl(other._dirichlet)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Numbers strictly between 0 and 1, ``[n, ...]``."""
         up, down = (log_gamma_draw(many(x, n), generator) for x in (self.a, self.b))
         limits = torch.finfo(up.dtype)
         return torch.sigmoid(up - down).clamp(min=limits.tiny, max=1 - limits.eps / 2)
-
-
-def _check_simplex(theta: Tensor) -> None:
-    off = (theta.sum(-1) - 1).abs() > torch.finfo(theta.dtype).eps ** 0.5
-    if bool(off.any()) or not bool((theta > 0).all()):
-        raise InputError("points of a Dirichlet distribution are above 0 and sum to 1")
-
-
-def _entropy(concentration: Tensor) -> Tensor:
-    """A(λ) − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ."""
-    total = concentration.sum(-1)
-    free = concentration.shape[-1] - 1
-    parts = 0.5 * concentration.log() + (concentration - 1) * log_minus_digamma(concentration)
-    parts = (parts + stirling_remainder(concentration)).sum(-1)
-    whole = (total - free - 1) * log_minus_digamma(total) + stirling_remainder(total)
-    return parts - whole - (free + 0.5) * total.log() + free * HALF_LOG_2PI
 
 
 def _concentration(logs: Tensor) -> Tensor:
@@ -222,18 +218,11 @@ def _concentration(logs: Tensor) -> Tensor:
             u, before = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u), u
             if bool(((u - before).abs() <= 1e-14 * u).all()):
                 break
-        found = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
-    for _ in range(2):
-        found = found - _newton_step(found, logs)
-    return found
-
-
-def _newton_step(concentration: Tensor, logs: Tensor) -> Tensor:
-    """F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)."""
-    total = concentration.sum(-1, keepdim=True)
-    residual = digamma(concentration) - digamma(total) - logs
-    curvature = trigamma(concentration)
-    shared = (residual / curvature).sum(-1, keepdim=True)
-    return (residual + shared / (1 / trigamma(total) - (1 / curvature).sum(-1, keepdim=True))) / (
-        curvature
-    )
+        alpha = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
+    for _ in range(2):  # α − F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)
+        total, bend = alpha.sum(-1, keepdim=True), trigamma(alpha)
+        residual = digamma(alpha) - digamma(total) - logs
+        shared = (residual / bend).sum(-1, keepdim=True)
+        constant = 1 / trigamma(total) - (1 / bend).sum(-1, keepdim=True)
+        alpha = alpha - (residual + shared / constant) / bend
+    return alpha

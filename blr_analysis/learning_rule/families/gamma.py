@@ -87,10 +87,16 @@ class Gamma(ExponentialFamily):
         return lgamma(self.shape) - self.shape * self.rate.log()
 
     def entropy(self) -> Tensor:
-        return gamma_entropy(self.shape) - self.rate.log()
+        # a − log b + log Γ(a) + (1 − a) ψ(a), without cancellation
+        shape = self.shape
+        remainder = stirling_remainder(shape) + (shape - 1) * log_minus_digamma(shape)
+        return 0.5 * shape.log() + HALF_LOG_2PI + remainder - self.rate.log()
 
     def _kl(self, other: Self) -> Tensor:
-        return gamma_divergence(self.shape, self.rate, other.shape, other.rate)
+        logs = log_ratio(other.rate, self.rate)
+        of_shapes = lgamma_divergence(other.shape, self.shape)
+        of_rates = self.shape * ((other.rate - self.rate) / self.rate - logs)
+        return of_shapes + of_rates - (other.shape - self.shape) * logs
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Positive numbers ``[n, ...]``; none underflows to 0."""
@@ -124,6 +130,11 @@ class InverseGamma(ExponentialFamily):
         same_shape(shape=self.shape, scale=self.scale)
 
     @property
+    def _reciprocal(self) -> Gamma:
+        """The distribution of 1/θ."""
+        return Gamma(self.shape, self.scale)
+
+    @property
     def natural(self) -> Natural:
         return {"log": -self.shape - 1, "inverse": -self.scale}
 
@@ -146,44 +157,27 @@ class InverseGamma(ExponentialFamily):
         return {"log": theta.log(), "inverse": 1 / theta}
 
     def log_partition(self) -> Tensor:
-        return lgamma(self.shape) - self.shape * self.scale.log()
+        return self._reciprocal.log_partition()
 
     def entropy(self) -> Tensor:
-        # d(1/θ) = −dθ/θ²: the Gamma's entropy + 2 E[log θ]
-        return gamma_entropy(self.shape) + self.scale.log() - 2 * digamma(self.shape)
+        # d(1/θ) = −dθ/θ²: the entropy of 1/θ, + 2 E[log θ]
+        alone = Gamma(self.shape, torch.ones_like(self.shape)).entropy()
+        return alone + self.scale.log() - 2 * digamma(self.shape)
 
     def _kl(self, other: Self) -> Tensor:
-        return gamma_divergence(self.shape, self.scale, other.shape, other.scale)
+        return self._reciprocal.kl(other._reciprocal)
 
     def expected_point(self) -> Tensor:
         """b / (a − 1)."""
         if bool((self.shape <= 1).any()):
-            raise InputError(
-                "an InverseGamma has a mean where its shape is above 1, got "
-                f"{float(self.shape.amin()):.6g}"
-            )
+            least = float(self.shape.amin())
+            raise InputError(f"an InverseGamma has a mean for shapes above 1, got {least:.6g}")
         return self.scale / (self.shape - 1)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Positive numbers ``[n, ...]``; none overflows."""
         logs = self.scale.log() - log_gamma_draw(many(self.shape, n), generator)
         return logs.exp().clamp(max=torch.finfo(logs.dtype).max)
-
-
-def gamma_entropy(shape: Tensor) -> Tensor:
-    """Of Gamma(a, 1): a + log Γ(a) + (1 − a) ψ(a), without cancellation."""
-    remainder = stirling_remainder(shape) + (shape - 1) * log_minus_digamma(shape)
-    return 0.5 * shape.log() + HALF_LOG_2PI + remainder
-
-
-def gamma_divergence(
-    shape: Tensor, rate: Tensor, other_shape: Tensor, other_rate: Tensor
-) -> Tensor:
-    """KL of Gamma(a, b) to Gamma(a', b'), without cancellation."""
-    logs = log_ratio(other_rate, rate)
-    of_shapes = lgamma_divergence(other_shape, shape)
-    of_rates = shape * ((other_rate - rate) / rate - logs)
-    return of_shapes + of_rates - (other_shape - shape) * logs
 
 
 def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:

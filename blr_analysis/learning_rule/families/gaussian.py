@@ -24,6 +24,7 @@ from blr_analysis.learning_rule.families.domain import (
     finite,
     points,
     same_dtype,
+    same_shape,
     symmetric_matrix,
 )
 from blr_analysis.learning_rule.families.drawing import many, normal
@@ -38,7 +39,39 @@ from blr_analysis.learning_rule.families.special import LOG_2PI, log_ratio
 
 
 @dataclass(frozen=True, eq=False)
-class FixedGaussian(ExponentialFamily):
+class _Elementwise(ExponentialFamily):
+    """What Gaussians with a diagonal precision share."""
+
+    mean: Tensor
+    precision: Tensor
+
+    def __post_init__(self) -> None:
+        finite("mean", self.mean, rank=1, half=True)
+        finite("precision", self.precision, half=True)
+        same_shape(mean=self.mean, precision=self.precision)
+        if not bool((self.precision > 0).all()):
+            raise InputError(
+                "the precision is not positive: take a smaller learning rate, or an estimate of "
+                "the Hessian that cannot be negative"
+            )
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        points(theta, self.mean, 1)
+        return self._log_density(self.precision * (theta - self.mean).square())
+
+    def entropy(self) -> Tensor:
+        return -self._log_density(torch.ones_like(self.precision))
+
+    def _log_density(self, squares: Tensor) -> Tensor:
+        """log q where (θ − m)² s is ``squares``: no cancellation when the mean is far from 0."""
+        return 0.5 * (self.precision.log() - LOG_2PI - squares).sum(-1)
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class FixedGaussian(_Elementwise):
     """N(m, S⁻¹) with known diagonal S: λ = S m, μ = m, log h = −½ θᵀSθ + const.
 
     Attributes:
@@ -51,12 +84,7 @@ class FixedGaussian(ExponentialFamily):
         tensor([1., 2.])
     """
 
-    mean: Tensor
-    precision: Tensor
     ranks: ClassVar[Mapping[str, int]] = {"linear": 1}
-
-    def __post_init__(self) -> None:
-        _check_positive(self.precision, self.mean)
 
     @property
     def natural(self) -> Natural:
@@ -95,13 +123,6 @@ class FixedGaussian(ExponentialFamily):
     def base_gradient(self) -> Natural:
         return {"linear": -self.precision * self.mean}
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        points(theta, self.mean, 1)
-        return _log_prob(self.precision, self.precision * (theta - self.mean).square())
-
-    def entropy(self) -> Tensor:
-        return -_log_prob(self.precision, torch.ones_like(self.precision))
-
     def _kl(self, other: Self) -> Tensor:
         if not torch.equal(self.precision, other.precision):
             raise InputError("the KL divergence of two FixedGaussians needs one precision for both")
@@ -111,12 +132,9 @@ class FixedGaussian(ExponentialFamily):
         """∇_μ E_q[ℓ] from E_q[∇ℓ]; a Hessian has nothing to say about a fixed covariance."""
         return {"linear": gradient}
 
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
-
 
 @dataclass(frozen=True, eq=False)
-class DiagonalGaussian(ExponentialFamily):
+class DiagonalGaussian(_Elementwise):
     """N(m, diag(s)⁻¹): λ = (s m, −s/2), μ = (m, m² + 1/s).
 
     Attributes:
@@ -133,12 +151,7 @@ class DiagonalGaussian(ExponentialFamily):
         ({'linear': tensor([4.]), 'square': tensor([-2.])}, tensor([1.2500]))
     """
 
-    mean: Tensor
-    precision: Tensor
     ranks: ClassVar[Mapping[str, int]] = {"linear": 1, "square": 1}
-
-    def __post_init__(self) -> None:
-        _check_positive(self.precision, self.mean)
 
     @property
     def natural(self) -> Natural:
@@ -168,13 +181,6 @@ class DiagonalGaussian(ExponentialFamily):
         terms = self.precision * self.mean.square() - self.precision.log() + LOG_2PI
         return 0.5 * terms.sum(-1)
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        points(theta, self.mean, 1)
-        return _log_prob(self.precision, self.precision * (theta - self.mean).square())
-
-    def entropy(self) -> Tensor:
-        return -_log_prob(self.precision, torch.ones_like(self.precision))
-
     def _kl(self, other: Self) -> Tensor:
         ratio = (other.precision - self.precision) / self.precision
         gap = other.precision * (self.mean - other.mean).square()
@@ -188,9 +194,6 @@ class DiagonalGaussian(ExponentialFamily):
         """
         derivatives(self.mean, gradient, hessian, 1)
         return {"linear": gradient - hessian * self.mean, "square": 0.5 * hessian}
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,17 +222,15 @@ class FullGaussian(ExponentialFamily):
         finite("mean", self.mean, rank=1)
         instance("precision", self.precision, Tensor, "a tensor of floating-point numbers")
         if self.precision.shape != (*self.mean.shape, self.mean.shape[-1]):
-            raise InputError(
-                f"the precision of a mean {tuple(self.mean.shape)} is a matrix for each copy, got "
-                f"{tuple(self.precision.shape)}"
-            )
+            mean, precision = tuple(self.mean.shape), tuple(self.precision.shape)
+            raise InputError(f"a mean {mean} has a matrix for each copy, got {precision}")
         symmetric_matrix("precision", self.precision)
         same_dtype(mean=self.mean, precision=self.precision)
         _, failed = torch.linalg.cholesky_ex(self.precision.detach())
         if bool((failed != 0).any()):
             raise InputError(
-                "the precision is not positive definite: take a smaller learning rate, or an "
-                "approximation of the Hessian that is (Gauss–Newton)"
+                "the precision is not positive definite: take a smaller learning rate, or "
+                "Gauss–Newton for the Hessian"
             )
 
     @property
@@ -302,25 +303,3 @@ class FullGaussian(ExponentialFamily):
         noise = normal(many(self.mean, n), generator).unsqueeze(-1)
         upper = torch.linalg.cholesky(self.precision).mT
         return self.mean + torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
-
-
-def _log_prob(precision: Tensor, squares: Tensor) -> Tensor:
-    """log q where (θ − m)² s is ``squares``: no cancellation when the mean is far from 0."""
-    return 0.5 * (precision.log() - LOG_2PI - squares).sum(-1)
-
-
-def _check_positive(precision: Tensor, mean: Tensor) -> None:
-    finite("mean", mean, rank=1, half=True)
-    instance("precision", precision, Tensor, "a tensor of floating-point numbers")
-    if precision.shape != mean.shape:
-        raise InputError(
-            f"mean and precision must agree in shape, got {tuple(mean.shape)} and "
-            f"{tuple(precision.shape)}"
-        )
-    finite("precision", precision, half=True)
-    same_dtype(mean=mean, precision=precision)
-    if not bool((precision > 0).all()):
-        raise InputError(
-            "the precision is not positive: take a smaller learning rate, an estimate of the "
-            "Hessian that cannot be negative, or a move that keeps it positive"
-        )

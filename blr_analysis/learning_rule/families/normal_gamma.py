@@ -18,13 +18,8 @@ from blr_analysis.learning_rule.families.domain import (
     same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import many, normal
-from blr_analysis.learning_rule.families.gamma import (
-    Gamma,
-    gamma_divergence,
-    gamma_entropy,
-    shape_and_rate,
-)
-from blr_analysis.learning_rule.families.special import LOG_2PI, digamma, lgamma, log_ratio
+from blr_analysis.learning_rule.families.gamma import Gamma, shape_and_rate
+from blr_analysis.learning_rule.families.special import LOG_2PI, log_ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,25 +62,26 @@ class NormalGamma(ExponentialFamily):
         same_shape(mean=self.mean, kappa=self.kappa, shape=self.shape, rate=self.rate)
 
     @property
+    def _gamma(self) -> Gamma:
+        """The marginal of τ."""
+        return Gamma(self.shape, self.rate)
+
+    @property
     def natural(self) -> Natural:
         pull = self.kappa * self.mean
-        linear = -self.rate - 0.5 * pull * self.mean
         return {
             "shift": pull,
             "square": -0.5 * self.kappa,
-            "linear": linear,
+            "linear": -self.rate - 0.5 * pull * self.mean,
             "log": self.shape - 0.5,
         }
 
     @property
     def expectation(self) -> Natural:
-        precision = self.shape / self.rate
-        return {
-            "shift": precision * self.mean,
-            "square": 1 / self.kappa + precision * self.mean.square(),
-            "linear": precision,
-            "log": digamma(self.shape) - self.rate.log(),
-        }
+        of_precision = self._gamma.expectation
+        shift = of_precision["linear"] * self.mean
+        square = 1 / self.kappa + of_precision["linear"] * self.mean.square()
+        return {"shift": shift, "square": square, **of_precision}
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
         self._check_keys(natural)
@@ -113,20 +109,18 @@ class NormalGamma(ExponentialFamily):
         return {"shift": tau * x, "square": tau * x.square(), "linear": tau, "log": tau.log()}
 
     def log_partition(self) -> Tensor:
-        of_gamma = lgamma(self.shape) - self.shape * self.rate.log()
-        return of_gamma + 0.5 * (LOG_2PI - self.kappa.log())
+        return self._gamma.log_partition() + 0.5 * (LOG_2PI - self.kappa.log())
 
     def entropy(self) -> Tensor:
         # of the Gamma, and of a normal distribution of precision κτ on average over τ
-        of_gamma = gamma_entropy(self.shape) - self.rate.log()
         log_precision = self.kappa.log() + self.expectation["log"]
-        return of_gamma + 0.5 * (LOG_2PI + 1 - log_precision)
+        return self._gamma.entropy() + 0.5 * (LOG_2PI + 1 - log_precision)
 
     def _kl(self, other: Self) -> Tensor:
-        of_gamma = gamma_divergence(self.shape, self.rate, other.shape, other.rate)
         ratio = (other.kappa - self.kappa) / self.kappa
         gap = other.kappa * self.shape / self.rate * (self.mean - other.mean).square()
-        return of_gamma + 0.5 * (ratio - log_ratio(other.kappa, self.kappa) + gap)
+        of_mean = 0.5 * (ratio - log_ratio(other.kappa, self.kappa) + gap)
+        return self._gamma.kl(other._gamma) + of_mean
 
     def expected_point(self) -> dict[str, Tensor]:
         """``{"mean": m, "precision": a / b}``; m is the centre of x where x has no mean, a ≤ ½."""
@@ -136,6 +130,6 @@ class NormalGamma(ExponentialFamily):
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """``{"mean": x, "precision": τ}``, each ``[n, ...]``."""
-        tau = Gamma(self.shape, self.rate).sample(n, generator=generator)
+        tau = self._gamma.sample(n, generator=generator)
         noise = normal(many(self.mean, n), generator)
         return {"mean": self.mean + noise / (self.kappa * tau).sqrt(), "precision": tau}

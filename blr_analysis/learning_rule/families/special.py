@@ -9,6 +9,7 @@ is exact. Differences of large terms are taken by Stirling's series where they w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,46 +25,32 @@ def trigamma(x: Tensor) -> Tensor:
     return torch.special.zeta(2.0, x)
 
 
-class _Digamma(torch.autograd.Function):
-    generate_vmap_rule = True
+def _elementwise(
+    function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Any]:
+    """A function of each entry that takes its derivative from ``slope``."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.digamma(x)
+    class Elementwise(torch.autograd.Function):
+        generate_vmap_rule = True
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return function(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * trigamma(ctx.saved_tensors[0])
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(inputs[0])
+            ctx.save_for_forward(inputs[0])
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
-        return tangent * trigamma(ctx.saved_tensors[0])
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * slope(ctx.saved_tensors[0])
 
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+            return tangent * slope(ctx.saved_tensors[0])
 
-class _LogGamma(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.lgamma(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * digamma(ctx.saved_tensors[0])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
-        return tangent * digamma(ctx.saved_tensors[0])
+    return Elementwise.apply
 
 
 def digamma(x: Tensor) -> Tensor:
@@ -72,7 +59,7 @@ def digamma(x: Tensor) -> Tensor:
     >>> digamma(torch.tensor(1.0))
     tensor(-0.5772)
     """
-    return _Digamma.apply(x)  # type: ignore[return-value]
+    return _digamma(x)
 
 
 def lgamma(x: Tensor) -> Tensor:
@@ -81,26 +68,49 @@ def lgamma(x: Tensor) -> Tensor:
     >>> lgamma(torch.tensor(4.0))
     tensor(1.7918)
     """
-    return _LogGamma.apply(x)  # type: ignore[return-value]
+    return _lgamma(x)
+
+
+_digamma = _elementwise(torch.digamma, trigamma)
+_lgamma = _elementwise(torch.lgamma, digamma)
+
+
+def _by_series(
+    x: Tensor, direct: Callable[[Tensor], Tensor], series: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """``direct(x)`` below 20, and from there a series in (1/x, 1/x²)."""
+    y = 1 / x.clamp(min=_SERIES_FROM)
+    return torch.where(x < _SERIES_FROM, direct(x.clamp(max=_SERIES_FROM)), series(y, y * y))
 
 
 def log_minus_digamma(x: Tensor) -> Tensor:
     """log x − ψ(x), which is ≈ 1/(2x) where the two terms nearly cancel."""
-    y = 1 / x.clamp(min=_SERIES_FROM)
-    z = y * y
-    tail = 1 / 12 - z * (1 / 120 - z * (1 / 252 - z * (1 / 240 - z / 132)))
-    near = x.clamp(max=_SERIES_FROM)
-    return torch.where(x < _SERIES_FROM, near.log() - digamma(near), y * (0.5 + y * tail))
+
+    def series(y: Tensor, z: Tensor) -> Tensor:
+        return y * (0.5 + y * (1 / 12 - z * (1 / 120 - z * (1 / 252 - z * (1 / 240 - z / 132)))))
+
+    return _by_series(x, lambda x: x.log() - digamma(x), series)
 
 
 def stirling_remainder(x: Tensor) -> Tensor:
     """log Γ(x) − [ (x − ½) log x − x + ½ log 2π ], which is ≈ 1/(12x) for large x."""
-    y = 1 / x.clamp(min=_SERIES_FROM)
-    z = y * y
-    tail = 1 / 12 - z * (1 / 360 - z * (1 / 1260 - z * (1 / 1680 - z / 1188)))
-    near = x.clamp(max=_SERIES_FROM)
-    direct = lgamma(near) - (near - 0.5) * near.log() + near - HALF_LOG_2PI
-    return torch.where(x < _SERIES_FROM, direct, y * tail)
+
+    def direct(x: Tensor) -> Tensor:
+        return lgamma(x) - (x - 0.5) * x.log() + x - HALF_LOG_2PI
+
+    def series(y: Tensor, z: Tensor) -> Tensor:
+        return y * (1 / 12 - z * (1 / 360 - z * (1 / 1260 - z * (1 / 1680 - z / 1188))))
+
+    return _by_series(x, direct, series)
+
+
+def trigamma_excess(x: Tensor) -> Tensor:
+    """ψ'(x) − 1/x, which is ≈ 1/(2x²) where the two terms nearly cancel."""
+
+    def series(y: Tensor, z: Tensor) -> Tensor:
+        return z * (0.5 + y * (1 / 6 - z * (1 / 30 - z * (1 / 42 - z * (1 / 30 - z * 5 / 66)))))
+
+    return _by_series(x, lambda x: trigamma(x) - 1 / x, series)
 
 
 def lgamma_divergence(new: Tensor, old: Tensor) -> Tensor:
@@ -119,15 +129,6 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
     ratio = (new - old) / old
     near = torch.log1p(ratio.clamp(-0.5, 0.5))
     return torch.where(ratio.abs() < 0.5, near, (new / old).log())
-
-
-def trigamma_excess(x: Tensor) -> Tensor:
-    """ψ'(x) − 1/x, which is ≈ 1/(2x²) where the two terms nearly cancel."""
-    y = 1 / x.clamp(min=_SERIES_FROM)
-    z = y * y
-    tail = 1 / 6 - z * (1 / 30 - z * (1 / 42 - z * (1 / 30 - z * 5 / 66)))
-    near = x.clamp(max=_SERIES_FROM)
-    return torch.where(x < _SERIES_FROM, trigamma(near) - 1 / near, z * (0.5 + y * tail))
 
 
 def _halves(x: Tensor, size: int) -> Tensor:

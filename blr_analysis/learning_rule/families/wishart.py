@@ -19,6 +19,7 @@ from blr_analysis.learning_rule.families.domain import (
     points,
     positive_definite,
     same_dtype,
+    same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
 from blr_analysis.learning_rule.families.matrices import (
@@ -68,10 +69,8 @@ class Wishart(ExponentialFamily):
         positive_definite("rate", self.rate)
         above("dof", self.dof, self.size - 1)
         if self.dof.shape != self.rate.shape[:-2]:
-            raise InputError(
-                f"dof needs one number for each of the rate's copies, got {tuple(self.dof.shape)} "
-                f"for {tuple(self.rate.shape)}"
-            )
+            dof, rate = tuple(self.dof.shape), tuple(self.rate.shape)
+            raise InputError(f"dof needs one number for each of the copies of {rate}, got {dof}")
         same_dtype(dof=self.dof, rate=self.rate)
 
     @property
@@ -173,15 +172,9 @@ class NormalWishart(ExponentialFamily):
         above("kappa", self.kappa)
         size = self.mean.shape[-1]
         if self.wishart.size != size or self.mean.shape[:-1] != self.dof.shape:
-            raise InputError(
-                f"a mean {tuple(self.mean.shape)} does not go with a rate of shape "
-                f"{tuple(self.rate.shape)}"
-            )
-        if self.kappa.shape != self.dof.shape:
-            raise InputError(
-                f"kappa and dof must agree in shape, got {tuple(self.kappa.shape)} and "
-                f"{tuple(self.dof.shape)}"
-            )
+            mean, rate = tuple(self.mean.shape), tuple(self.rate.shape)
+            raise InputError(f"a mean {mean} does not go with a rate {rate}")
+        same_shape(kappa=self.kappa, dof=self.dof)
         same_dtype(mean=self.mean, kappa=self.kappa, dof=self.dof)
 
     @property

@@ -1,4 +1,21 @@
-"""The rows of the rule that fit probabilistic models: ``Model(prior…).fit(data) -> Fitted``."""
+"""The rows of Table 1 that fit probabilistic models: ``Model(prior…).fit(data) -> Fitted``.
+
+To be read like a book; each part needs only those above it.
+
+1. *What every fit answers.* :mod:`.fitted`: the posterior is a sum of sites, one per example, so
+   that examples are taken out by subtraction. :mod:`.answers`: what functions of yours must give.
+2. *One step, ρ = 1* (K&R 5.1). :mod:`.factors`: which likelihoods are conjugate to which family.
+   :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
+3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
+   told. :mod:`.em`: parameters at their mode. :mod:`.vmp`: parameters averaged over.
+   :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
+4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
+   one number. :mod:`.cvi`: the rule site by site. :mod:`.latent_fit`: fit, prediction, cavities;
+   for :mod:`.generalized_linear` regression and for Gaussian processes, :mod:`.gp`.
+   :mod:`.nonconjugate`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
+5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation.
+   :mod:`.multimodal`: several minima at once.
+"""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class GaussianMixtureEM:
         return GaussianMixture(start.weights.to(data), kind(mean - data.mean(0), precision))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FittedMixture(Fitted[GaussianMixture]):
     """A mixture found by EM; its sites are expected statistics, counted from ``origin``.
 

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class NotConverged(UserWarning):
     """A fit stopped at its limit of iterations."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Fitted(Plottable, Tabular, Generic[Q]):
     """A posterior, how it was found, and its sites.
 
@@ -58,6 +58,7 @@ class Fitted(Plottable, Tabular, Generic[Q]):
             form.
         data: the examples, a tensor ``[N, …]`` or a tuple of them, for :meth:`left_out`.
         converged: whether the fit stopped by its tolerance (True for fits in one step).
+        note: what to know of :meth:`without` and :meth:`left_out`, in a line; empty: nothing.
 
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
@@ -80,6 +81,13 @@ class Fitted(Plottable, Tabular, Generic[Q]):
     predictive: Callable[[Q, Any], Tensor] | None = None
     data: Any = None
     converged: bool = True
+    note: ClassVar[str] = ""
+
+    def __repr__(self) -> str:
+        last = f"{self.objective} {self.history[-1]:.6g} nats, " if len(self.history) else ""
+        steps = f"iterations={len(self.history)}, converged={self.converged}"
+        note = f"; {self.note}" if self.note else ""
+        return f"{type(self).__name__}({last}N={self.n_data}, {steps}{note})"
 
     def __getattr__(self, name: str) -> Any:
         """Of q, what a Fitted has not."""

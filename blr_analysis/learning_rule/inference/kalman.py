@@ -259,7 +259,7 @@ class StateSpace:
         return {"linear": linear, "square": -0.25 * (folded + folded.mT)}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FittedStates(Fitted[FullGaussian]):
     """Smoothed states; ``q`` has a copy for each time, and examples are observations.
 

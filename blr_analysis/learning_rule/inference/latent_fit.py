@@ -42,7 +42,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
 Features = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LatentFitted(Fitted[FullGaussian]):
     """A :class:`Fitted` posterior over θ with latent numbers f_i = φ_iᵀθ.
 

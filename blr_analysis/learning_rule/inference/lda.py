@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -300,7 +300,7 @@ def _alike(name: str, q: Any, prior: Dirichlet) -> Dirichlet:
     return Dirichlet(q.concentration.to(prior.concentration.dtype))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FittedTopics(Fitted[Dirichlet]):
     """Topics: ``q`` has a copy for each, ``[K, V]``; examples are documents.
 
@@ -314,6 +314,9 @@ class FittedTopics(Fitted[Dirichlet]):
 
     model: LDA = None  # type: ignore[assignment]
     documents: Dirichlet = None  # type: ignore[assignment]
+    note: ClassVar[str] = (
+        "left out by one step of fitting again: single examples may be off by half"
+    )
 
     def transform(self, counts: Any) -> Tensor:
         """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.

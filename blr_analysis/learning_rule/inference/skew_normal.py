@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -152,9 +152,13 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
     return SkewNormal.from_natural(add(q.natural, scale(gradient, rho)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
     """A skew normal; where it was fitted with ``log_likelihood`` and ``data``, with sites."""
+
+    note: ClassVar[str] = (
+        "left out by one step of fitting again: single examples may be off by half"
+    )
 
     def without(self, indices: Any) -> SkewNormal:
         """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`.

@@ -176,7 +176,7 @@ class BayesianGaussianMixture:
         }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FittedMeanField(Fitted[MeanField]):
     """The global nodes of a mixture; taking examples out is one message-passing step.
 

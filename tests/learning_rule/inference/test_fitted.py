@@ -7,9 +7,17 @@ import math
 import pytest
 import torch
 
+import blr_analysis as blr
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import Beta, DiagonalGaussian
-from blr_analysis.learning_rule.inference import Conjugate, Fitted, NotConverged, bernoulli
+from blr_analysis.learning_rule.inference import (
+    Conjugate,
+    Fitted,
+    NotConverged,
+    SkewNormal,
+    bernoulli,
+    fit_skew_normal,
+)
 from blr_analysis.learning_rule.inference import fitted as module
 from blr_analysis.learning_rule.inference.fitted import indexed, total, until_flat
 
@@ -132,3 +140,19 @@ def test_the_picture_shows_the_history(converged: bool) -> None:
     assert (ax.get_legend() is None) == converged
     with pytest.raises(InputError, match="history is empty"):
         Fitted(coin().q, [], "ELBO").plot()
+
+
+def test_results_show_what_to_know_of_them() -> None:
+    whole = coin()
+    assert repr(whole).startswith("Fitted(log evidence") and whole.note == ""
+    start = SkewNormal(*torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
+    leaning = fit_skew_normal(
+        lambda theta: -0.5 * theta.square(),
+        start,
+        log_likelihood=lambda y, theta: y[:, None] * theta - theta.exp(),
+        data=torch.tensor([1.0, 2.0], dtype=torch.float64),
+        tol=1e-5,
+    )
+    shown = (leaning, blr.leave_one_out(None, leaning), blr.sensitivity(None, leaning))
+    assert all("one step" in repr(result) for result in shown)
+    assert "one step" in leaning.table.attrs["note"]
