@@ -13,39 +13,24 @@ directions, with what is left of its diagonal beside them ("lowrank").
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
-from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures import (
-    Diagonal,
-    Full,
-    Kronecker,
-    LowRank,
-    Structure,
-)
-from blr_analysis.posterior.structures.sketch import Sketch, sketch
+from blr_analysis.posterior.structures import KINDS, Fit
 from blr_analysis.task import Task
 
-STRUCTURES = ("diag", "kron", "lowrank", "full")
-CURVATURES = ("ggn", "empirical_fisher", "mc_fisher")
-KINDS = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}  # in records
-FULL_LIMIT = 20_000  # parameters: 3 GB of float64
-RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
-BASIS_LIMIT = 2**30  # numbers in the basis of a rank that is grown: 4 GB of float32
-TOLERANCE = 0.05  # of tr(ΛV); V itself is nearer, by the diagonal that is kept beside
+STRUCTURES = tuple(KINDS)
+RECORDED = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}  # in records
 Columns = Callable[[Chunk], Tensor]
-Passes = Callable[[str], Iterator[list[Term]]]
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -97,8 +82,7 @@ def fit_laplace(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters()
-    prior = _checked(task, params, structure, prior_precision, curvature, samples)
-    _check_rank(params, structure, rank, tolerance)
+    prior = _checked(task, params, structure, prior_precision, curvature, samples, rank, tolerance)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
     columns, count = _columns(task, curvature, samples, generator)
@@ -108,14 +92,19 @@ def fit_laplace(
         swept = chunks(task, params, chunking, columns=count, label=label)
         return (chunk.terms(columns(chunk)) for chunk in swept)
 
-    form, found = _basis(task, params, structure, passes, prior, rank, tolerance, count)
-    for terms in passes(f"{structure} {curvature}"):
-        form = form.add(terms)
-    if found is not None:
-        assert isinstance(form, LowRank)
-        form = form.with_rest(found.diagonal)
+    fit = Fit(
+        params,
+        passes,
+        prior,
+        label=curvature,
+        gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
+        padded=task.likelihood.is_sequence,
+        rank=rank,
+        tolerance=tolerance,
+    )
+    form, more = KINDS[structure].fitted(fit)
     record = {
-        "kind": KINDS[curvature],
+        "kind": RECORDED[curvature],
         "source": "laplace",
         "definition": "S = diag(prior_precision) + "
         + {
@@ -130,15 +119,12 @@ def fit_laplace(
         "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
         "tied": tied_names(task.model),
     }
-    if isinstance(form, LowRank) and found is not None:
-        record |= {"rank": form.rank, "tolerance": None if rank else tolerance or TOLERANCE}
-        record["explained"] = found.share
     return Posterior(
         {n: p.clone() for n, p in params.items()},
         form.plus_prior(prior),
         prior_precision=prior,
         n_data=task.n_data,
-        record=record,
+        record=record | more,
     )
 
 
@@ -176,86 +162,6 @@ def _columns(
     return sampled, samples
 
 
-def _basis(
-    task: Task,
-    params: Mapping[str, Tensor],
-    structure: str,
-    passes: Passes,
-    prior: Prior,
-    rank: int | None,
-    tolerance: float | None,
-    count: int | None,
-) -> tuple[Structure, Sketch | None]:
-    """The zero matrix of this structure; "kron" and "lowrank" find their basis in the data."""
-    if structure == "diag":
-        return Diagonal({n: torch.zeros_like(p) for n, p in params.items()}), None
-    if structure == "full":
-        like = next(iter(params.values()))
-        size = sum(p.numel() for p in params.values())
-        shapes = {n: tuple(p.shape) for n, p in params.items()}
-        return Full(like.new_zeros(size, size), shapes), None
-    if structure == "kron":
-        return _factors(params, passes, padded=task.likelihood.is_sequence), None
-    columns = n_outputs(task, params) if count is None else count
-    return _directions(params, passes, prior, rank, tolerance or TOLERANCE, task.n_data * columns)
-
-
-def _directions(
-    params: Mapping[str, Tensor],
-    passes: Passes,
-    prior: Prior,
-    rank: int | None,
-    tolerance: float,
-    gradients: int,
-) -> tuple[LowRank, Sketch]:
-    size = sum(p.numel() for p in params.values())
-    most = max(1, min(RANK_LIMIT, BASIS_LIMIT // size))
-    found = sketch(
-        passes,
-        params,
-        prior,
-        rank=rank,
-        tolerance=tolerance,
-        most=most,
-        size=min(size, gradients),
-    )
-    kept = len(next(iter(found.basis.values())))
-    if rank is None and kept == most and found.share < 1 - tolerance:
-        warnings.warn(
-            f"{most:,} directions explain {found.share:.1%} of tr(ΛV), not the {1 - tolerance:.1%} "
-            "asked for, and no more are taken by themselves: give rank=..., a larger tolerance or "
-            "a larger prior_precision",
-            stacklevel=4,
-        )
-    like = next(iter(params.values()))
-    base = {n: torch.zeros_like(p) for n, p in params.items()}
-    return LowRank(base, found.basis, like.new_zeros(kept, kept)), found
-
-
-def _factors(params: Mapping[str, Tensor], passes: Passes, *, padded: bool) -> Kronecker:
-    moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
-    for terms in passes("Kronecker factors"):
-        for term in terms:
-            factors = term.factors(padded=padded)
-            if factors is None:
-                continue
-            joint, right, left = factors[0], factors[1].double(), factors[2].double()
-            if joint.key in moments:
-                _, r, d = moments[joint.key]
-                right, left = r + right, d + left
-            moments[joint.key] = (joint, right, left)
-    blocks = []
-    for joint, right, left in moments.values():
-        u_right, u_left = (torch.linalg.eigh(m)[1].to(params[joint.key]) for m in (right, left))
-        blocks.append(Basis(joint.weight, joint.bias, joint.layout, u_right, u_left))
-    joined = {n for block in blocks for n in block.names}
-    plain = {n: tuple(p.shape) for n, p in params.items() if n not in joined}
-    values = {n: torch.zeros_like(params[n]) for n in plain}
-    for b in blocks:
-        values[b.key] = b.left.new_zeros(b.shape)
-    return Kronecker(tuple(blocks), values, plain, tuple(params))
-
-
 def _checked(
     task: Task,
     params: Mapping[str, Tensor],
@@ -263,9 +169,11 @@ def _checked(
     prior: Given | Prior,
     curvature: str,
     samples: int,
+    rank: int | None,
+    tolerance: float | None,
 ) -> Prior:
     one_of("structure", structure, STRUCTURES)
-    one_of("curvature", curvature, CURVATURES)
+    one_of("curvature", curvature, tuple(RECORDED))
     positive_int("samples", samples)
     if task.likelihood.is_sequence and curvature == "ggn":
         raise InputError(
@@ -283,37 +191,5 @@ def _checked(
             raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
     shapes = {n: tuple(p.shape) for n, p in params.items()}
     checked = Prior.read(prior, shapes, positive=True).placed(params)
-    size = sum(p.numel() for p in params.values())
-    if structure == "full" and size > FULL_LIMIT:
-        raise InputError(
-            f"structure='full' holds a {size:,} × {size:,} matrix; use 'lowrank', 'kron' or 'diag' "
-            f"above {FULL_LIMIT:,} parameters"
-        )
+    KINDS[structure].check_fit(sum(p.numel() for p in params.values()), rank, tolerance)
     return checked
-
-
-def _check_rank(
-    params: Mapping[str, Tensor], structure: str, rank: int | None, tolerance: float | None
-) -> None:
-    given = {"rank": rank, "tolerance": tolerance}
-    named = [name for name, value in given.items() if value is not None]
-    if structure != "lowrank":
-        if named:
-            raise InputError(
-                f"{named[0]} belongs to structure='lowrank', got structure={structure!r}"
-            )
-        return
-    if len(named) == 2:
-        raise InputError("give rank or tolerance, not both: the rank is grown to the tolerance")
-    size = sum(p.numel() for p in params.values())
-    if rank is not None and positive_int("rank", rank) >= size:
-        raise InputError(
-            f"rank must be below the number of parameters, {size:,}, got {rank:,}; use "
-            "structure='full' for all directions"
-        )
-    if tolerance is not None and not (
-        isinstance(tolerance, (int, float))
-        and not isinstance(tolerance, bool)
-        and 0 < tolerance < 1
-    ):
-        raise InputError(f"tolerance must be a number above 0 and below 1, got {tolerance!r}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blr_analysis.errors import PosteriorError
@@ -20,7 +21,6 @@ from blr_analysis.files import storage
 from blr_analysis.posterior import codec
 from blr_analysis.posterior.means import Model, mean_of, tied_in
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.rounding import widened
 from blr_analysis.posterior.structures import Diagonal, Structure
 
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
@@ -42,15 +42,14 @@ def load_parts(path: str, model: Model | None, prior_precision: Given | None) ->
         mean = mean_of(model, form.shapes, tied=tied, sha256=sha256, path=path)
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
-    if bare or record.get("rounded"):
-        form = widened(form, mean)
+    form = _placed(form, mean, wide=bare or bool(record.get("rounded")))
     kept = record.get("prior_outside")
     outside = None if kept is None else Prior.of_any(kept)
     if prior_precision is not None:
         given = Prior.read(prior_precision, form.shapes)
         outside = _given(given, prior, outside, form, path)
     if outside is not None:
-        form, prior = _on(form, mean).plus_prior(outside), outside
+        form, prior = form.plus_prior(outside), outside
     _check_positive(form, prior, path)
     return mean, form, prior, n_data, rest
 
@@ -59,7 +58,7 @@ def _given(
     given: Prior, inside: Prior, outside: Prior | None, form: Structure, path: str
 ) -> Prior | None:
     """The user's δ, to be added; None where the file's is the same."""
-    if isinstance(form, Diagonal):
+    if form.per_weight is not None:
         if inside.is_zero:
             return given
         if given.equals(inside, form.shapes):
@@ -69,15 +68,22 @@ def _given(
     )
 
 
-def _on(form: Structure, mean: Mapping[str, Tensor]) -> Diagonal:
-    assert isinstance(form, Diagonal)
-    return Diagonal({n: s.to(mean[n].device) for n, s in form.values.items()})
+def _placed(form: Structure, mean: Mapping[str, Tensor], *, wide: bool) -> Structure:
+    """One number per weight beside its mean; ``wide``: in float32, or in the mean's dtype where
+    that is wider."""
+    if form.per_weight is None:
+        return form
+    values = {}
+    for name, s in form.per_weight.items():
+        dtype = torch.promote_types(torch.float32, mean[name].dtype) if wide else s.dtype
+        values[name] = s.to(mean[name].device, dtype)
+    return Diagonal(values)
 
 
 def _check_positive(form: Structure, prior: Prior, path: str) -> None:
-    if not isinstance(form, Diagonal) or not prior.is_zero:
+    if form.per_weight is None or not prior.is_zero:
         return
-    for name, s in form.values.items():
+    for name, s in form.per_weight.items():
         empty = int((s == 0).sum())
         if empty:
             raise PosteriorError(

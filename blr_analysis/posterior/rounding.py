@@ -16,7 +16,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import codec
 from blr_analysis.posterior.prior import Prior
-from blr_analysis.posterior.structures import Diagonal, Structure
+from blr_analysis.posterior.structures import Structure
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -45,22 +45,23 @@ def encode_as(
     if check_dtype(dtype) is None:
         return codec.encode(form, prior)
     assert dtype is not None
-    if not isinstance(form, Diagonal):
+    values = form.per_weight
+    if values is None:
         raise InputError(
             f"dtype={dtype} rounds a diagonal precision, this one is {form.kind!r}: eigenvectors "
             "and factors are kept as they are; leave dtype out"
         )
-    if any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in form.values.values()):
-        rounded = _data_part(form, prior, dtype)
+    if any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values()):
+        rounded = _data_part(values, prior, dtype)
         if rounded is not None:
             return rounded
     tensors, record = codec.encode(form, prior)
-    cast = {n: t.to(dtype) if n in form.values else t for n, t in tensors.items()}
+    cast = {n: t.to(dtype) if n in values else t for n, t in tensors.items()}
     return cast, {**record, "rounded": True}
 
 
 def _data_part(
-    form: Diagonal, prior: Prior, dtype: torch.dtype
+    values: Mapping[str, Tensor], prior: Prior, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """H = S − δ rounded, with δ as ``prior_outside``.
 
@@ -70,7 +71,7 @@ def _data_part(
     if prior.tensors:
         return None
     parts: dict[str, Tensor] = {}
-    for name, s in form.values.items():
+    for name, s in values.items():
         delta = float(prior.of(name))
         part = s.double() - delta
         noise = torch.finfo(s.dtype).eps * delta  # δ itself was rounded in S
@@ -80,11 +81,3 @@ def _data_part(
         parts[name] = part.to(dtype)
     record = {"structure": "diag", "prior_precision": 0.0, "prior_outside": prior.record}
     return parts, {**record, "rounded": True}
-
-
-def widened(form: Structure, mean: Mapping[str, Tensor]) -> Structure:
-    """A diagonal in float32, or as wide as the mean where that is wider."""
-    if not isinstance(form, Diagonal):
-        return form
-    wide = {n: torch.promote_types(torch.float32, m.dtype) for n, m in mean.items()}
-    return Diagonal({n: s.to(wide[n]) for n, s in form.values.items()})

@@ -20,9 +20,8 @@ from blr_analysis.backprop import terms as terms_module
 from blr_analysis.backprop.engine import QUIET, Chunking, chunks
 from blr_analysis.backprop.terms import Dense, products
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior import laplace
 from blr_analysis.posterior.prior import Prior
-from blr_analysis.posterior.structures import LowRank, lowrank
+from blr_analysis.posterior.structures import LowRank, full, lowrank
 from blr_analysis.posterior.structures.sketch import sketch
 
 SIZE = 43  # parameters of the MLP
@@ -312,7 +311,7 @@ def test_rank_or_tolerance() -> None:
 
 
 def test_a_rank_that_does_not_suffice_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(laplace, "RANK_LIMIT", 3)
+    monkeypatch.setattr(lowrank, "RANK_LIMIT", 3)
     with pytest.warns(UserWarning, match=r"3 directions explain .*give rank="):
         q = fitted(task_of(), tolerance=0.01)
     assert q.record["rank"] == 3
@@ -323,7 +322,7 @@ def test_a_rank_that_does_not_suffice_is_said(monkeypatch) -> None:
 
 
 def test_a_model_too_large_for_full_is_sent_here(monkeypatch) -> None:
-    monkeypatch.setattr(laplace, "FULL_LIMIT", 10)
+    monkeypatch.setattr(full, "LIMIT", 10)
     with pytest.raises(InputError, match="'lowrank'"):
         fitted(task_of(), "full")
 

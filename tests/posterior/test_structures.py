@@ -12,7 +12,7 @@ from oracles import flatten, relative, unflatten
 
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import fit_laplace
-from blr_analysis.posterior.structures import Diagonal, Full, Kronecker, is_spectral
+from blr_analysis.posterior.structures import Diagonal, Full, Kronecker
 from blr_analysis.task import Task
 
 
@@ -56,11 +56,6 @@ def fitted(structure: str, prior: object = 1.0):
     return fit_laplace(
         Task(model, (x, torch.arange(8) % 3)), structure=structure, prior_precision=prior
     )
-
-
-def test_only_diagonal_and_kronecker_are_spectral() -> None:
-    found = {s: is_spectral(fitted(s).form) for s in ("diag", "kron", "full")}
-    assert found == {"diag": True, "kron": True, "full": False}
 
 
 def test_kronecker_prior_must_be_one_number_per_layer() -> None:
@@ -115,11 +110,6 @@ def test_full_floor_with_a_prior_per_weight() -> None:
     raised, below = lower.floored(prior)
     assert below == pytest.approx(1 / 3)
     assert relative(raised.matrix, prior["w"].diag()) < 1e-12
-
-
-def test_plus_needs_the_same_kind() -> None:
-    with pytest.raises((AssertionError, InputError)):
-        fitted("full").form.plus(fitted("diag").form)
 
 
 shapes = st.lists(

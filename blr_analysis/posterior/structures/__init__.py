@@ -1,10 +1,11 @@
 """Shapes that a precision matrix S can take; the contract that all keep is in ``contract``."""
 
 from blr_analysis.posterior.structures.contract import (
+    KINDS,
+    Fit,
     Spectral,
     Structure,
     Tree,
-    is_spectral,
 )
 from blr_analysis.posterior.structures.diagonal import Diagonal
 from blr_analysis.posterior.structures.full import Full
@@ -12,12 +13,13 @@ from blr_analysis.posterior.structures.kronecker import Kronecker
 from blr_analysis.posterior.structures.lowrank import LowRank
 
 __all__ = [
+    "KINDS",
     "Diagonal",
+    "Fit",
     "Full",
     "Kronecker",
     "LowRank",
     "Spectral",
     "Structure",
     "Tree",
-    "is_spectral",
 ]

@@ -9,12 +9,17 @@ parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
 
 Some structures have a basis in which Σ is cheaper to apply to many gradients: ``into_basis``,
 ``basis_solve``, ``backward`` out of it. Others stay in the parameters' own.
+
+A new structure subclasses :class:`Structure` in a file of its own, which the room's ``__init__``
+imports: its ``kind`` is what ``fit_laplace(structure=...)`` and saved files call it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,12 +29,78 @@ from blr_analysis.backprop.terms import Term, Tree, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 
+KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
+Passes = Callable[[str], Iterator[list[Term]]]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a structure is fitted to.
+
+    Attributes:
+        params: the weights, by name.
+        passes: label → one sweep over the data: per chunk the terms of the columns G_i.
+        prior: δ.
+        label: of the sweeps.
+        gradients: how many G_ic there are.
+        padded: whether some positions are padding.
+        rank, tolerance: of low rank.
+    """
+
+    params: Tree
+    passes: Passes
+    prior: Prior
+    label: str
+    gradients: Callable[[], int]
+    padded: bool
+    rank: int | None
+    tolerance: float | None
+
 
 class Structure(ABC):
     """A symmetric positive matrix over named parameters, in some sparse form."""
 
     kind: str
     shapes: dict[str, tuple[int, ...]]
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            KINDS[cls.kind] = cls
+
+    @classmethod
+    @abstractmethod
+    def fitted(cls, fit: Fit) -> tuple[Self, dict[str, Any]]:
+        """Σ_i G_iᵀ G_i in this structure, and what the posterior's record says of the fit."""
+
+    def summed(self, fit: Fit) -> Self:
+        """S + Σ_i G_iᵀ G_i over one sweep."""
+        form = self
+        for terms in fit.passes(f"{self.kind} {fit.label}"):
+            form = form.add(terms)
+        return form
+
+    @classmethod
+    def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
+        """Raise :class:`InputError` where P parameters cannot be fitted with these choices."""
+        for name, value in {"rank": rank, "tolerance": tolerance}.items():
+            if value is not None:
+                raise InputError(f"{name} belongs to structure='lowrank', not {cls.kind!r}")
+
+    @classmethod
+    @abstractmethod
+    def read(
+        cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
+    ) -> Self:
+        """What :meth:`tensors` and :meth:`record` wrote."""
+
+    def record(self) -> dict[str, Any]:
+        """What :meth:`read` needs beside the tensors, JSON-able."""
+        return {"shapes": {n: list(s) for n, s in self.shapes.items()}}
+
+    @property
+    def per_weight(self) -> Tree | None:
+        """One number per weight, where that is all of S."""
+        return None
 
     @abstractmethod
     def times(self, v: Tree) -> Tree:
@@ -60,23 +131,23 @@ class Structure(ABC):
         """G_i Σ G_iᵀ from the layers' factored gradients, ``[B, K, K]``."""
 
     @abstractmethod
-    def zeros(self) -> Structure:
+    def zeros(self) -> Self:
         """The zero matrix in the same basis."""
 
     @abstractmethod
-    def add(self, terms: Sequence[Term]) -> Structure:
+    def add(self, terms: Sequence[Term]) -> Self:
         """S + Σ_i G_iᵀ G_i, projected on the structure."""
 
     @abstractmethod
-    def plus(self, other: Structure, scale: float = 1.0) -> Structure:
+    def plus(self, other: Self, scale: float = 1.0) -> Self:
         """S + scale · S', two matrices in the same basis."""
 
     @abstractmethod
-    def plus_prior(self, prior: Prior | Given) -> Structure:
+    def plus_prior(self, prior: Prior | Given) -> Self:
         """S + diag(δ)."""
 
     @abstractmethod
-    def floored(self, prior: Prior | Given) -> tuple[Structure, float]:
+    def floored(self, prior: Prior | Given) -> tuple[Self, float]:
         """S with no eigenvalue below the prior's, and the fraction of them that were."""
 
     @abstractmethod
@@ -84,7 +155,7 @@ class Structure(ABC):
         """What is stored on disk, by parameter name and suffix."""
 
     @abstractmethod
-    def to(self, device: torch.device, dtype: torch.dtype) -> Structure:
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """The same matrix on another device, in another dtype."""
 
     @abstractmethod
@@ -143,7 +214,7 @@ class Spectral(Structure):
         return v
 
     @abstractmethod
-    def with_values(self, values: dict[str, Tensor]) -> Spectral:
+    def with_values(self, values: dict[str, Tensor]) -> Self:
         """The same basis with other eigenvalues."""
 
     @abstractmethod
@@ -191,26 +262,25 @@ class Spectral(Structure):
         parts = [s.double().log().sum() for s in self.values.values()]
         return torch.stack(parts).sum()
 
-    def zeros(self) -> Spectral:
+    def zeros(self) -> Self:
         return self.with_values({k: torch.zeros_like(s) for k, s in self.values.items()})
 
-    def add(self, terms: Sequence[Term]) -> Spectral:
+    def add(self, terms: Sequence[Term]) -> Self:
         sums = self.square_sums(terms)
         return self.with_values(
             {k: s + sums[k] if k in sums else s for k, s in self.values.items()}
         )
 
-    def plus(self, other: Structure, scale: float = 1.0) -> Spectral:
-        assert isinstance(other, Spectral)
+    def plus(self, other: Self, scale: float = 1.0) -> Self:  # type: ignore[override]
         return self.with_values(
             {k: torch.add(s, other.values[k], alpha=scale) for k, s in self.values.items()}
         )
 
-    def plus_prior(self, prior: Prior | Given) -> Spectral:
+    def plus_prior(self, prior: Prior | Given) -> Self:
         delta = self.prior_values(prior)
         return self.with_values({k: s + delta[k] for k, s in self.values.items()})
 
-    def floored(self, prior: Prior | Given) -> tuple[Spectral, float]:
+    def floored(self, prior: Prior | Given) -> tuple[Self, float]:
         delta = self.prior_values(prior)
         floors = {
             k: torch.as_tensor(delta[k], dtype=s.dtype, device=s.device).expand_as(s)
@@ -230,8 +300,3 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
                 )
-
-
-def is_spectral(structure: Structure) -> bool:
-    """Whether S has a cheap orthogonal eigenbasis (diagonal or Kronecker)."""
-    return isinstance(structure, Spectral)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Spectral, Tree
+from blr_analysis.posterior.structures.contract import Fit, Spectral, Tree
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,23 @@ class Diagonal(Spectral):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
         return {n: tuple(s.shape) for n, s in self.values.items()}
+
+    @classmethod
+    def fitted(cls, fit: Fit) -> tuple[Diagonal, dict[str, Any]]:
+        return cls({n: torch.zeros_like(p) for n, p in fit.params.items()}).summed(fit), {}
+
+    @classmethod
+    def read(
+        cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
+    ) -> Diagonal:
+        return cls({n: tensors[n] for n in names})
+
+    def record(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def per_weight(self) -> Tree:
+        return self.values
 
     def with_values(self, values: dict[str, Tensor]) -> Diagonal:
         return Diagonal(values)

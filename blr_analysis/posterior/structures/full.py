@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term, total
-from blr_analysis.errors import PosteriorError
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
+
+LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
 
 class Full(Structure):
@@ -23,6 +26,28 @@ class Full(Structure):
         self.shapes = {n: tuple(s) for n, s in shapes.items()}
         self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
         self._factor: Tensor | None = None
+
+    @classmethod
+    def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
+        super().check_fit(size, rank, tolerance)
+        if size > LIMIT:
+            raise InputError(
+                f"structure='full' holds a {size:,} × {size:,} matrix; use 'lowrank', 'kron' or "
+                f"'diag' above {LIMIT:,} parameters"
+            )
+
+    @classmethod
+    def fitted(cls, fit: Fit) -> tuple[Full, dict[str, Any]]:
+        size = sum(p.numel() for p in fit.params.values())
+        like = next(iter(fit.params.values()))
+        zero = cls(like.new_zeros(size, size), {n: p.shape for n, p in fit.params.items()})
+        return zero.summed(fit), {}
+
+    @classmethod
+    def read(
+        cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
+    ) -> Full:
+        return cls(tensors["full.precision"], {n: record["shapes"][n] for n in names})
 
     @property
     def factor(self) -> Tensor:
@@ -109,8 +134,7 @@ class Full(Structure):
         columns = self._columns(terms).flatten(0, 1)
         return Full(torch.addmm(self.matrix, columns.mT, columns), self.shapes)
 
-    def plus(self, other: Structure, scale: float = 1.0) -> Full:
-        assert isinstance(other, Full)
+    def plus(self, other: Full, scale: float = 1.0) -> Full:  # type: ignore[override]
         return Full(torch.add(self.matrix, other.matrix, alpha=scale), self.shapes)
 
     def plus_prior(self, prior: Prior | Given) -> Full:

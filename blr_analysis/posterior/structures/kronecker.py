@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.matrices import Basis
+from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Spectral
+from blr_analysis.posterior.structures.contract import Fit, Spectral
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,69 @@ class Kronecker(Spectral):
     plain: dict[str, tuple[int, ...]]  # parameters outside the blocks
     order: tuple[str, ...]
     kind = "kron"
+
+    @classmethod
+    def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
+        """The eigenvectors of the factors in one sweep, the eigenvalues in another."""
+        moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
+        for terms in fit.passes("Kronecker factors"):
+            for term in terms:
+                factors = term.factors(padded=fit.padded)
+                if factors is None:
+                    continue
+                joint, right, left = factors[0], factors[1].double(), factors[2].double()
+                if joint.key in moments:
+                    _, r, d = moments[joint.key]
+                    right, left = r + right, d + left
+                moments[joint.key] = (joint, right, left)
+        blocks, values = [], {n: torch.zeros_like(p) for n, p in fit.params.items()}
+        for joint, *factors in moments.values():
+            like = values[joint.key]
+            right, left = (torch.linalg.eigh(m)[1].to(like) for m in factors)
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
+            for name in joint.names:
+                del values[name]
+        plain = {n: tuple(s.shape) for n, s in values.items()}
+        values |= {b.key: b.left.new_zeros(b.shape) for b in blocks}
+        return cls(tuple(blocks), values, plain, tuple(fit.params)).summed(fit), {}
+
+    @classmethod
+    def read(
+        cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
+    ) -> Kronecker:
+        blocks = []
+        for entry in record["blocks"]:
+            layout = MatrixShape(
+                entry["groups"],
+                entry["rows"],
+                entry["columns"],
+                tuple(entry["shape"]),
+                entry["transposed"],
+            )
+            joint = Joint(entry["weight"], entry["bias"], layout)
+            right = tensors[f"{joint.key}.input_eigenvectors"]
+            left = tensors[f"{joint.key}.output_eigenvectors"]
+            blocks.append(Basis(joint.weight, joint.bias, layout, right, left))
+        joined = {n for b in blocks for n in b.names}
+        plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
+        values = {n: tensors[n] for n in plain}
+        values |= {b.key: tensors[f"{b.key}.eigenvalues"] for b in blocks}
+        return cls(tuple(blocks), values, plain, tuple(names))
+
+    def record(self) -> dict[str, Any]:
+        blocks = [
+            {
+                "weight": b.weight,
+                "bias": b.bias,
+                "groups": b.layout.groups,
+                "rows": b.layout.rows,
+                "columns": b.layout.columns,
+                "shape": list(b.layout.shape),
+                "transposed": b.layout.transposed,
+            }
+            for b in self.blocks
+        ]
+        return {"blocks": blocks, **super().record()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term, pieces, products, total
+from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
+from blr_analysis.posterior.structures.sketch import sketch
 
 HELD = 2**22  # numbers of an intermediate result
+RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
+BASIS_LIMIT = 2**30  # numbers in the basis of a rank that is grown: 4 GB of float32
+TOLERANCE = 0.05  # of tr(ΛV); V itself is nearer, by the diagonal that is kept beside
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,58 @@ class LowRank(Structure):
         self.shapes = {n: tuple(d.shape) for n, d in self.base.items()}
         self._cholesky = cholesky  # of BᵀD⁻¹B, where it is known
         self._whitened: Whitened | None = None
+
+    @classmethod
+    def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
+        if rank is not None and tolerance is not None:
+            raise InputError("give rank or tolerance, not both: the rank is grown to the tolerance")
+        if rank is not None and positive_int("rank", rank) >= size:
+            raise InputError(
+                f"rank must be below the number of parameters, {size:,}, got {rank:,}; use "
+                "structure='full' for all directions"
+            )
+        if tolerance is not None and not (
+            isinstance(tolerance, (int, float))
+            and not isinstance(tolerance, bool)
+            and 0 < tolerance < 1
+        ):
+            raise InputError(f"tolerance must be a number above 0 and below 1, got {tolerance!r}")
+
+    @classmethod
+    def fitted(cls, fit: Fit) -> tuple[LowRank, dict[str, Any]]:
+        """The leading directions, what the data have in them, and the rest's diagonal."""
+        size = sum(p.numel() for p in fit.params.values())
+        most = max(1, min(RANK_LIMIT, BASIS_LIMIT // size))
+        tolerance = fit.tolerance or TOLERANCE
+        directions = sketch(
+            fit.passes,
+            fit.params,
+            fit.prior,
+            rank=fit.rank,
+            tolerance=tolerance,
+            most=most,
+            size=min(size, fit.gradients()),
+        )
+        kept = len(next(iter(directions.basis.values())))
+        if fit.rank is None and kept == most and directions.share < 1 - tolerance:
+            warnings.warn(
+                f"{most:,} directions explain {directions.share:.1%} of tr(ΛV), not the "
+                f"{1 - tolerance:.1%} asked for, and no more are taken by themselves: give "
+                "rank=..., a larger tolerance or a larger prior_precision",
+                stacklevel=4,
+            )
+        base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
+        like = next(iter(fit.params.values()))
+        form = cls(base, directions.basis, like.new_zeros(kept, kept)).summed(fit)
+        record = {"rank": kept, "tolerance": None if fit.rank else tolerance}
+        return form.with_rest(directions.diagonal), {**record, "explained": directions.share}
+
+    @classmethod
+    def read(
+        cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
+    ) -> LowRank:
+        basis = {n: tensors[f"{n}.basis"] for n in names}
+        return cls({n: tensors[n] for n in names}, basis, tensors["lowrank.core"])
 
     @property
     def rank(self) -> int:
@@ -212,8 +271,7 @@ class LowRank(Structure):
     def _with(self, core: Tensor) -> LowRank:
         return LowRank(self.base, self.basis, core, cholesky=self._cholesky)
 
-    def plus(self, other: Structure, scale: float = 1.0) -> LowRank:
-        assert isinstance(other, LowRank)
+    def plus(self, other: LowRank, scale: float = 1.0) -> LowRank:  # type: ignore[override]
         if other.basis is not self.basis and not _same(self.basis, other.basis):
             raise InputError(
                 "two low-rank matrices can be added in one basis only; take both from the same "
