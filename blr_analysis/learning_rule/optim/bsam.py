@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.expectations import adversary
 from blr_analysis.learning_rule.optim.draws import Draw, Group, state_dtype
@@ -92,15 +93,18 @@ class BSAM(RowOptimizer):
         self._sampled: dict[Tensor, Tensor] | None = None
 
     @contextmanager
-    def adversarial_params(self) -> Iterator[None]:
+    def adversarial_params(self, *, divided_by: float = 1.0) -> Iterator[None]:
         """The model at the adversary of the sample before; its gradients move the mean.
 
-        The mean comes back bit for bit after it, also when the body raises.
+        The mean comes back bit for bit after it, also when the body raises. ``divided_by`` as in
+        :meth:`sampled_params`.
 
         Raises:
             OptimizerError: there was no ``sampled_params(train=True)`` before it.
         """
-        with self._at(self._adversary()):
+        draw = self._adversary()
+        draw.divided_by = positive_number("divided_by", divided_by)
+        with self._at(draw):
             yield
 
     def _adversary(self, adoptable: bool = False) -> Draw:

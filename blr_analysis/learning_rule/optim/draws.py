@@ -42,8 +42,8 @@ class Draw:
 
     ``train`` says whether the gradients there belong to the next step. ``adoptable`` marks the draw
     that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
-    that draw instead of making its own. ``given`` holds curvature estimates that are not made of
-    gradient and noise.
+    that draw instead of making its own. The loss was divided by ``divided_by``. ``given`` holds
+    curvature estimates that are not made of gradient and noise.
     """
 
     train: bool
@@ -51,6 +51,7 @@ class Draw:
     noisy: bool = True
     look: Look | None = None
     given: dict[Tensor, Tensor] = field(default_factory=dict)
+    divided_by: float = 1.0
     closed: bool = False
     generator: torch.Generator | None = None
     params: list[Tensor] = field(default_factory=list)
@@ -139,6 +140,10 @@ class Draw:
                 param.grad.mul_(factor)
             if param in self.given:
                 self.given[param] = self.given[param] * factor
+        if self.divided_by != 1:
+            for param in self.params:
+                if param.grad is not None:
+                    param.grad.mul_(self.divided_by)
 
 
 def _on_each_device(

@@ -78,9 +78,10 @@ class IVON(RowOptimizer):
     Behaviour:
 
     * *Accumulation.* Several backward passes in one context add up, as always in torch: divide
-      their losses by their number. Several contexts are averaged. What stood in ``p.grad`` when
-      the first context of a step began counts as its first backward pass, so call ``zero_grad``
-      inside or before it.
+      their losses by their number. Several contexts are averaged; if their losses were divided
+      by their number all the same, ``sampled_params(train=True, divided_by=number)``. What stood
+      in ``p.grad`` when the first context of a step began counts as its first backward pass, so
+      call ``zero_grad`` inside or before it.
     * *Changing gradients.* After a context ``p.grad`` holds the mean gradient over the draws.
       ``clip_grad_norm_`` and the like act on it and, by the same factor, on the curvature.
     * *Mixed precision.* ``scaler.step(optimizer)`` with a ``torch.amp.GradScaler``, with or

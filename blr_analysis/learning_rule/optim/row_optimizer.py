@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.checks import positive_number
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE, Curvature
 from blr_analysis.learning_rule.expectations import AT_ADVERSARY
@@ -206,12 +207,14 @@ class RowOptimizer(torch.optim.Optimizer):
     # Drawing ---------------------------------------------------------------------------------
 
     @contextmanager
-    def sampled_params(self, train: bool = False) -> Iterator[None]:
+    def sampled_params(self, train: bool = False, *, divided_by: float = 1.0) -> Iterator[None]:
         """The model with weights drawn from q inside the context, and with their mean after it.
 
         With ``train=True`` the gradients at the end of the context are one draw of the next
         :meth:`step`. The mean comes back bit for bit, also when the body raises; then the draw
-        and its gradients are dropped.
+        and its gradients are dropped. Several draws are averaged: where every microbatch has a
+        context of its own and its loss was divided by their number, as training loops do that
+        accumulate gradients, say so with ``divided_by``.
 
             >>> from blr_analysis.learning_rule.optim import IVON
             >>> model = torch.nn.Linear(2, 1)
@@ -225,7 +228,9 @@ class RowOptimizer(torch.optim.Optimizer):
             >>> torch.cat(predictions).std() > 0
             tensor(True)
         """
-        with self._at(self._draw(train)):
+        draw = self._draw(train)
+        draw.divided_by = positive_number("divided_by", divided_by)
+        with self._at(draw):
             yield
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
@@ -282,6 +287,8 @@ class RowOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             if draw.train and self.examples is not None:
                 draw.given = self.examples.finish()
+                if draw.divided_by != 1:
+                    draw.given = {p: s * draw.divided_by**2 for p, s in draw.given.items()}
             self._restore(draw)
             if not draw.train:
                 self._drop(draw)

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
 from blr_analysis.learning_rule.families import DiagonalGaussian
-from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, RowOptimizer, Vadam, Vprop
+from blr_analysis.learning_rule.optim import (
+    BSAM,
+    IVON,
+    OGN,
+    Dropout,
+    RowOptimizer,
+    Vadam,
+    Vprop,
+)
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS, runs_elementwise
 
@@ -140,6 +148,42 @@ def test_gradients_of_several_contexts_make_one_minibatch() -> None:
     optimizers[1].step()
     difference = flat(whole.parameters()) - flat(parts.parameters())
     assert difference.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "OGN", "VOGN", "IVON", "bSAM", "dropout"])
+def test_microbatches_whose_losses_were_divided_make_one_minibatch(name: str) -> None:
+    """As training loops accumulate: a context each, and the loss divided by their number."""
+    x, y = data()
+    results = []
+    first = (4, 1) if name == "bSAM" else (1, 1)  # its adversaries are those of the parts
+    for parts, number in (first, (4, 4)):
+        model = network()
+        if name == "dropout":
+            optimizer: Any = Dropout(model.parameters(), lr=0.1)
+        else:
+            optimizer = make_row(name, model, ess=1e30)  # draws at the mean, so to speak
+        for _ in range(3):
+            for part in torch.arange(N).chunk(parts):
+                optimizer.zero_grad()
+                with optimizer.sampled_params(train=True, divided_by=number):
+                    (nn.functional.cross_entropy(model(x[part]), y[part]) / number).backward()
+                if name == "bSAM":
+                    with optimizer.adversarial_params(divided_by=number):
+                        (nn.functional.cross_entropy(model(x[part]), y[part]) / number).backward()
+            total = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        state = [optimizer.state[p].get("momentum", p) for p in model.parameters()]
+        results.append(torch.cat([flat(model.parameters()), flat(state), flat(total)]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
+
+
+def test_a_loss_divided_by_nothing() -> None:
+    optimizer = RowOptimizer(network().parameters(), "SGD", lr=0.1)
+    with (
+        pytest.raises(InputError, match="divided_by"),
+        optimizer.sampled_params(True, divided_by=0),
+    ):
+        pass
 
 
 # The rule ------------------------------------------------------------------------------------
