@@ -83,11 +83,6 @@ class Source(ABC):
     specs: Mapping[str, Spec]
     notes: tuple[str, ...] = ()
 
-    @property
-    def working_bytes(self) -> int:
-        """What one reader takes at most beside the piece that it asks for."""
-        return 0
-
     def words(self, name: str) -> str:
         """How a tensor comes about, where it is not simply stored."""
         return ""

@@ -11,9 +11,9 @@ import torch
 
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
-from blr_analysis.merging.adapters import is_adapter, open_adapter
 from blr_analysis.merging.fates import Part
 from blr_analysis.merging.job import Job
+from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.plan import MAX_MEMORY, Plan, make_plan
 from blr_analysis.merging.precisions import open_precision

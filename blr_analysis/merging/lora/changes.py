@@ -1,0 +1,341 @@
+"""What a plain LoRA adapter does to each tensor of its base, decided from names and shapes alone.
+
+Every tensor of the adapter's file is used, and used once, or the adapter is refused: the
+matrices A and B of a module, and biases and whole modules that were trained beside them.
+
+PEFT names a tensor ``base_model.model.<module>.<part>``. The base's files may name the module
+without the prefix of the task's class (``encoder…`` for ``bert.encoder…``) or with one; the two
+are brought together by one prefix for the whole adapter, and only where one alone fits.
+
+PEFT adapts an embedding and the output layer that is tied to it apart. A merged model that keeps
+them tied is then not the one that was trained (``merge_and_unload`` returns it all the same), so
+only changes that are the same for both are taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from blr_analysis.checks import some
+from blr_analysis.errors import ModelError
+from blr_analysis.files import Scratch, Source, Spec
+from blr_analysis.merging.lora.files import Grouped, Settings, group
+
+PIECE = 2**20  # elements at a time
+HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+HEADLESS = (
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "Model",
+)  # fmt: skip
+HEADS = ("LMHeadModel", "HeadsModel")
+INPUTS = {"embed", "embed_in", "embed_tokens", "embedding", "embeddings", "shared", "wte"}
+INPUTS |= {"tok_embeddings", "token_embedding", "word_embedding", "word_embeddings"}
+OUTPUTS = {"decoder", "embed_out", "lm_head", "output", "output_projection"}
+NO_TOKENS = ("position", "token_type", "segment", "wpe", "patch")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """scale·B·A as it is added to a base tensor of ``rows`` × ``cols`` elements.
+
+    ``b`` is [out, r] and ``a`` [r, in]. ``transposed``: the base stores [in, out] (Conv1D,
+    Embedding), and gets (B·A)ᵀ.
+    """
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+    rows: int
+    cols: int
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one tensor of the base; names are those of the adapter's file.
+
+    Attributes:
+        whole: the tensor that stands for the base's, before anything is added.
+        low_rank: what is added.
+    """
+
+    whole: str | None = None
+    low_rank: LowRank | None = None
+
+    @property
+    def words(self) -> str:
+        """What happens, in a few words, for tables."""
+        parts = ["the adapter's own"] if self.whole else []
+        if self.low_rank:
+            parts.append(f"LoRA, r={self.low_rank.rank}, scaling {self.low_rank.scale:.4g}")
+        return ", ".join(parts)
+
+
+def changes_of(settings: Settings, adapter: Source, base: Source, folder: str) -> dict[str, Change]:
+    """The change of every base tensor that a plain adapter changes, by the base's names.
+
+    Raises:
+        ModelError: the adapter does not fit the base, or its effect cannot be told exactly.
+    """
+    found = group(adapter.specs, adapter.name)
+    for name, key in found.copies.items():
+        if not same(adapter, key, found.whole[name]):
+            raise ModelError(
+                f"{adapter.name!r} holds two versions of {name!r} that differ: save it again."
+            )
+    tied = _drop_tied_heads(settings, found, adapter, base)
+    own = translate(
+        [*(f"{module}.weight" for module in found.matrices), *found.whole], base.specs, folder
+    )
+    _check(settings, found, own, adapter, base, folder)
+    _refuse_tied(settings, found, own, tied, base, folder)
+    changes = {own[name]: Change(whole=key) for name, key in found.whole.items()}
+    for module in found.matrices:
+        name = own[f"{module}.weight"]
+        low_rank = _low_rank(settings, found, module, name, adapter, base, folder)
+        changes[name] = replace(changes.get(name, Change()), low_rank=low_rank)
+    return changes
+
+
+def _low_rank(
+    settings: Settings,
+    found: Grouped,
+    module: str,
+    name: str,
+    adapter: Source,
+    base: Source,
+    folder: str,
+) -> LowRank:
+    parts, rank, shape = found.matrices[module], settings.rank(module), base.specs[name].shape
+    a, b = adapter.specs[parts["A"]].shape, adapter.specs[parts["B"]].shape
+    straight = (*b, *a) == (*shape[:1], rank, rank, *shape[1:]) and module not in found.embeddings
+    turned = (*b, *a) == (*shape[1:], rank, rank, *shape[:1])
+    if len(shape) != 2 or not (straight or turned):
+        raise ModelError(
+            f"the adapter {folder!r} holds B {list(b)} and A {list(a)} for {name!r} "
+            f"{list(shape)} of the base, with r = {rank}: was it trained on this base?"
+        )
+    if straight and turned:
+        turned = stored_transposed(name, base.specs, settings.fan_in_fan_out)
+    return LowRank(parts["A"], parts["B"], rank, settings.scaling(module), *shape, turned)
+
+
+def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> bool:
+    """Whether a square weight is stored as [in, out], which its own shape cannot tell.
+
+    The layers of Conv1D models store [in, out] and have biases. A layer without one is no Conv1D;
+    for others the base's weights that are not square tell, by which of their sizes the bias has.
+    (``fan_in_fan_out`` in the adapter's configuration only says what PEFT's last layer was.)
+
+    Raises:
+        ModelError: the base has layers of both kinds.
+    """
+
+    def bias(weight: str) -> tuple[int, ...]:
+        spec = base.get(weight.removesuffix("weight") + "bias")
+        return spec.shape if spec is not None and weight.endswith(".weight") else ()
+
+    if not bias(name):
+        return False
+    told = {
+        spec.shape.index(bias(n)[0])
+        for n, spec in base.items()
+        if len(spec.shape) == 2 and len({*spec.shape}) == 2 and set(bias(n)) & {*spec.shape}
+    }
+    if len(told) > 1:
+        raise ModelError(
+            f"{name!r} of the base is square, and the base has layers that store [in, out] and "
+            "[out, in]: merge the adapter with merge_and_unload() and name the result"
+        )
+    return bool(told.pop()) if told else otherwise
+
+
+def _check(
+    settings: Settings,
+    found: Grouped,
+    own: Mapping[str, str],
+    adapter: Source,
+    base: Source,
+    folder: str,
+) -> None:
+    """That the file holds what its configuration promises, in the sizes of its base."""
+    for source, names in ((base, own.values()), (adapter, adapter.specs)):
+        odd = [n for n in names if not source.specs[n].dtype.is_floating_point]
+        if odd:
+            raise ModelError(
+                f"{some(odd)} of {source.name!r}: expected floating-point weights, not quantized "
+                f"ones in {source.specs[odd[0]].dtype}"
+            )
+    for name, key in found.whole.items():
+        mine, theirs = adapter.specs[key].shape, base.specs[own[name]].shape
+        if mine != theirs:
+            raise ModelError(
+                f"{key!r} of {adapter.name!r} has shape {list(mine)}, the base's {list(theirs)}: "
+                "resize the base first, as it was for training"
+            )
+    for module in found.matrices:
+        if not settings.targets(module):
+            raise ModelError(
+                f"{folder!r} holds matrices for {module!r}, which target_modules does not name"
+            )
+        bias = f"{own[f'{module}.weight'].removesuffix('weight')}bias"
+        if settings.bias != "none" and bias in base.specs and f"{module}.bias" not in found.whole:
+            raise ModelError(
+                f"{folder!r} has bias={settings.bias!r}, but holds no bias of {module!r}: "
+                "save the adapter again"
+            )
+    for module in settings.modules_to_save:
+        inside = [f".{module}." in f".{name}" for name in base.specs]
+        if any(inside) and not any(f".{module}." in f".{name}" for name in found.whole):
+            raise ModelError(
+                f"{folder!r} names {module!r} in modules_to_save and holds no tensor of it: "
+                "save the adapter again"
+            )
+
+
+def near(name: str, base: Collection[str]) -> bool:
+    """Whether the base has a tensor of this name, with or without a prefix of either."""
+    return name in base or any(own.endswith(f".{name}") or name.endswith(f".{own}") for own in base)
+
+
+def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict[str, str]:
+    """The base's name of every tensor that an adapter names.
+
+    Raises:
+        ModelError: no one prefix brings all of them to names of the base, or several do.
+
+    Example:
+        >>> translate(["bert.pooler.weight"], {"pooler.weight": 1, "x": 2}, "./lora")
+        {'bert.pooler.weight': 'pooler.weight'}
+    """
+    names = list(dict.fromkeys(wanted))
+    ways = [{name: name for name in names}]
+    ways += [{name: name.removeprefix(p) for name in names} for p in _prefixes(names)]
+    ways += [{name: p + name for name in names} for p in _prefixes(base)]
+    ways = [way for way in ways if len({*way.values()}) == len(names)]  # two never become one
+    missing = [sorted(name for name in names if way[name] not in base) for way in ways]
+    fits = [way for way, lost in zip(ways, missing, strict=True) if not lost]
+    if not fits:
+        raise ModelError(
+            f"the adapter {folder!r} changes {some(min(missing, key=len))}, which the base has "
+            "not, with or without a prefix: was it trained on this base, or is it tied there?"
+        )
+    other = next((way for way in fits if way != fits[0]), fits[0])
+    if fits[0] is not ways[0] and other is not fits[0]:
+        name = next(n for n in names if fits[0][n] != other[n])
+        raise ModelError(
+            f"the adapter {folder!r} may mean {fits[0][name]!r} or {other[name]!r} of the base by "
+            f"{name!r}: rename the tensors of the base"
+        )
+    return fits[0]
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """The first word, and the first two, of the modules in these names."""
+    words = {tuple(name.split(".")[:-1][:count]) for name in names for count in (1, 2)}
+    return sorted(".".join(w) + "." for w in words if w)
+
+
+def same(source: Source, one: str, other: str) -> bool:
+    """Whether two tensors of a source agree to the last bit, compared piece by piece."""
+    spec = source.specs[one]
+    if spec != source.specs[other]:
+        return False
+    mine, theirs = Scratch(), Scratch()
+    for start in range(0, spec.numel, PIECE):
+        stop = min(start + PIECE, spec.numel)
+        pieces = source.read(one, start, stop, mine), source.read(other, start, stop, theirs)
+        if not torch.equal(*(piece.view(torch.uint8) for piece in pieces)):
+            return False
+    return True
+
+
+def _drop_tied_heads(settings: Settings, found: Grouped, adapter: Source, base: Source) -> set[str]:
+    """Forget what the file says of an output layer that the base does not store, where it says
+    the same of the embedding.
+
+    Returns:
+        The weights of the embeddings of which it does.
+    """
+    tied = set()
+    lost = [n for n in found.whole if _layer(n) in OUTPUTS and not near(n, base.specs)]
+    for head in lost:
+        for name in (n for n in found.whole if _layer(n) in INPUTS and near(n, base.specs)):
+            if same(adapter, found.whole[head], found.whole[name]):
+                tied.add(name)
+                del found.whole[head]
+                break
+    for head in [m for m in found.matrices if not near(f"{m}.weight", base.specs)]:
+        for module in found.embeddings:
+            one, other = found.matrices[head], found.matrices[module]
+            pairs = ((one["A"], other["B"]), (one["B"], other["A"]))
+            turned = all(torch.equal(adapter.tensor(x), adapter.tensor(y).T) for x, y in pairs)
+            if turned and settings.scaling(head) == settings.scaling(module):
+                tied.add(f"{module}.weight")
+                del found.matrices[head]
+                break
+    return tied
+
+
+def _refuse_tied(
+    settings: Settings,
+    found: Grouped,
+    own: Mapping[str, str],
+    tied: set[str],
+    base: Source,
+    folder: str,
+) -> None:
+    """Refuse a change of the embedding alone where the base ties its output layer to it."""
+    architecture, untied = _said(base)
+    if untied:
+        return
+    for name in (own[n] for n in own if _layer(n) in INPUTS | OUTPUTS):
+        for twin in base.specs:
+            if twin != name and same(base, twin, name):
+                raise ModelError(
+                    f"the adapter {folder!r} changes {name!r}, which the base stores again as "
+                    f"{twin!r}: leave {twin!r} out, or say tie_word_embeddings=false in config.json"
+                )
+    if settings.task_type in HEADLESS_TASKS:
+        return
+    headless = architecture.endswith(HEADLESS) and not architecture.endswith(HEADS)
+    if settings.task_type is None and headless:
+        return
+    saved = [f".{module}." for module in settings.modules_to_save]
+    changed = {f"{module}.weight" for module in found.embeddings}
+    changed |= {n for n in found.whole if _layer(n) in INPUTS and any(s in f".{n}" for s in saved)}
+    for name in sorted(own[n] for n in changed - tied):
+        alike = [
+            n for n, s in base.specs.items() if n != name and s.shape == base.specs[name].shape
+        ]
+        if not alike and not any(word in name for word in NO_TOKENS):
+            raise ModelError(
+                f"the adapter {folder!r} changes {name!r}, to which the base's output layer is "
+                "tied, alone: save the base untied, train with ensure_weight_tying=True, or, where "
+                "there is no such layer, set task_type in adapter_config.json"
+            )
+
+
+def _said(base: Source) -> tuple[str, bool]:
+    """The architecture that the configuration beside a base names, and whether it says that the
+    output layer is not tied."""
+    place = Path(base.name).expanduser()
+    try:
+        folder = place if place.is_dir() else place.parent
+        said = json.loads((folder / "config.json").read_text("utf-8")) if place.exists() else {}
+        inner = said.get("text_config") or {}
+        tied = said.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
+        return str((said.get("architectures") or [""])[0]), tied is False
+    except (OSError, ValueError, AttributeError, TypeError):
+        return "", False
+
+
+def _layer(name: str) -> str:
+    """The last word of the module whose weight this is; empty for other tensors."""
+    return name.removesuffix(".weight").rpartition(".")[2] if name.endswith(".weight") else ""
