@@ -34,7 +34,7 @@ from blr_analysis.plots.what_if import plot_what_if
 from blr_analysis.sensitivity.influence_results import Influence, TopInfluence
 from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
-from blr_analysis.sensitivity.scores import Scores
+from blr_analysis.sensitivity.results import NetworkScores
 from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.suspicious import Suspicions
 from blr_analysis.sensitivity.what_if import WhatIf
@@ -62,7 +62,7 @@ __all__ = [
 make_plot.register(MemoryMap, plot_memory_map)
 make_plot.register(Monitor, plot_monitor)
 make_plot.register(PriorSelection, plot_prior_selection)
-make_plot.register(Scores, plot_deviations)
+make_plot.register(NetworkScores, plot_deviations)
 make_plot.register(SiteScores, plot_site_scores)
 make_plot.register(SiteLeaveOneOut, plot_site_leave_one_out)
 make_plot.register(Suspicions, plot_suspicious)

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.engine import Chunk
+from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.scores import leverage
 
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1
@@ -54,16 +55,16 @@ def left_out_by(
     word: str, f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """f_i^{\\i} ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
-    height = leverage(v, likelihood.hessian_root(f))
+    levers = leverage(v, likelihood.hessian_root(f))
     if word == "first_order":
-        none = torch.zeros_like(height, dtype=torch.bool)
-        return left_out(f, e, v, likelihood, none), height, none.long()
-    cavity = height < bound
+        none = torch.zeros_like(levers, dtype=torch.bool)
+        return left_out(f, e, v, likelihood, none), levers, none.long()
+    cavity = levers < bound
     after = left_out(f, e, v, likelihood, cavity)
     if not bool(cavity.all()):
         over = ~cavity
         after[over] = bounded(f[over], e[over], v[over], likelihood, bound)
-    return after, height, 2 - cavity.long()
+    return after, levers, 2 - cavity.long()
 
 
 def left_out(f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, cavity: Tensor) -> Tensor:
@@ -87,3 +88,36 @@ def bounded(f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: floa
     turned = root @ turn
     further = v @ (turned @ (growth.unsqueeze(-1) * (turned.mT @ first)))
     return f + (first + further).squeeze(-1)
+
+
+def leverage(variance: Tensor, hessian_root: Tensor) -> Tensor:
+    """The largest eigenvalue of V_i Λ_i, from Lᵀ V_i L with Λ_i = L Lᵀ; ``[N]``."""
+    inner = hessian_root.mT @ variance @ hessian_root
+    if inner.shape[-1] == 1:
+        return inner.flatten()
+    inner = (inner + inner.mT) / 2
+    return torch.cat([torch.linalg.eigvalsh(part)[:, -1] for part in inner.split(4096)])
+
+
+def prediction_variance(q: Posterior, chunk: Chunk) -> Tensor:
+    """V_i = J_i Σ J_iᵀ of a chunk, ``[B, C, C]``."""
+    v = q.form.gram(chunk.jacobian_terms())
+    check_finite(v)
+    return v
+
+
+def self_influence(q: Posterior, chunk: Chunk, error: Tensor) -> Tensor:
+    """g_iᵀ Σ g_i of a chunk, ``[B]``, from its e_i: one backward pass."""
+    influence = q.form.gram(chunk.terms(error.unsqueeze(1))).flatten()
+    check_finite(influence)
+    return influence
+
+
+def check_finite(values: Tensor, what: str = "prediction variance") -> None:
+    """Raise :class:`ModelError` where these overflowed."""
+    if not bool(torch.isfinite(values).all()):
+        raise ModelError(
+            f"the {what} overflows: the posterior's variances or the model's gradients are too "
+            f"large for {str(values.dtype).removeprefix('torch.')}; raise prior_precision or use "
+            "float64"
+        )

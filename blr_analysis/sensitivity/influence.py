@@ -23,11 +23,11 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence_blocks import (
     Budget,
     Cotangent,
     Piece,
-    check_finite,
     chunk_size,
     loss_gradient,
     loss_terms,
@@ -238,7 +238,7 @@ class _Work:
         for indices, numbers in self._train(sketch, budget, None, progress):
             for columns in order.split(WIDE):
                 values = numbers @ seen[columns[0] : int(columns[-1]) + 1].mT
-                check_finite(values)
+                check_finite(values, "influence")
                 yield Piece(indices, columns, values)
 
     def _sketch(self, size: int, budget: Budget) -> Projection:

@@ -17,10 +17,10 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 256 * 2**20  # bytes of working memory where the user names no bound
@@ -95,7 +95,7 @@ def pieces(
             terms = loss_terms(task, chunk)
             terms = q.form.into_basis(terms) if turn else terms
             values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
-            check_finite(values)
+            check_finite(values, "influence")
             del terms
             yield Piece(chunk.indices, block, values)
             del values, chunk
@@ -150,13 +150,3 @@ def _turns(q: Posterior, n_train: int, n_test: int) -> bool:
     """Whether training gradients are rotated, rather than test gradients rotated back."""
     factored, explicit = q.form.rotation_cost()
     return n_train * factored <= n_test * explicit
-
-
-def check_finite(values: Tensor) -> None:
-    """Raise :class:`ModelError` where an influence overflowed."""
-    if not bool(torch.isfinite(values).all()):
-        raise ModelError(
-            "the influence overflows: the posterior's variances or the model's gradients are too "
-            f"large for {str(values.dtype).removeprefix('torch.')}; raise prior_precision or use "
-            "float64"
-        )

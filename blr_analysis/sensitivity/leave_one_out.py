@@ -11,8 +11,8 @@ left-out losses estimate the loss on new data from the training data alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -23,9 +23,17 @@ from blr_analysis.checks import instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import WORDS, bound_of, left_out_by, taken
+from blr_analysis.sensitivity.corrections import (
+    WORDS,
+    bound_of,
+    left_out_by,
+    prediction_variance,
+    taken,
+)
 from blr_analysis.sensitivity.refinement import refined
-from blr_analysis.sensitivity.scores import Scores, check_finite, fitted
+from blr_analysis.sensitivity.results import LeftOut
+from blr_analysis.sensitivity.scores import Scores, fitted
+from blr_analysis.sensitivity.sequences import sequence_leave_one_out
 from blr_analysis.sensitivity.sites import (
     SiteLeaveOneOut,
     SumOfSites,
@@ -33,15 +41,14 @@ from blr_analysis.sensitivity.sites import (
     sum_of_sites,
 )
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
 
 CORRECTIONS = ("auto", "cavity", "first_order")
 ROWS = 4096  # of ready scores at a time
 
 
-@dataclass(frozen=True)
-class LeaveOneOut(Tabular):
-    """What :func:`leave_one_out` found; tensors on the CPU, in the order of the dataset.
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(LeftOut):
+    """What :func:`leave_one_out` gives; tensors on the CPU, in the order of the dataset.
 
     Attributes:
         logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
@@ -58,8 +65,6 @@ class LeaveOneOut(Tabular):
     """
 
     logits: Tensor
-    losses: Tensor
-    losses_before: Tensor
     predictions: Tensor
     predictions_before: Tensor
     targets: Tensor
@@ -67,14 +72,6 @@ class LeaveOneOut(Tabular):
     leverage: Tensor
     correction: list[str]
     likelihood: Likelihood
-    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.losses)
-
-    @property
-    def nll(self) -> float:
-        return float(self.losses.double().mean())
 
     @property
     def accuracy(self) -> float | None:
@@ -88,16 +85,12 @@ class LeaveOneOut(Tabular):
         return float((self.logits - self.targets).double().square().mean())
 
     def __repr__(self) -> str:
-        cavity = self.correction.count("cavity")
-        bounded = self.correction.count("bounded")
-        descents = self.correction.count("descent")
-        fell_back = f"bounded for {bounded}, " if bounded else ""
-        if descents:
-            fell_back += f"descent for {descents}, "
+        counts = {word: self.correction.count(word) for word in (*WORDS, "descent")}
+        rare = "".join(f"{w} for {counts[w]}, " for w in ("bounded", "descent") if counts[w])
         right = "" if self.accuracy is None else f", accuracy={self.accuracy:.4f}"
         return (
             f"LeaveOneOut(nll={self.nll:.4f}{right}, N={len(self)}, "
-            f"cavity for {cavity} of {len(self)}, {fell_back}"
+            f"cavity for {counts['cavity']} of {len(self)}, {rare}"
             f"leverage of 1 or more for {int((self.leverage >= 1).sum())})"
         )
 
@@ -113,7 +106,7 @@ def leave_one_out(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> LeaveOneOut: ...
+) -> LeaveOneOut | Any: ...  # of sequences: SequenceLeaveOneOut
 
 
 @overload
@@ -183,7 +176,7 @@ def leave_one_out(
     """
     one_of("correction", correction, CORRECTIONS)
     if (sites := sum_of_sites(task, posterior)) is not None:
-        return site_leave_one_out(sites, dict(correction=correction, scores=scores, refine=refine))
+        return site_leave_one_out(sites, correction=correction, scores=scores, refine=refine)
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
     if isinstance(refine, bool) or not isinstance(refine, int) or not 0 <= refine <= task.n_data:
@@ -191,21 +184,19 @@ def leave_one_out(
     if task.likelihood.is_sequence:
         if refine:
             raise InputError("refine= leaves single examples out, not sequences; use refine=0")
-        from blr_analysis.sensitivity.sequences import sequence_leave_one_out  # which extends this
-
         return sequence_leave_one_out(task, q, correction, chunking)
     word = taken(q, correction)
     likelihood = task.likelihood
     if scores is None:
-        parts = _computed(task, q, chunking)
+        known = _computed(task, q, chunking)
     else:
-        parts = _ready(task, q, scores)
-    found = [
+        known = _ready(task, q, scores)
+    parts = [
         (f, y, *left_out_by(word, f, likelihood.error(f, y), v, likelihood, bound_of(q)))
-        for f, y, v in parts
+        for f, y, v in known
     ]
-    before, targets, after, height, used = (
-        torch.cat([t.cpu() for t in part]) for part in zip(*found, strict=True)
+    before, targets, after, levers, used = (
+        torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
     words = [WORDS[k] for k in used.tolist()]
     if refine:
@@ -231,7 +222,7 @@ def leave_one_out(
         predictions_before=likelihood.prediction(before),
         targets=targets,
         deviation=likelihood.distance(before, after),
-        leverage=height,
+        leverage=levers,
         correction=words,
         likelihood=likelihood,
         metadata=task.metadata,
@@ -243,9 +234,7 @@ def _computed(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """f, y, V of the whole task, chunk by chunk."""
     for chunk in chunks(task, q.mean, chunking, label="leave one out"):
-        v = q.form.gram(chunk.jacobian_terms())
-        check_finite(v)
-        yield chunk.outputs, chunk.targets, v
+        yield chunk.outputs, chunk.targets, prediction_variance(q, chunk)
 
 
 def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -259,7 +248,7 @@ def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, T
     if len(scores) != task.n_data:
         raise InputError(f"scores of {len(scores)} examples for a task of {task.n_data}")
     first = next(iter(chunks(task, q.mean, QUIET, indices=torch.tensor([0]))))
-    own = q.form.gram(first.jacobian_terms())[0].cpu()
+    own = prediction_variance(q, first)[0].cpu()
     if not torch.allclose(own, scores.variance[0].to(own), rtol=1e-2, atol=1e-12):
         raise InputError(
             "the scores are those of another posterior (calibration changes it, too); compute "

@@ -17,8 +17,14 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs, pre
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import bound_of, left_out_by, taken
-from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_finite
+from blr_analysis.sensitivity.corrections import (
+    bound_of,
+    left_out_by,
+    prediction_variance,
+    self_influence,
+    taken,
+)
+from blr_analysis.sensitivity.scores import MOST_OUTPUTS
 from blr_analysis.task import Task
 
 MEASURES = ("deviation", "self_influence", "leverage", "loss", "left_out_loss")
@@ -55,7 +61,7 @@ def observe(
     passes = chunks(task, q.mean, chunking, columns=columns, indices=indices, label="monitor")
     parts = [_with_variance(task, q, chunk, word) if variance else _without(task, q, chunk)
              for chunk in passes]  # fmt: skip
-    f, y, after, influence, height = (torch.cat(p) for p in zip(*parts, strict=True))
+    f, y, after, influence, levers = (torch.cat(p) for p in zip(*parts, strict=True))
     likelihood = task.likelihood
     loss = likelihood.nll(f, y)
     nothing = torch.full_like(loss, torch.nan)
@@ -64,7 +70,7 @@ def observe(
         left_out_loss=likelihood.nll(after, y) if variance else loss + influence,
         deviation=likelihood.distance(f, after) if variance else nothing,
         self_influence=influence,
-        leverage=height if variance else nothing,
+        leverage=levers if variance else nothing,
         correct=likelihood.correct(f, y),
         left_out_correct=likelihood.correct(after, y) if variance else None,
     )
@@ -73,17 +79,15 @@ def observe(
 def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[Tensor, ...]:
     likelihood, f, y = task.likelihood, chunk.outputs, chunk.targets
     e = likelihood.error(f, y)
-    v = q.form.gram(chunk.jacobian_terms())
-    check_finite(v)
+    v = prediction_variance(q, chunk)
     influence = torch.einsum("bc,bcd,bd->b", e, v, e)
-    after, height, _ = left_out_by(word, f, e, v, likelihood, bound_of(q))
-    return tuple(t.cpu() for t in (f, y, after, influence, height))
+    after, levers, _ = left_out_by(word, f, e, v, likelihood, bound_of(q))
+    return tuple(t.cpu() for t in (f, y, after, influence, levers))
 
 
 def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
     e = task.likelihood.error(chunk.outputs, chunk.targets)
-    influence = q.form.gram(chunk.terms(e.unsqueeze(1))).flatten()
-    check_finite(influence)
+    influence = self_influence(q, chunk, e)
     f = chunk.outputs.cpu()
     return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import bound_of, left_out_by
-from blr_analysis.sensitivity.scores import check_finite
+from blr_analysis.sensitivity.corrections import bound_of, check_finite, left_out_by
 from blr_analysis.task import Task
 
 UNIFORM = 0.1  # of the chances are shared out equally, whatever the estimate says

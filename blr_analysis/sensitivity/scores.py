@@ -10,8 +10,7 @@ prediction variance times prediction error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
 
@@ -20,25 +19,25 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.checks import instance
-from blr_analysis.errors import InputError, ModelError
-from blr_analysis.likelihoods import Likelihood
+from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.sites import (
-    SiteScores,
-    SumOfSites,
-    site_sensitivity,
-    sum_of_sites,
+from blr_analysis.sensitivity.corrections import (
+    leverage,
+    prediction_variance,
+    self_influence,
 )
+from blr_analysis.sensitivity.results import NetworkScores
+from blr_analysis.sensitivity.sequences import sequence_scores
+from blr_analysis.sensitivity.sites import SiteScores, SumOfSites, site_sensitivity, sum_of_sites
 from blr_analysis.task import Task
-from blr_analysis.views import Plottable, Tabular
 
 MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
 MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
 
 
-@dataclass(frozen=True)
-class Scores(Tabular, Plottable):
-    """What :func:`sensitivity` found; tensors on the CPU, in the order of the dataset.
+@dataclass(frozen=True, kw_only=True)
+class Scores(NetworkScores):
+    """What :func:`sensitivity` gives; tensors on the CPU, in the order of the dataset.
 
     Attributes:
         error: e_i, ``[N, C]``; its direction is from the target to the prediction.
@@ -55,16 +54,9 @@ class Scores(Tabular, Plottable):
     error: Tensor
     variance: Tensor | None
     deviation: Tensor | None
-    self_influence: Tensor
     outputs: Tensor
     targets: Tensor
-    losses: Tensor
     predictions: Tensor
-    likelihood: Likelihood
-    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.self_influence)
 
     def __repr__(self) -> str:
         n, c = self.error.shape
@@ -89,7 +81,7 @@ def sensitivity(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> Scores: ...
+) -> Scores | Any: ...  # of sequences: SequenceScores
 
 
 @overload
@@ -133,7 +125,7 @@ def sensitivity(
         ModelError: NaN or inf outputs, BatchNorm in training mode, half precision.
         DataError: NaN or inf inputs, targets out of range.
 
-    Source: Nickl et al., NeurIPS 2023, Eqs. 5–8; MATH: V_i layer by layer as
+    Source: Nickl et al., NeurIPS 2023, Eqs. 5–8. V_i is summed layer by layer, for a diagonal Σ as
     Σ_o d_co d_c'o Σ_k σ²_ok a_k².
 
     Example:
@@ -146,13 +138,15 @@ def sensitivity(
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """
     if (sites := sum_of_sites(task, posterior)) is not None:
-        return site_sensitivity(sites, dict(variance=variance))
+        return site_sensitivity(sites, variance=variance)
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
     if task.likelihood.is_sequence:
-        return _of_sequences(task, q, variance, chunking)
+        if variance:
+            raise InputError("sequences have no V_i; leave variance= out, and see self_influence")
+        return sequence_scores(task, q, chunking)
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)
@@ -160,11 +154,11 @@ def sensitivity(
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
     start = 0
     for chunk in chunks(task, q.mean, chunking, columns=columns, label="sensitivity"):
-        found = _chunk_scores(task, q, chunk, variance)
-        kept = kept or [t.new_empty((task.n_data, *t.shape[1:])) for t in found]
-        for whole, part in zip(kept, found, strict=True):
+        parts = _chunk_scores(task, q, chunk, variance)
+        kept = kept or [t.new_empty((task.n_data, *t.shape[1:])) for t in parts]
+        for whole, part in zip(kept, parts, strict=True):
             whole[start : start + len(part)] = part
-        start += len(found[0])
+        start += len(chunk.indices)
     error, outputs, targets, influence, *rest = kept
     likelihood = task.likelihood
     return Scores(
@@ -181,34 +175,15 @@ def sensitivity(
     )
 
 
-def _of_sequences(
-    task: Task,
-    q: Posterior,
-    variance: bool | None,
-    chunking: Chunking,
-) -> Scores:
-    from blr_analysis.sensitivity.sequences import sequence_scores  # which extends Scores
-
-    if variance:
-        raise InputError(
-            "variance=True asks for (T·C)² numbers per sequence; leave it out, self_influence "
-            "needs none of them"
-        )
-    return sequence_scores(task, q, chunking)
-
-
 def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:
     e = task.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
-        influence = q.form.gram(chunk.terms(e.unsqueeze(1))).flatten()
-        check_finite(influence)
-        found = (e, chunk.outputs, chunk.targets, influence)
+        numbers = (self_influence(q, chunk, e),)
     else:
-        v = q.form.gram(chunk.jacobian_terms())
-        check_finite(v)
+        v = prediction_variance(q, chunk)
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
-        found = (e, chunk.outputs, chunk.targets, (move * e).sum(-1), v, move)
-    return tuple(t.cpu() for t in found)
+        numbers = ((move * e).sum(-1), v, move)
+    return tuple(t.cpu() for t in (e, chunk.outputs, chunk.targets, *numbers))
 
 
 def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Posterior:
@@ -226,22 +201,3 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
     return posterior.on(task, same_data=same_data)
-
-
-def check_finite(variance: Tensor) -> None:
-    """Raise :class:`ModelError` where a prediction variance overflowed."""
-    if not bool(torch.isfinite(variance).all()):
-        raise ModelError(
-            "the prediction variance overflows: the posterior's variances or the model's "
-            "gradients are too large for "
-            f"{str(variance.dtype).removeprefix('torch.')}; raise prior_precision or use float64"
-        )
-
-
-def leverage(variance: Tensor, hessian_root: Tensor) -> Tensor:
-    """The largest eigenvalue of V_i Λ_i, from Lᵀ V_i L with Λ_i = L Lᵀ; ``[N]``."""
-    inner = hessian_root.mT @ variance @ hessian_root
-    if inner.shape[-1] == 1:
-        return inner.flatten()
-    inner = (inner + inner.mT) / 2
-    return torch.cat([torch.linalg.eigvalsh(part)[:, -1] for part in inner.split(4096)])

@@ -12,16 +12,17 @@ numbers per sequence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import InputError
+from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
-from blr_analysis.sensitivity.scores import Scores, check_finite
+from blr_analysis.sensitivity.corrections import self_influence
+from blr_analysis.sensitivity.results import LeftOut, NetworkScores
 from blr_analysis.task import Task
 
 
@@ -40,8 +41,8 @@ def loss_per_token(losses: Tensor, tokens: Tensor) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceScores(Scores):
-    """What :func:`blr_analysis.sensitivity` found on sequences; tensors on the CPU.
+class SequenceScores(NetworkScores):
+    """What :func:`blr_analysis.sensitivity` gives on sequences; tensors on the CPU.
 
     Attributes:
         losses: ℓ_i, the SUM over the tokens of a sequence that count, in nats, ``[N]``.
@@ -49,19 +50,14 @@ class SequenceScores(Scores):
             sequence is left out; larger is more influential. Like ℓ_i it grows with the length.
         tokens: how many tokens count, ``[N]``.
         loss_per_token, perplexity: Σ losses / Σ tokens, and exp of it.
-        error, variance, deviation, outputs, targets, predictions: None; they have T·C numbers per
-            sequence. See :func:`blr_analysis.token_sensitivity` for single tokens.
         table: one row per sequence: index, tokens, loss, loss_per_token, self_influence, and the
             task's metadata columns.
+
+    Errors, variances and outputs have T·C numbers per sequence and are not held; see
+    :func:`blr_analysis.token_sensitivity` for single tokens.
     """
 
-    error: None = None  # type: ignore[assignment]
-    variance: None = None
-    deviation: None = None
-    outputs: None = None  # type: ignore[assignment]
-    targets: None = None  # type: ignore[assignment]
-    predictions: None = None  # type: ignore[assignment]
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+    tokens: Tensor
 
     @property
     def loss_per_token(self) -> float:
@@ -79,8 +75,8 @@ class SequenceScores(Scores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceLeaveOneOut(LeaveOneOut):
-    """What :func:`blr_analysis.leave_one_out` found on sequences; tensors on the CPU.
+class SequenceLeaveOneOut(LeftOut):
+    """What :func:`blr_analysis.leave_one_out` gives on sequences; tensors on the CPU.
 
     Attributes:
         losses: ℓ_i + g_iᵀ Σ g_i, the loss of each sequence (summed over its tokens) without it,
@@ -90,20 +86,12 @@ class SequenceLeaveOneOut(LeaveOneOut):
         nll: the mean of ``losses``, in nats per SEQUENCE.
         nll_per_token, perplexity: Σ losses / Σ tokens in nats per token, and exp of it; the same
             with ``_before``.
-        logits, predictions, deviation, leverage, accuracy: None.
+        correction: "first_order" for each sequence.
     """
 
-    logits: None = None  # type: ignore[assignment]
-    predictions: None = None  # type: ignore[assignment]
-    predictions_before: None = None  # type: ignore[assignment]
-    targets: None = None  # type: ignore[assignment]
-    deviation: None = None  # type: ignore[assignment]
-    leverage: None = None  # type: ignore[assignment]
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def accuracy(self) -> None:
-        return None
+    tokens: Tensor
+    correction: list[str]
+    likelihood: Likelihood
 
     @property
     def nll_per_token(self) -> float:
@@ -143,9 +131,7 @@ def sequence_scores(
     parts: list[tuple[Tensor, ...]] = []
     for chunk in chunks(task, q.mean, chunking, columns=1, label="sequences"):
         losses = likelihood.nll(chunk.outputs, chunk.targets)
-        errors = likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
-        influence = q.form.gram(chunk.terms(errors)).flatten()
-        check_finite(influence)
+        influence = self_influence(q, chunk, likelihood.error(chunk.outputs, chunk.targets))
         tokens = tokens_of(task, chunk.targets)
         parts.append((losses.cpu(), influence.cpu(), tokens.cpu()))
     losses, influence, tokens = (torch.cat(p) for p in zip(*parts, strict=True))

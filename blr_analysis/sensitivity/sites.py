@@ -16,7 +16,8 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.views import Plottable, Tabular
+from blr_analysis.sensitivity.results import LeftOut, PerExample
+from blr_analysis.views import Plottable
 
 
 @runtime_checkable
@@ -34,9 +35,9 @@ class SumOfSites(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SiteLeaveOneOut(Tabular, Plottable):
-    """What :func:`blr_analysis.leave_one_out` found for a sum of sites.
+@dataclass(frozen=True, kw_only=True)
+class SiteLeaveOneOut(LeftOut, Plottable):
+    """What :func:`blr_analysis.leave_one_out` gives for a sum of sites.
 
     Exact for conjugate models; elsewhere the sites of the other examples stay as they are.
 
@@ -48,12 +49,7 @@ class SiteLeaveOneOut(Tabular, Plottable):
         table: one row per example. ``plot()`` draws one against the other.
     """
 
-    losses: Tensor
-    losses_before: Tensor
     note: str = ""
-
-    def __len__(self) -> int:
-        return len(self.losses)
 
     @property
     def nll(self) -> float:
@@ -65,9 +61,9 @@ class SiteLeaveOneOut(Tabular, Plottable):
         return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{note})"
 
 
-@dataclass(frozen=True)
-class SiteScores(Tabular, Plottable):
-    """What :func:`blr_analysis.sensitivity` found for a sum of sites.
+@dataclass(frozen=True, kw_only=True)
+class SiteScores(PerExample, Plottable):
+    """What :func:`blr_analysis.sensitivity` gives for a sum of sites.
 
     Attributes:
         losses: −log p(y_i | λ), in nats, ``[N]``.
@@ -77,12 +73,8 @@ class SiteScores(Tabular, Plottable):
         table: one row per example. ``plot()`` draws the deviations, the largest first.
     """
 
-    losses: Tensor
     deviation: Tensor
     note: str = ""
-
-    def __len__(self) -> int:
-        return len(self.losses)
 
     def top(self, k: int = 10) -> Tensor:
         """The k examples that shape the model most, by index, the first of them most.
@@ -120,16 +112,16 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
     return given
 
 
-def site_leave_one_out(fitted: SumOfSites, options: dict[str, Any]) -> SiteLeaveOneOut:
+def site_leave_one_out(fitted: SumOfSites, **options: Any) -> SiteLeaveOneOut:
     """Leave-one-out of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    return SiteLeaveOneOut(-after, -before, getattr(fitted, "note", ""))
+    return SiteLeaveOneOut(losses=-after, losses_before=-before, note=getattr(fitted, "note", ""))
 
 
-def site_sensitivity(fitted: SumOfSites, options: dict[str, Any]) -> SiteScores:
+def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
     """Sensitivity of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    return SiteScores(-before, before - after, getattr(fitted, "note", ""))
+    return SiteScores(losses=-before, deviation=before - after, note=getattr(fitted, "note", ""))
 
 
 def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

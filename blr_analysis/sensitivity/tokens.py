@@ -11,9 +11,7 @@ one backward pass through that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,15 +23,16 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import TokenCategorical
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.scores import check_finite, fitted
+from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.results import PerExample
+from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, select
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
 
 
-@dataclass(frozen=True)
-class TokenScores(Tabular):
-    """What :func:`token_sensitivity` found: one entry per token that counts; tensors on the CPU.
+@dataclass(frozen=True, kw_only=True)
+class TokenScores(PerExample):
+    """What :func:`token_sensitivity` gives: one entry per token that counts; tensors on the CPU.
 
     Attributes:
         sequence: which example the token is in, ``[M]``.
@@ -50,20 +49,15 @@ class TokenScores(Tabular):
     sequence: Tensor
     position: Tensor
     target: Tensor
-    losses: Tensor
     change: Tensor
-    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
 
     @property
     def losses_without(self) -> Tensor:
         return self.losses + self.change
 
-    def __len__(self) -> int:
-        return len(self.losses)
-
     def __repr__(self) -> str:
-        found = len(self.sequence.unique())
-        return f"TokenScores({len(self)} tokens of {found} sequences; see .table)"
+        sequences = len(self.sequence.unique())
+        return f"TokenScores({len(self)} tokens of {sequences} sequences; see .table)"
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -124,8 +118,14 @@ def token_sensitivity(
     )
     check_finite(change)
     rows = sequence.tolist()
-    metadata = {name: [values[i] for i in rows] for name, values in task.metadata.items()}
-    return TokenScores(sequence, position, target, losses, change, metadata)
+    return TokenScores(
+        sequence=sequence,
+        position=position,
+        target=target,
+        losses=losses,
+        change=change,
+        metadata={name: [values[i] for i in rows] for name, values in task.metadata.items()},
+    )
 
 
 def _tokens(

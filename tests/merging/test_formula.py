@@ -30,7 +30,7 @@ def some_case(seed: int = 0, size: tuple[int, ...] = (7, 5)) -> dict[str, list[T
 
 
 def plain(base: Tensor, models: list, alphas: list, curved: list, first: Tensor) -> Tensor:
-    """The formula as MATH has it, in float64."""
+    """The merge formula in float64."""
     total = first + sum(a * h for a, h in zip(alphas, curved, strict=True))
     step = sum(a * (first + h) * (m - base) for a, h, m in zip(alphas, curved, models, strict=True))
     return base + step / total

@@ -58,7 +58,7 @@ class Setting:
         self.tasks = {k: Task(self.model, d, batch_size=7) for k, d in self.data.items()}
 
     def merged(self, method: str, weights: list[float], delta: float = 0.0) -> State:
-        """MATH of the merge, tensor by tensor, in float64."""
+        """The merge formula, tensor by tensor, in float64."""
         found = {}
         for n, b in self.base.items():
             prior = self.prior[n] + delta if method == "gradient_matching" else 0 * b
