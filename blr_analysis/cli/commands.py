@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +22,10 @@ from blr_analysis.cli.options import (
     TaskName,
     Teller,
     Test,
-    check_choice,
-    find_posterior,
-    in_scale,
+    Way,
+    job,
     paper,
 )
-from blr_analysis.cli.script import load_tasks
 from blr_analysis.cli.words import (
     ALGORITHMS,
     AUDIT,
@@ -117,7 +114,6 @@ def audit(
     from blr_analysis.audit import (
         check_column,
         files_section,
-        folder_for,
         investigate,
         show,
         summary,
@@ -126,21 +122,17 @@ def audit(
     )
     from blr_analysis.audit.summary import as_text
 
-    check_choice(posterior, fit, prior_precision)
-    say = Teller()
-    with folder_for(out) as folder:
-        say(f"loading {task}")
-        ours, theirs = load_tasks(task, test)
-        column = None if by == "none" else by
-        check_column(column, ours)
-        q = find_posterior(ours, posterior, fit, prior_precision, say)
-        q = in_scale(ours, q, calibrate, say)
-        findings = investigate(ours, q, test=theirs, by=column, passes=passes, say=say)
-        found = summary(findings)
-        files = write(findings, folder, say=say)
-        files.append(write_text(as_text(found), folder, "summary.txt"))
-    show(found, paper())
-    show(files_section(folder, files), paper())
+    column = None if by == "none" else by
+    way = Way(posterior, fit, prior_precision, calibrate)
+    with job(task, way, test, out, check=lambda ours: check_column(column, ours)) as at:
+        findings = investigate(
+            at.task, at.posterior, test=at.test, by=column, passes=passes, say=at.say
+        )
+        printed = summary(findings)
+        files = write(findings, at.out, say=at.say)
+        files.append(write_text(as_text(printed), at.out, "summary.txt"))
+    show(printed, paper())
+    show(files_section(at.out, files), paper())
 
 
 @app.command("map", help=MAP)
@@ -156,22 +148,18 @@ def map_(
     out: Out = None,
 ) -> None:
     """The four regions."""
-    from blr_analysis.audit import extremes_section, folder_for, map_section, show, write_picture
+    from blr_analysis.audit import extremes_section, map_section, show, write_picture
     from blr_analysis.audit.pictures import map_picture
     from blr_analysis.memory_map import memory_map
     from blr_analysis.sensitivity import sensitivity
     from blr_analysis.tables import write_table
 
-    check_choice(posterior, fit, prior_precision)
-    say = Teller()
-    with nullcontext() if out is None else folder_for(out) as folder:
-        ours, _ = load_tasks(task)
-        q = find_posterior(ours, posterior, fit, prior_precision, say)
-        say(f"sensitivity of {ours.n_data:,} examples")
-        memory = memory_map(sensitivity(ours, q), quantile=quantile)
-        if folder is not None:
-            write_table(memory.table, folder, "memory_map")
-            write_picture(map_picture(memory, ours), folder, "memory_map")
+    with job(task, Way(posterior, fit, prior_precision), out=out) as at:
+        at.say(f"sensitivity of {at.task.n_data:,} examples")
+        memory = memory_map(sensitivity(at.task, at.posterior), quantile=quantile)
+        if out is not None:
+            write_table(memory.table, at.out, "memory_map")
+            write_picture(map_picture(memory, at.task), at.out, "memory_map")
     show(map_section(memory), paper())
     show(extremes_section(memory), paper())
 
@@ -200,28 +188,23 @@ def loo(
     out: Out = None,
 ) -> None:
     """The expected loss on new data."""
-    from blr_analysis.audit import evaluated, folder_for, loo_section, show, write_picture
+    from blr_analysis.audit import evaluated, loo_section, show, write_picture
     from blr_analysis.audit.pictures import loo_picture
     from blr_analysis.sensitivity import leave_one_out
     from blr_analysis.tables import write_table
 
-    check_choice(posterior, fit, prior_precision)
-    say = Teller()
-    with nullcontext() if out is None else folder_for(out) as folder:
-        ours, theirs = load_tasks(task, test)
-        q = find_posterior(ours, posterior, fit, prior_precision, say)
-        q = in_scale(ours, q, calibrate, say)
-        say(f"leaving out each of {ours.n_data:,} examples")
-        found = leave_one_out(ours, q, correction=correction.value, refine=refine)
+    with job(task, Way(posterior, fit, prior_precision, calibrate), test, out) as at:
+        at.say(f"leaving out each of {at.task.n_data:,} examples")
+        left_out = leave_one_out(at.task, at.posterior, correction=correction.value, refine=refine)
         on_test, targets = None, None
-        if theirs is not None:
-            mean = q.on(theirs, same_data=False).mean
-            on_test, targets = evaluated(theirs.with_model(ours), mean)
-        if folder is not None:
-            write_table(found.table, folder, "leave_one_out")
+        if at.test is not None:
+            mean = at.posterior.on(at.test, same_data=False).mean
+            on_test, targets = evaluated(at.test.with_model(at.task), mean)
+        if out is not None:
+            write_table(left_out.table, at.out, "leave_one_out")
             if on_test is not None and targets is not None:
-                write_picture(loo_picture(found, on_test, targets), folder, "leave_one_out")
-    show(loo_section(found, on_test), paper())
+                write_picture(loo_picture(left_out, on_test, targets), at.out, "leave_one_out")
+    show(loo_section(left_out, on_test), paper())
 
 
 @app.command("what-if", help=WHAT_IF)
@@ -254,7 +237,7 @@ def what_if_(
     out: Out = None,
 ) -> None:
     """The model without some of its data."""
-    from blr_analysis.audit import folder_for, show, what_if_section, write_picture
+    from blr_analysis.audit import show, what_if_section, write_picture
     from blr_analysis.audit.pictures import figure_of
     from blr_analysis.audit.summary import has_classes
     from blr_analysis.cli.selectors import check, selected
@@ -262,31 +245,27 @@ def what_if_(
     from blr_analysis.sensitivity import what_if
     from blr_analysis.tables import write_table
 
-    check_choice(posterior, fit, prior_precision)
     for text in remove:
         check(text)
-    say = Teller()
-    with nullcontext() if out is None else folder_for(out) as folder:
-        ours, theirs = load_tasks(task, test)
-        q = find_posterior(ours, posterior, fit, prior_precision, say)
-        leaving = selected(remove, ours, q)
-        say(f"what if: without {int(leaving.sum()):,} of {ours.n_data:,} examples")
+    with job(task, Way(posterior, fit, prior_precision), test, out) as at:
+        leaving = selected(remove, at.task, at.posterior)
+        at.say(f"what if: without {int(leaving.sum()):,} of {at.task.n_data:,} examples")
         result = what_if(
-            ours,
-            q,
+            at.task,
+            at.posterior,
             remove=leaving,
-            evaluate=theirs,
+            evaluate=at.test,
             solver=solver.value,
             steps="converge" if converge else None,
             passes=passes,
         )
-        if folder is not None:
+        if out is not None:
             if has_classes(result):
-                write_table(result.by_class, folder, "by_class")
-            write_picture(figure_of(plot_what_if(result)), folder, "what_if")
-            result.posterior.save(folder / "perturbed.safetensors")
-    where = "the training data" if theirs is None else "the test data"
-    show(what_if_section(result, where, ours.n_data), paper())
+                write_table(result.by_class, at.out, "by_class")
+            write_picture(figure_of(plot_what_if(result)), at.out, "what_if")
+            result.posterior.save(at.out / "perturbed.safetensors")
+    where = "the training data" if at.test is None else "the test data"
+    show(what_if_section(result, where, at.task.n_data), paper())
 
 
 app.command("fisher", help=FISHER)(_fisher)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +16,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
+from blr_analysis.cli.script import load_tasks
 from blr_analysis.errors import InputError
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.sensitivity import calibrate
@@ -121,49 +125,83 @@ def paper() -> Console:
     return Console(highlight=False, markup=False)
 
 
-def check_choice(posterior: Path | None, fit: Structure | None, prior: float | None) -> None:
-    """Raise :class:`InputError` unless exactly one way to a posterior is named."""
-    if posterior is not None and fit is not None:
-        raise InputError("give --posterior or --fit, not both")
-    if posterior is None and fit is None:
-        raise InputError(
-            "name a posterior: --posterior FILE, written in Python by posterior.save(FILE) with "
-            "posterior = Posterior.from_optimizer(optimizer, model, ...); or fit one to the "
-            "trained model: --fit kron --prior-precision D"
-        )
-    if fit is None and prior is not None:
-        raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
-    if fit is not None and prior is None:
-        raise InputError(
-            "--fit needs --prior-precision D: the weight decay in units of the summed loss (N "
-            "times the L2 penalty, for a loss that is a mean over N examples)"
-        )
+@dataclass(frozen=True)
+class Way:
+    """The options that lead to a posterior: one that was saved, or one to fit."""
+
+    posterior: Path | None
+    fit: Structure | None
+    prior_precision: float | None
+    calibrate: int | None = None
+
+    def check(self) -> None:
+        """Raise :class:`InputError` unless exactly one way to a posterior is named."""
+        if self.posterior is not None and self.fit is not None:
+            raise InputError("give --posterior or --fit, not both")
+        if self.posterior is None and self.fit is None:
+            raise InputError(
+                "name a posterior: --posterior FILE, written in Python by posterior.save(FILE) "
+                "after Posterior.from_optimizer(...); or --fit kron --prior-precision D"
+            )
+        if self.fit is None and self.prior_precision is not None:
+            raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
+        if self.fit is not None and self.prior_precision is None:
+            raise InputError(
+                "--fit needs --prior-precision D: the weight decay in units of the summed loss"
+            )
+
+    def posterior_of(self, task: Task, say: Teller) -> Posterior:
+        """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
+        if self.posterior is not None:
+            q = Posterior.load(self.posterior)
+            q.on(task)
+            _warn_of_buffers(task, q, say)
+        else:
+            structure = str(self.fit)
+            say(f"fitting a Laplace posterior, structure {structure}")
+            q = fit_laplace(task, structure=structure, prior_precision=self.prior_precision)  # type: ignore[arg-type]
+        return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
 
 
-def find_posterior(
-    task: Task, posterior: Path | None, fit: Structure | None, prior: float | None, say: Teller
-) -> Posterior:
-    """The saved posterior, checked against the task, or a new one."""
-    if posterior is not None:
-        found = Posterior.load(posterior)
-        found.on(task)
-        _warn_of_buffers(task, found, say)
-        return found
-    assert fit is not None
-    assert prior is not None
-    say(f"fitting a Laplace posterior, structure {fit.value}")
-    return fit_laplace(task, structure=fit.value, prior_precision=prior)
+@dataclass(frozen=True)
+class Job:
+    """What a command works with; ``out`` is a folder ready to be written where one was named."""
+
+    task: Task
+    test: Task | None
+    posterior: Posterior
+    out: Path
+    say: Teller
 
 
-def in_scale(task: Task, posterior: Posterior, probe: int | None, say: Teller) -> Posterior:
-    """The posterior, calibrated if that was asked for."""
-    if probe is None:
-        return posterior
+@contextmanager
+def job(
+    task: str,
+    way: Way,
+    test: str | None = None,
+    out: Path | None = None,
+    *,
+    check: Callable[[Task], None] | None = None,
+) -> Iterator[Job]:
+    """Options, folder, script and posterior, in the order in which their faults cost least."""
+    from blr_analysis.audit import folder_for
+
+    way.check()
+    say = Teller()
+    with nullcontext(Path()) if out is None else folder_for(out) as folder:
+        say(f"loading {task}")
+        ours, theirs = load_tasks(task, test)
+        if check is not None:
+            check(ours)
+        yield Job(ours, theirs, way.posterior_of(ours, say), folder, say)
+
+
+def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:
     say(f"calibrating the posterior: exact solves for {probe:,} examples")
     better = calibrate(task, posterior, probe)
-    found = better.record["calibration"]
-    spread = "" if found["spread"] is None else f", {found['spread']:.0%} apart on single examples"
-    say(f"variances times {found['scale']:.3g}{spread}")
+    scale, apart = (better.record["calibration"][name] for name in ("scale", "spread"))
+    spread = "" if apart is None else f", {apart:.0%} apart on single examples"
+    say(f"variances times {scale:.3g}{spread}")
     return better
 
 
@@ -176,7 +214,6 @@ def _warn_of_buffers(task: Task, posterior: Posterior, say: Teller) -> None:
     )
     if not same and any(b.is_floating_point() for b in task.model.buffers()):
         say(
-            "note: the script's model has other weights than the posterior's mean. The mean is "
-            "used, but buffers (BatchNorm statistics) are the script's: load the trained state "
-            "there first"
+            "note: the script's model is not at the posterior's mean, which is used; its buffers "
+            "(BatchNorm statistics) stay: load the trained state there first"
         )
