@@ -38,10 +38,7 @@ from blr_analysis.learning_rule.inference.mixture_model import (
 from blr_analysis.progress import track
 
 Components = FullGaussian | DiagonalGaussian
-COLLAPSED = (
-    "a component has collapsed onto too few examples for its covariance: raise floor, or take "
-    "fewer components or another covariance"
-)
+COLLAPSED = "a component has collapsed: raise floor, or take fewer components or covariance='diag'"
 
 
 class Collapsed(UserWarning):
@@ -280,9 +277,8 @@ def _warn_of_collapse(mixture: GaussianMixture, counts: Tensor, floor: float) ->
     if flat:
         held = ", ".join(f"component {k} with {float(counts[k]):.3g} examples" for k in flat)
         warnings.warn(
-            f"{held}: no variance but floor={floor:g} is left in some direction, and the "
-            "log-likelihood there is the floor's; take fewer components, scale the data (floor is "
-            "in their squared units), leave out columns that do not vary, or set floor",
+            f"{held}: no variance but floor={floor:g} is left in some direction; take fewer "
+            "components, scale the data, leave out columns that do not vary, or set floor",
             Collapsed,
             stacklevel=3,
         )

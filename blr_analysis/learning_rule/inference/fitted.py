@@ -30,6 +30,7 @@ Q = TypeVar("Q", bound=ExponentialFamily | Mapping[str, ExponentialFamily])
 # leading dimension for the examples.
 Sites = Natural | Mapping[str, Natural]
 CHUNK = 1024
+ONE_STEP = "left out by one step of fitting again: single examples may be off by half"
 
 
 class NotConverged(UserWarning):

@@ -82,8 +82,7 @@ class VariationalNewton:
             check_nodes(self.samples)
         if self.look == "mean" and self.curvature == "reparameterised":
             raise InputError(
-                "curvature='reparameterised' compares gradients around the mean: take "
-                "look='samples' or 'quadrature'"
+                "curvature='reparameterised' looks around the mean: take look='samples'"
             )
 
     def fit(
@@ -118,7 +117,11 @@ class VariationalNewton:
                 raise InputError(f"{name} must be one Gaussian, got copies {copies}")
         if self.look == "quadrature":
             check_nodes(self.samples, len(start.mean))
-        self._check_examples(loss, start.mean)
+        if self.curvature == "gauss_newton" and not _values(loss, start.mean, examples=True).ndim:
+            raise InputError(
+                "curvature='gauss_newton' squares the gradient of every example: the loss must "
+                "return one number for each, [N]"
+            )
         q = start
 
         def steps() -> Iterator[float]:
@@ -158,16 +161,6 @@ class VariationalNewton:
             curved = curved + prior.precision
         return newton_step(q, mean, curved - q.precision, self.rho), objective
 
-    def _check_examples(self, loss: Loss, place: Tensor) -> None:
-        if self.curvature != "gauss_newton":
-            return
-        found = _values(loss, place, examples=True)
-        if not found.ndim:
-            raise InputError(
-                "curvature='gauss_newton' squares the gradient of every example: the loss must "
-                f"return one number for each, [N], got {list(found.shape)}"
-            )
-
 
 def derivatives(
     loss: Loss, points: Tensor, second: Second | None = None
@@ -199,8 +192,8 @@ def derivatives(
         raise
     except Exception as error:
         raise InputError(
-            "loss must take a vector and return one number, by torch operations that torch.func "
-            f"can differentiate: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            "loss must take a vector and return one number, differentiable by torch.func: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
     if hessians.ndim == 2:
         hessians = torch.diag_embed(hessians)
@@ -209,25 +202,25 @@ def derivatives(
     if not bool(finite.all()):
         place = points[int((~finite).nonzero()[0])].tolist()
         raise InputError(
-            f"the loss or its derivatives are not finite at {place}, which was looked at: begin "
-            "elsewhere, with a larger precision, or take a smaller rho"
+            f"the loss or its derivatives are not finite at {place}: begin elsewhere, with a "
+            "larger precision, or take a smaller rho"
         )
     if not bool(gradients.any()) and bool((values != values[0]).any()):
         raise InputError(
-            "the loss differs from point to point, but its derivatives are all 0: it is taken out "
-            "of torch (detach), or a step function"
+            "the loss varies, but its derivatives are all 0: it is taken out of torch, or a step "
+            "function"
         )
     return values, gradients, hessians
 
 
 def _values(loss: Loss, place: Tensor, *, examples: bool) -> Tensor:
     """ℓ at a place: a number, or with ``examples`` one for each of them."""
-    found = loss(place)
-    if not isinstance(found, Tensor) or found.ndim > examples:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    value = loss(place)
+    if not isinstance(value, Tensor) or value.ndim > examples:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         wanted = "return one number" + ", or one for each example [N]" * examples
-        raise InputError(f"loss must take a vector and {wanted}, got {shape}")
-    return found
+        raise InputError(f"loss must take a vector and {wanted}, got {got}")
+    return value
 
 
 def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -> FullGaussian:

@@ -37,7 +37,7 @@ from blr_analysis.learning_rule.inference.documents import (
     read_counts,
     settle,
 )
-from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted
+from blr_analysis.learning_rule.inference.fitted import CHUNK, ONE_STEP, Fitted
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
 from blr_analysis.views import Tabular
@@ -314,9 +314,7 @@ class FittedTopics(Fitted[Dirichlet]):
 
     model: LDA = None  # type: ignore[assignment]
     documents: Dirichlet = None  # type: ignore[assignment]
-    note: ClassVar[str] = (
-        "left out by one step of fitting again: single examples may be off by half"
-    )
+    note: ClassVar[str] = ONE_STEP
 
     def transform(self, counts: Any) -> Tensor:
         """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.

@@ -99,13 +99,10 @@ def first_responsibilities(
     """
     if start is None:
         return _seeded(data, n_components, generator)
-    if (
-        not isinstance(start, Tensor)
-        or start.is_complex()
-        or start.shape != (len(data), n_components)
-    ):
-        found = tuple(start.shape) if isinstance(start, Tensor) else type(start).__name__
-        raise InputError(f"start must be responsibilities {[len(data), n_components]}, got {found}")
+    shape = (len(data), n_components)
+    if not isinstance(start, Tensor) or start.is_complex() or start.shape != shape:
+        got = list(start.shape) if isinstance(start, Tensor) else type(start).__name__
+        raise InputError(f"start must be responsibilities {[*shape]}, got {got}")
     start = start.to(data)
     off = (start.sum(1) - 1).abs() > 1e-6
     if not bool((start >= 0).all()) or bool(off.any()):
@@ -120,12 +117,10 @@ def check_apart(components: Tensor) -> None:
     >>> check_apart(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
     Traceback (most recent call last):
     ...
-    blr_analysis.errors.InputError: two components of start are the same, ...
+    blr_analysis.errors.InputError: two components of start are the same: move one a little
     """
     if len(torch.unique(components, dim=0)) < len(components):
-        raise InputError(
-            "two components of start are the same, and would stay so for ever: move one a little"
-        )
+        raise InputError("two components of start are the same: move one a little")
 
 
 def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:

@@ -108,10 +108,7 @@ class MultimodalOptimisation:
         """
         starts = _checked(starts)
         if len(torch.unique(starts, dim=0)) < len(starts):
-            raise InputError(
-                "two components start at the same place, where they would stay together for ever: "
-                "move one of them a little"
-            )
+            raise InputError("two components start at the same place: move one a little")
         precision = positive_number("precision", precision)
         count, size = starts.shape
         pi = starts.new_full((count,), 1 / count) if weights is None else weights
@@ -171,7 +168,7 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
     """
     starts, tolerance = _checked(starts), check_tolerance("tolerance", tolerance)
     positive_int("max_iter", max_iter)
-    found: list[Tensor] = []
+    lowest: list[Tensor] = []
     for point in starts:
         size = math.inf
         for _ in range(max_iter):
@@ -190,10 +187,10 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
             if size < 1e-10:
                 break
         strict = bool(torch.linalg.eigvalsh(derivatives(loss, point.unsqueeze(0))[2][0])[0] > 0)
-        new = all(float((point - other).norm()) > tolerance for other in found)
+        new = all(float((point - other).norm()) > tolerance for other in lowest)
         if strict and new and size <= tolerance:
-            found.append(point)
-    return torch.stack(found) if found else starts[:0]
+            lowest.append(point)
+    return torch.stack(lowest) if lowest else starts[:0]
 
 
 def _checked(starts: Tensor) -> Tensor:

@@ -33,7 +33,14 @@ from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.inference.answers import answer
-from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, rows, until_flat
+from blr_analysis.learning_rule.inference.fitted import (
+    CHUNK,
+    ONE_STEP,
+    Fitted,
+    Sites,
+    rows,
+    until_flat,
+)
 from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
@@ -156,9 +163,7 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
 class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
     """A skew normal; where it was fitted with ``log_likelihood`` and ``data``, with sites."""
 
-    note: ClassVar[str] = (
-        "left out by one step of fitting again: single examples may be off by half"
-    )
+    note: ClassVar[str] = ONE_STEP
 
     def without(self, indices: Any) -> SkewNormal:
         """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`.

@@ -84,7 +84,7 @@ class BayesianGaussianMixture:
         if int(torch.linalg.cholesky_ex(spread)[1]):
             raise DataError(
                 f"the covariance of {len(data)} examples is singular: leave out columns that do "
-                "not vary or follow from others, or give BayesianGaussianMixture priors of your own"
+                "not vary or follow from others, or give priors of your own"
             )
         prior = NormalWishart(data.mean(0), one, size * one, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)

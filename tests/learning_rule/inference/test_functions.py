@@ -358,11 +358,11 @@ def test_reparameterised_by_quadrature_is_exact_by_quadrature() -> None:
         (lambda: VariationalNewton(curvature="fisher"), "curvature must be one of 'exact'"),
         (
             lambda: VariationalNewton(curvature="reparameterised", look="mean"),
-            "gradients around the mean",
+            "around the mean",
         ),
         (
             lambda: VariationalNewton(curvature="gauss_newton").fit(wall, gaussian(0.0, 1.0)),
-            r"one number for each, \[N\], got \[\]",
+            "gauss_newton",
         ),
         (
             lambda: VariationalNewton().fit(
