@@ -5,6 +5,7 @@ Laplace's method at the trained weights m (Khan & Rue, section 4.4; MacKay, 1992
     S = diag(δ) + Σ_i J_iᵀ Λ_i J_i            curvature="ggn", exact over the C outputs
     S = diag(δ) + Σ_i g_i g_iᵀ,  g_i = J_iᵀ e_i    curvature="empirical_fisher"
     S = diag(δ) + Σ_i E_{ŷ~p(y|f_i)} ĝ_i ĝ_iᵀ      curvature="mc_fisher"
+    S = diag(δ) + Σ_i ∇²ℓ_i                    curvature="exact": GGN + Σ_i Σ_c (∂ℓ_i/∂f_c) ∇²f_ic
 
 kept dense ("full"), projected on its diagonal ("diag"), on the eigenbasis of each layer's
 Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018), or on its leading
@@ -13,23 +14,32 @@ directions, with what is left of its diagonal beside them ("lowrank").
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures import KINDS, Fit
+from blr_analysis.posterior.structures import KINDS, Fit, Structure
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
-RECORDED = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}  # in records
+RECORDED = {  # in records
+    "ggn": "ggn",
+    "empirical_fisher": "fisher_emp",
+    "mc_fisher": "fisher_mc",
+    "exact": "hessian",
+}
+EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
 Columns = Callable[[Chunk], Tensor]
 
 
@@ -57,18 +67,22 @@ def fit_laplace(
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), or "full" (P up to 20,000).
         prior_precision: δ > 0, a number, or one per parameter name (number or tensor).
-        curvature: "ggn" (exact; not for sequences), "empirical_fisher", "mc_fisher".
+        curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
+            "mc_fisher", or "exact", the Hessian of the loss, by products with all P unit vectors
+            ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
+            with a warning; ``record["floored"]`` is the share of S that was.
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: grown until ``tolerance`` is met, up to 4,000 directions.
         tolerance: the part of Σ_i tr(Λ_i V_i) = Σ_k λ_k / (λ_k + δ) that "lowrank" may leave
             unexplained (default 0.05). The record holds ``rank``, ``tolerance`` and ``explained``,
             the share that is explained at least.
         generator: the source of those labels.
-        chunk_size, memory_budget: examples per pass, or bytes of working memory.
+        chunk_size, memory_budget: examples per pass, or bytes of working memory ("exact" passes
+            the task's own batches).
 
     Raises:
-        InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full", "ggn" for
-            sequences.
+        InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full" or
+            "exact", "ggn" for sequences, "exact" for "kron" or "lowrank".
         ModelError: nothing to train, NaN, BatchNorm in training mode.
 
     Example:
@@ -85,24 +99,28 @@ def fit_laplace(
     prior = _checked(task, params, structure, prior_precision, curvature, samples, rank, tolerance)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
-    columns, count = _columns(task, curvature, samples, generator)
     chunking = Chunking(chunk_size, memory_budget, progress)
+    if curvature == "exact":
+        form, more = _exact(task, params, KINDS[structure], prior, chunking)
+    else:
+        columns, count = _columns(task, curvature, samples, generator)
 
-    def passes(label: str) -> Iterator[list[Term]]:
-        swept = chunks(task, params, chunking, columns=count, label=label)
-        return (chunk.terms(columns(chunk)) for chunk in swept)
+        def passes(label: str) -> Iterator[list[Term]]:
+            swept = chunks(task, params, chunking, columns=count, label=label)
+            return (chunk.terms(columns(chunk)) for chunk in swept)
 
-    fit = Fit(
-        params,
-        passes,
-        prior,
-        label=curvature,
-        gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
-        padded=task.likelihood.is_sequence,
-        rank=rank,
-        tolerance=tolerance,
-    )
-    form, more = KINDS[structure].fitted(fit)
+        fit = Fit(
+            params,
+            passes,
+            prior,
+            label=curvature,
+            gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
+            padded=task.likelihood.is_sequence,
+            rank=rank,
+            tolerance=tolerance,
+        )
+        form, more = KINDS[structure].fitted(fit)
+        form = form.plus_prior(prior)
     record = {
         "kind": RECORDED[curvature],
         "source": "laplace",
@@ -111,6 +129,7 @@ def fit_laplace(
             "ggn": "sum_i J_i^T Lambda_i J_i",
             "empirical_fisher": "sum_i g_i g_i^T",
             "mc_fisher": f"sum_i mean over {samples} sampled labels of g_i g_i^T",
+            "exact": "sum_i Hessian of loss_i",
         }[curvature],
         "likelihood": repr(task.likelihood)
         if hasattr(task.likelihood, "variance")
@@ -121,11 +140,37 @@ def fit_laplace(
     }
     return Posterior(
         {n: p.clone() for n, p in params.items()},
-        form.plus_prior(prior),
+        form,
         prior_precision=prior,
         n_data=task.n_data,
         record=record | more,
     )
+
+
+def _exact(
+    task: Task,
+    params: dict[str, Tensor],
+    kind: type[Structure],
+    prior: Prior,
+    chunking: Chunking,
+) -> tuple[Structure, dict[str, Any]]:
+    """δ + Σ_i ∇²ℓ_i, nowhere below δ."""
+    size = sum(p.numel() for p in params.values())
+    if size > EXACT_LIMIT:
+        raise InputError(
+            f"curvature='exact' takes {size:,} Hessian products; use 'ggn' above {EXACT_LIMIT:,} "
+            "parameters"
+        )
+    hessian = Curvature(task, params, kind="hessian", memory_budget=chunking.memory_budget)
+    exact = kind.from_products(params, lambda v: hessian.product(v, progress=chunking.progress))
+    form, floored = exact.plus_prior(prior).floored(prior)
+    if floored:
+        warnings.warn(
+            f"{floored:.1%} of the exact Hessian is negative and was raised to the prior: train "
+            "on to a minimum, or use curvature='ggn'",
+            stacklevel=4,
+        )
+    return form, {"floored": floored}
 
 
 def curvature_root(task: Task, chunk: Chunk) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -14,12 +15,14 @@ from models import HFConv1D, example_models, mlp, randomised, seeded
 from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, unflatten
 from parts import normal
 from torch import Tensor, nn
+from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.structures import Full
+from blr_analysis.posterior.structures import Full, contract
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "full", "lowrank")
@@ -107,6 +110,82 @@ def test_kronecker_of_one_linear_output_is_exact(layer: str) -> None:
     assert relative(full, truth.mT @ truth) < EXACT
     assert relative(curvature_of(task, "kron"), full) < EXACT
     assert relative(curvature_of(task, "diag"), full.diagonal().diag()) < EXACT
+
+
+def exact_hessian(task: Task) -> Tensor:
+    """Σ_i ∇²ℓ_i by plain automatic differentiation of the summed loss."""
+    params = task.parameters()
+    (batch,) = [batch for _, batch in task.batches()]
+
+    def loss(flat: Tensor) -> Tensor:
+        f, y = task.run(batch, unflatten(flat, params))
+        return task.likelihood.nll(f, y).sum()
+
+    found = hessian(loss, flatten(params))
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*raised to the prior")
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
+def test_exact_curvature_is_the_hessian(kind: str, structure: str, monkeypatch) -> None:
+    monkeypatch.setattr(contract, "HELD", 200)  # unit vectors in several runs
+    task = small(kind)
+    truth = exact_hessian(task)
+    size = len(truth)
+    assert relative(dense_ggn(task, dense_jacobian(task, task.parameters())), truth) > 1e-3
+    if structure == "diag":
+        kept_part, share = truth.diagonal().clamp_min(0).diag(), truth.diagonal() < 0
+    else:
+        values, vectors = torch.linalg.eigh(truth)
+        kept_part, share = (vectors * values.clamp_min(0)) @ vectors.mT, values < -1e-6
+    q = fit_laplace(
+        task, structure=structure, prior_precision=0.3, curvature="exact", progress=False
+    )
+    assert relative(dense_of(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
+    assert q.record["kind"] == "hessian"
+    assert q.record["floored"] == pytest.approx(float(share.double().mean()))
+
+
+def test_exact_curvature_of_a_linear_model_is_the_ggn() -> None:
+    """f is linear in θ, so ∇²f = 0; by hand the Hessian is Σ_i p_i (1 − p_i) x_i x_iᵀ."""
+    x, y = normal(20, 3), torch.arange(20) % 2
+    model = randomised(nn.Linear(3, 1, bias=False))
+    task = Task(model, (x, y), likelihood="bernoulli")
+    p = (x @ model.weight.detach().mT).sigmoid()
+    truth = x.mT @ (p * (1 - p) * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing to raise
+        assert relative(curvature_of(task, "full", curvature="exact"), truth) < EXACT
+        diagonal = curvature_of(task, "diag", curvature="exact")
+    assert relative(diagonal, truth.diagonal().diag()) < EXACT
+
+
+def test_an_indefinite_hessian_is_raised_to_the_prior_and_says_so() -> None:
+    """ℓ = ½ (θ₁θ₂ − y)² at θ = (1, 1), y = 9 has the Hessian [[1, −7], [−7, 1]]."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theta = nn.Parameter(torch.ones(2).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.theta.prod()
+
+    task = Task(Product(), (torch.ones(1, 1).double(), torch.tensor([9.0])), likelihood="gaussian")
+    with pytest.warns(UserWarning, match="negative"):
+        q = fit_laplace(task, structure="full", prior_precision=0.5, curvature="exact")
+    # Eigenvalues 8 along (1, −1) and −6 along (1, 1): the second becomes 0.
+    truth = torch.tensor([[4.5, -4.0], [-4.0, 4.5]]).double()
+    assert relative(dense_of(q), truth) < EXACT
+    assert q.record["floored"] == 0.5
+
+
+@pytest.mark.parametrize("structure", ["kron", "lowrank"])
+def test_exact_curvature_is_for_diag_and_full(structure: str) -> None:
+    with pytest.raises(InputError, match="exact"):
+        curvature_of(small("categorical"), structure, curvature="exact")
 
 
 def test_linear_regression_has_the_conjugate_posterior() -> None:

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis
-from blr_analysis.backprop.terms import Term, Tree, total
+from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
 Passes = Callable[[str], Iterator[list[Term]]]
+HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ class Structure(ABC):
         for terms in fit.passes(f"{self.kind} {fit.label}"):
             form = form.add(terms)
         return form
+
+    @classmethod
+    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Self:
+        """A symmetric matrix, not always positive, from its products with vectors.
+
+        Raises:
+            InputError: this structure is found in gradients only.
+        """
+        raise InputError(f"curvature='exact' needs structure='diag' or 'full', not {cls.kind!r}")
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
@@ -300,3 +310,16 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
                 )
+
+
+def unit_products(
+    params: Tree, times: Callable[[Tree], Tree]
+) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """A matrix times unit vectors, some at a time: which of the P, and their products by name."""
+    sizes = [p.numel() for p in params.values()]
+    like = next(iter(params.values()))
+    for rows in slices(sum(sizes), HELD // max(1, sum(sizes))):
+        eye = like.new_zeros(rows.stop - rows.start, sum(sizes))
+        eye[:, rows].fill_diagonal_(1)
+        parts = zip(params.items(), eye.split(sizes, dim=1), strict=True)
+        yield rows, times({n: part.reshape(-1, *p.shape) for (n, p), part in parts})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Spectral, Tree
+from blr_analysis.posterior.structures.contract import Fit, Spectral, Tree, unit_products
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,15 @@ class Diagonal(Spectral):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Diagonal, dict[str, Any]]:
         return cls({n: torch.zeros_like(p) for n, p in fit.params.items()}).summed(fit), {}
+
+    @classmethod
+    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Diagonal:
+        diagonal = [
+            torch.cat([x.flatten(1) for x in products.values()], dim=1)[:, rows].diagonal()
+            for rows, products in unit_products(params, times)
+        ]
+        parts = torch.cat(diagonal).split([p.numel() for p in params.values()])
+        return cls({n: d.view_as(p) for (n, p), d in zip(params.items(), parts, strict=True)})
 
     @classmethod
     def read(

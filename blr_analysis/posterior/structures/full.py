@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
+from blr_analysis.posterior.structures.contract import Fit, Structure, Tree, unit_products
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
@@ -42,6 +42,15 @@ class Full(Structure):
         like = next(iter(fit.params.values()))
         zero = cls(like.new_zeros(size, size), {n: p.shape for n, p in fit.params.items()})
         return zero.summed(fit), {}
+
+    @classmethod
+    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Full:
+        columns = [
+            torch.cat([x.flatten(1) for x in products.values()], dim=1)
+            for _, products in unit_products(params, times)
+        ]
+        matrix = torch.cat(columns)
+        return cls((matrix + matrix.mT) / 2, {n: p.shape for n, p in params.items()})
 
     @classmethod
     def read(
