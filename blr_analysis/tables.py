@@ -38,7 +38,7 @@ from blr_analysis.merging.merge import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import Plan
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.influence_results import (
+from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     GroupInfluence,
     Influence,

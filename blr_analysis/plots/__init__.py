@@ -31,7 +31,7 @@ from blr_analysis.plots.training import (
     plot_prior_selection,
 )
 from blr_analysis.plots.what_if import plot_what_if
-from blr_analysis.sensitivity.influence_results import Influence, TopInfluence
+from blr_analysis.sensitivity.influence.results import Influence, TopInfluence
 from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.results import NetworkScores

@@ -1,12 +1,13 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
 from blr_analysis.sensitivity.calibration import calibrate
-from blr_analysis.sensitivity.influence import influence, top_influence
-from blr_analysis.sensitivity.influence_results import (
+from blr_analysis.sensitivity.influence import (
     GroupInfluence,
     Influence,
     ProjectionError,
     TopInfluence,
+    influence,
+    top_influence,
 )
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut, leave_one_out
 from blr_analysis.sensitivity.monitor import Monitor

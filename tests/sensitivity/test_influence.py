@@ -26,8 +26,8 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures import Diagonal
-from blr_analysis.sensitivity import influence_blocks as blocks
-from blr_analysis.sensitivity.influence_results import ProjectionError
+from blr_analysis.sensitivity.influence import blocks as blocks
+from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
 EXACT = 1e-10

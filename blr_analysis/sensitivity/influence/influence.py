@@ -24,7 +24,7 @@ from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import check_finite
-from blr_analysis.sensitivity.influence_blocks import (
+from blr_analysis.sensitivity.influence.blocks import (
     Budget,
     Cotangent,
     Piece,
@@ -34,7 +34,8 @@ from blr_analysis.sensitivity.influence_blocks import (
     pieces,
     preconditioned,
 )
-from blr_analysis.sensitivity.influence_results import (
+from blr_analysis.sensitivity.influence.projection import Projection, projection_for
+from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
     Influence,
@@ -44,7 +45,6 @@ from blr_analysis.sensitivity.influence_results import (
     check_k,
     joined,
 )
-from blr_analysis.sensitivity.projection import Projection, projection_for
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
@@ -110,8 +110,8 @@ def influence(
         >>> model = torch.nn.Linear(2, 3)
         >>> task, test = blr.Task(model, (X, y)), blr.Task(model, (X[:4] + 0.1, y[:4]))
         >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-        >>> found = influence(task, q, test, progress=False)
-        >>> found.shape, found.top(2).helpful.shape, found.group(by="target").values.shape
+        >>> matrix = influence(task, q, test, progress=False)
+        >>> matrix.shape, matrix.top(2).helpful.shape, matrix.group(by="target").values.shape
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
     work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
@@ -265,7 +265,7 @@ class _Work:
             _some(n, most, self.generator)
             for n, most in zip((self.task.n_data, self.test_task.n_data), PROBE, strict=True)
         )
-        numbers = [found for _, found in self._train(sketch, budget, rows, False)]
+        numbers = [part for _, part in self._train(sketch, budget, rows, False)]
         estimate = torch.cat(numbers) @ seen[columns.to(seen.device)].mT
         blocks: dict[int, list[Tensor]] = {}
         for piece in self.exact(False, indices=rows, test_indices=columns):
@@ -340,7 +340,7 @@ def cotangent_of(measure: Measure) -> Cotangent:
                 )
             if not values.requires_grad:
                 return torch.zeros_like(outputs)
-            (found,) = torch.autograd.grad(values.sum(), outputs)
-        return found.detach()
+            (slope,) = torch.autograd.grad(values.sum(), outputs)
+        return slope.detach()
 
     return gradient

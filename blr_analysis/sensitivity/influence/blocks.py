@@ -138,10 +138,10 @@ def preconditioned(
 
 def _explicit(terms: list[Term], q: Posterior, n: int) -> Tree:
     """The gradients ``[B, ...]`` by name in the basis, zero where the model does not reach."""
-    found = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
+    reached = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
     like = next(iter(q.mean.values()))
     return {
-        name: found[name] if name in found else like.new_zeros((n, *shape))
+        name: reached[name] if name in reached else like.new_zeros((n, *shape))
         for name, shape in q.form.basis_shapes().items()
     }
 

@@ -216,13 +216,13 @@ class Best:
         for side, largest in enumerate((True, False)):
             kept = self._kept[side]
             few = min(self.k, len(values))
-            found, places = values.topk(few, dim=0, largest=largest)
+            best, places = values.topk(few, dim=0, largest=largest)
             names = rows[places]
             if kept is not None:
-                found, names = torch.cat([kept[0], found]), torch.cat([kept[1], names])
-                found, places = found.topk(min(self.k, len(found)), dim=0, largest=largest)
+                best, names = torch.cat([kept[0], best]), torch.cat([kept[1], names])
+                best, places = best.topk(min(self.k, len(best)), dim=0, largest=largest)
                 names = names.gather(0, places)
-            self._kept[side] = found, names
+            self._kept[side] = best, names
 
     def sides(self) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest."""

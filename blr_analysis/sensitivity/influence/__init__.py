@@ -1,0 +1,18 @@
+"""Influence of training examples on test examples: exact in blocks, or from projections."""
+
+from blr_analysis.sensitivity.influence.influence import influence, top_influence
+from blr_analysis.sensitivity.influence.results import (
+    GroupInfluence,
+    Influence,
+    ProjectionError,
+    TopInfluence,
+)
+
+__all__ = [
+    "GroupInfluence",
+    "Influence",
+    "ProjectionError",
+    "TopInfluence",
+    "influence",
+    "top_influence",
+]
