@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
@@ -21,7 +22,6 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
-from blr_analysis.sensitivity.evaluation import Evaluation, evaluated
 from blr_analysis.task import Task
 
 MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blr_analysis.audit.findings import Findings, most_suspicious
+from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import (
     plot_deviations,
@@ -20,7 +21,6 @@ from blr_analysis.plots import (
     plot_what_if,
 )
 from blr_analysis.sensitivity import LeaveOneOut
-from blr_analysis.sensitivity.evaluation import Evaluation
 from blr_analysis.task import Task
 
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture

@@ -22,10 +22,10 @@ from blr_analysis.audit.findings import (
     most_suspicious,
 )
 from blr_analysis.audit.pictures import plain
+from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.sensitivity import LeaveOneOut, WhatIf
-from blr_analysis.sensitivity.evaluation import Evaluation
 
 SHOWN = 8
 MOST_ROWS = 20

@@ -31,15 +31,12 @@ HELD = 512 * 2**20  # bytes of graphs that are kept between products where the u
 
 @dataclass(frozen=True)
 class Linearised:
-    """One chunk of examples at fixed weights: outputs, targets, and products with vectors.
+    """Products of one chunk's curvature with vectors, at fixed weights.
 
     ``multiply`` takes one stacked tensor ``[K, *shape]`` per parameter and returns the same.
     ``size`` counts the bytes that its graph holds.
     """
 
-    outputs: Tensor
-    targets: Tensor
-    gradient: list[Tensor]
     multiply: Product
     size: int
 
@@ -124,17 +121,6 @@ class Curvature:
             for (n, p), t in zip(self._params.items(), total, strict=True)
         }
 
-    @torch.inference_mode(False)
-    def gradient(self, *, progress: bool | None = None) -> tuple[Tree, Tensor]:
-        """Σ_i ∇ℓ_i and Σ_i ℓ_i, from the same forward passes."""
-        total = [torch.zeros_like(p) for p in self._params.values()]
-        loss = next(iter(total)).new_zeros((), dtype=torch.float64)
-        for part in self._chunks("gradient", progress):
-            loss += self._task.likelihood.nll(part.outputs, part.targets).double().sum()
-            for whole, found in zip(total, part.gradient, strict=True):
-                whole += found
-        return dict(zip(self._params, total, strict=True)), loss
-
     def _lead(self, v: Tree) -> torch.Size:
         leads = {}
         for name, p in self._params.items():
@@ -185,10 +171,8 @@ def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: 
             slope = torch.autograd.grad(
                 loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True
             )
-            first = [g.detach() for g in slope]
         else:
             slope = torch.autograd.grad(f, leaves, u, create_graph=True, allow_unused=True)
-            first = _reverse(f, leaves, likelihood.error(fixed, y))
 
     def hessian_times(v: list[Tensor]) -> list[Tensor]:
         live = [(g, x) for g, x in zip(slope, v, strict=True) if g.requires_grad]
@@ -202,14 +186,7 @@ def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: 
         return _batched([f], leaves, [likelihood.hessian_times(fixed, forward)])
 
     multiply = hessian_times if kind == "hessian" else ggn_times
-    return Linearised(fixed, y, first, multiply, counted.total)
-
-
-def _reverse(f: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(
-        f, leaves, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    return list(found)
+    return Linearised(multiply, counted.total)
 
 
 def _batched(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:

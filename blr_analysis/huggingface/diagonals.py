@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.loss import batch_gradient
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.backprop.record import fetched
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.laplace import curvature_root
@@ -236,18 +236,13 @@ def _add_batches(
     order = torch.randperm(task.n_data, generator=generator)
     batches = order.split(batch_size)
     scale = task.n_data / len(batches)
+    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
     with _bar(task.n_data, "squared_minibatch", progress) as bar:
         for indices in batches:
-            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-            with torch.enable_grad(), task.evaluation():
-                outputs, targets = task.run(fetched(task, indices), leaves, indices)
-                loss = task.likelihood.nll(outputs, targets).mean()
-            grads = torch.autograd.grad(
-                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
-            for sums, grad in zip(total.values(), grads, strict=True):
-                dense = grad.to_dense()
-                sums.addcmul_(dense, dense, value=scale)
+            grads = batch_gradient(task, leaves, indices)[2]
+            for sums, grad in zip(total.values(), grads or (), strict=grads is not None):
+                mean = grad.to_dense() / len(indices)
+                sums.addcmul_(mean, mean, value=scale)
             bar.update(len(indices))
 
 

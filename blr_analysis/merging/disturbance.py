@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.loss import Evaluation, evaluated, evaluated_gradient
 from blr_analysis.errors import BLRError
 from blr_analysis.merging.at_weights import State, at_weights
-from blr_analysis.merging.losses import Measured, measured, measured_gradient
 from blr_analysis.task import Task
 
 Tree = dict[str, Tensor]
@@ -25,8 +25,8 @@ class Home:
 
     weights: Tree
     gradient: Tree
-    here: Measured
-    there: Measured | None  # on held-out data
+    here: Evaluation
+    there: Evaluation | None  # on held-out data
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def at_home(
     who = f"the fine-tuned model of task {name!r}"
     with _told(name), at_weights(task, state, who) as params:
         weights = {n: p.detach().clone() for n, p in params.items()}
-        here, gradient = measured_gradient(task, params, progress=progress)
+        here, gradient = evaluated_gradient(task, params, progress=progress)
     return Home(weights, gradient, here, _held_out(name, test, state, who, progress))
 
 
@@ -75,7 +75,7 @@ def disturbance(
         InputError, ModelError: as :func:`~blr_analysis.merging.at_weights.at_weights`.
     """
     with _told(name), at_weights(task, merged, who) as params:
-        here, gradient = measured_gradient(task, params, progress=progress)
+        here, gradient = evaluated_gradient(task, params, progress=progress)
         step = {n: p.detach() - home.weights[n] for n, p in params.items()}
     there = _held_out(name, test, merged, who, progress)
     change = {n: g - home.gradient[n] for n, g in gradient.items()}
@@ -99,7 +99,7 @@ def disturbance(
     return values, gradient
 
 
-def _losses(prefix: str, own: Measured | None, merged: Measured | None) -> dict[str, float]:
+def _losses(prefix: str, own: Evaluation | None, merged: Evaluation | None) -> dict[str, float]:
     pairs = (("own", own), ("merged", merged))
     nll = {f"{prefix}nll_{at}": math.nan if m is None else m.nll for at, m in pairs}
     right = {at: None if m is None else m.accuracy for at, m in pairs}
@@ -111,11 +111,11 @@ def _losses(prefix: str, own: Measured | None, merged: Measured | None) -> dict[
 
 def _held_out(
     name: str, test: Task | None, state: State, who: str, progress: bool | None
-) -> Measured | None:
+) -> Evaluation | None:
     if test is None:
         return None
     with _told(name), at_weights(test, state, f"{who}, in its test task,") as params:
-        return measured(test, params, progress=progress)
+        return evaluated(test, params, progress=progress)[0]
 
 
 @contextmanager

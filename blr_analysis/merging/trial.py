@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, state_of
 from blr_analysis.merging.curve import MergePoint
 from blr_analysis.merging.grids import Weights
-from blr_analysis.merging.losses import Measured, measured
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.methods import Method, method_of
 from blr_analysis.merging.weighting import default_weights
@@ -128,11 +128,11 @@ class Trial:
         wild = next((n for n, t in state.items() if not bool(torch.isfinite(t).all())), None)
         if wild is not None:
             return self._failed(name, weights, f"{wild!r} of the merge holds NaN or inf")
-        found: list[Measured] = []
+        found: list[Evaluation] = []
         for task_name, task in self.tasks.items():
             try:
                 with at_weights(task, state, f"the merge by {name!r}") as params:
-                    found.append(measured(task, params, progress=False))
+                    found.append(evaluated(task, params, progress=False)[0])
             except ModelError as error:  # the same task runs at the base: the weights are at fault
                 return self._failed(name, weights, f"task {task_name!r}: {error}")
         accuracies = (math.nan if m.accuracy is None else m.accuracy for m in found)

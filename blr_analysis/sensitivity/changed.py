@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.curvature import Operator
-from blr_analysis.sensitivity.shares import as_target, loss_and_gradient
+from blr_analysis.sensitivity.shares import as_target
 from blr_analysis.task import Task
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import products
 from blr_analysis.posterior.gaussian import Posterior
@@ -76,7 +77,7 @@ def exact_removals(
                     x[k] -= share[name]
             return whole
 
-        slopes = [each.gradient(progress=False)[0] for each in own]
+        slopes = [loss_and_gradient(task, q.mean, i.reshape(1))[0] for i in group]
         solved = cg(
             without,
             {n: torch.stack([g[n] for g in slopes]) for n in q.mean},

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
@@ -164,20 +164,7 @@ def _better(found: Found, before: tuple[float, Tree], promised: float) -> bool:
 
 def _objective(task: Task, params: Tree, prior: Prior) -> Found:
     """The objective, its gradient, and the gradient's relative size."""
-    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    value, slope = 0.0, {n: torch.zeros_like(p) for n, p in params.items()}
-    with torch.enable_grad(), task.evaluation():
-        for chosen in torch.arange(task.n_data).split(task.batch_size):
-            outputs, targets = task.run(fetched(task, chosen), leaves, chosen)
-            loss = task.likelihood.nll(outputs, targets).sum()
-            value += float(loss.detach())
-            if not loss.requires_grad:
-                continue
-            parts = torch.autograd.grad(
-                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
-            for name, part in zip(slope, parts, strict=True):
-                slope[name] += part
+    slope, value = loss_and_gradient(task, params)
     pull = prior.times(params)
     gradient = {n: g + pull[n] for n, g in slope.items()}
     size = _norm(slope) + _norm(pull)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.descent import Move
-from blr_analysis.sensitivity.evaluation import Evaluation
 from blr_analysis.views import Plottable, make_table
 
 

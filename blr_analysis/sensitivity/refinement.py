@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.changed import changed
 from blr_analysis.sensitivity.descent import Descent, descend
-from blr_analysis.sensitivity.shares import loss_gradient
 from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task
 
@@ -56,7 +56,7 @@ def refined(
     decrement, spent = torch.ones(len(rows), dtype=torch.float64), 1.0
     for k, row in enumerate(track(rows, total=len(rows), label="descents", show=progress)):
         alone = row.reshape(1)
-        pull = loss_gradient(task, q.mean, alone)
+        pull = loss_and_gradient(task, q.mean, alone)[0]
         params = q.mean
         if not drifts(q, own, pull):
             data = changed(task, q.prior, leaving=alone)

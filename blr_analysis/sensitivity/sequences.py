@@ -11,33 +11,19 @@ numbers per sequence.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.loss import loss_per_token, perplexity
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeftOut, NetworkScores
 from blr_analysis.task import Task
-
-
-def perplexity(losses: Tensor, tokens: Tensor) -> float:
-    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence.
-
-    >>> perplexity(torch.tensor([0.0, math.log(9.0)]), torch.tensor([1, 1]))
-    3.0
-    """
-    return math.exp(loss_per_token(losses, tokens))
-
-
-def loss_per_token(losses: Tensor, tokens: Tensor) -> float:
-    """Σ losses / Σ tokens, in nats."""
-    return float(losses.double().sum() / tokens.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import DataError, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root
@@ -44,49 +44,7 @@ def share(
     for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
         curvature = curvature.add(chunk.terms(curvature_root(task, chunk)))
     count = task.n_data if indices is None else len(indices)
-    return Share(loss_gradient(task, q.mean, indices), curvature, count)
-
-
-def loss_gradient(
-    task: Task,
-    params: Tree,
-    indices: Tensor | None = None,
-    errors: Tensor | None = None,
-) -> Tree:
-    """Σ_i J_iᵀ e_i over the examples: the gradient of their summed loss, by plain autograd.
-
-    ``errors`` ``[M, C]`` replaces the e_i.
-    """
-    return loss_and_gradient(task, params, indices, errors)[0]
-
-
-def loss_and_gradient(
-    task: Task,
-    params: Tree,
-    indices: Tensor | None = None,
-    errors: Tensor | None = None,
-) -> tuple[Tree, float]:
-    """:func:`loss_gradient` with the summed loss Σ_i ℓ_i in nats, from the same passes."""
-    total = {n: torch.zeros_like(p) for n, p in params.items()}
-    loss = 0.0
-    order = torch.arange(task.n_data) if indices is None else indices
-    parts = order.split(task.batch_size)
-    given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
-    with torch.enable_grad(), task.evaluation():
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        for chosen, e in zip(parts, given, strict=True):
-            outputs, targets = task.run(fetched(task, chosen), leaves, chosen)
-            loss += float(task.likelihood.nll(outputs.detach(), targets).double().sum())
-            if not outputs.requires_grad:
-                continue
-            if e is None:
-                e = task.likelihood.error(outputs.detach(), targets)
-            grads = torch.autograd.grad(
-                outputs, list(leaves.values()), e, allow_unused=True, materialize_grads=True
-            )
-            for name, grad in zip(total, grads, strict=True):
-                total[name] += grad
-    return total, loss
+    return Share(loss_and_gradient(task, q.mean, indices)[0], curvature, count)
 
 
 def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
@@ -115,7 +73,7 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"relabel must map indices to targets: {error}") from error
     change = task.likelihood.error(f, new) - task.likelihood.error(f, y)
-    return Share(loss_gradient(task, q.mean, chosen, change), q.form.zeros(), 0)
+    return Share(loss_and_gradient(task, q.mean, chosen, change)[0], q.form.zeros(), 0)
 
 
 def as_target(value: Any) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, ModelError, PosteriorError
@@ -28,7 +29,6 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.descent import Descent
-from blr_analysis.sensitivity.evaluation import Evaluation, evaluated
 from blr_analysis.sensitivity.perturbed import ByClass, WhatIf
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select

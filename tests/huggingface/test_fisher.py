@@ -401,10 +401,10 @@ def test_an_interrupt_leaves_nothing(
 ) -> None:
     from blr_analysis.huggingface import diagonals
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(diagonals, "_add", interrupt)
+    monkeypatch.setattr(diagonals, "chunks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
     assert list(tmp_path.iterdir()) == []

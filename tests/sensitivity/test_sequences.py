@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 import blr_analysis as blr
 from blr_analysis.backprop import outer
 from blr_analysis.backprop.engine import QUIET, chunks, predict
+from blr_analysis.backprop.loss import evaluated
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.structures import Diagonal
-from blr_analysis.sensitivity.evaluation import evaluated
 from blr_analysis.task import Task
 
 N, PRIOR, EXACT = 8, 0.7, 1e-10

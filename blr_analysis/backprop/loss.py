@@ -1,0 +1,217 @@
+"""The loss of a task at given weights: its sum and gradient, and how well the model does.
+
+L(θ) = Σ_i ℓ_i(θ),    ∇L(θ) = Σ_i J_iᵀ e_i
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.truth import not_differentiable
+from blr_analysis.errors import ModelError
+from blr_analysis.likelihoods import Likelihood, TokenCategorical
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+
+Watch = Callable[[Tensor, Tensor], None]  # the outputs and targets of a batch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses ``[M]`` in nats and hits ``[M]`` (None for regression) on a set of examples."""
+
+    losses: Tensor
+    correct: Tensor | None
+
+    @property
+    def loss(self) -> float:
+        """Σ_i ℓ_i."""
+        return float(self.losses.double().sum())
+
+    @property
+    def nll(self) -> float:
+        return float(self.losses.double().mean())
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else float(self.correct.double().mean())
+
+
+@dataclass(frozen=True)
+class SequenceEvaluation(Evaluation):
+    """Of sequences: losses summed over their tokens, the fraction of tokens that are right.
+
+    Attributes:
+        nll: the mean of ``losses``, in nats per SEQUENCE.
+        nll_per_token, perplexity: Σ losses / Σ tokens in nats per token, and exp of it.
+        accuracy: of all tokens that count.
+        tokens: how many count, ``[M]``.
+    """
+
+    tokens: Tensor
+
+    @property
+    def nll_per_token(self) -> float:
+        return loss_per_token(self.losses, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity(self.losses, self.tokens)
+
+    @property
+    def accuracy(self) -> float | None:
+        if self.correct is None:
+            return None
+        return float((self.correct.double() * self.tokens).sum() / self.tokens.sum())
+
+
+def perplexity(losses: Tensor, tokens: Tensor) -> float:
+    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence.
+
+    >>> perplexity(torch.tensor([0.0, math.log(9.0)]), torch.tensor([1, 1]))
+    3.0
+    """
+    return math.exp(loss_per_token(losses, tokens))
+
+
+def loss_per_token(losses: Tensor, tokens: Tensor) -> float:
+    """Σ losses / Σ tokens, in nats."""
+    return float(losses.double().sum() / tokens.sum())
+
+
+class Tally:
+    """Losses, hits and targets of the batches that were seen, on the CPU."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood = likelihood
+        self._seen: list[tuple[Tensor, ...]] = []
+        self._targets: list[Tensor] = []
+
+    def add(self, f: Tensor, y: Tensor) -> None:
+        likelihood = self._likelihood
+        hits, counted = likelihood.correct(f, y), likelihood.counted(y)
+        tokens = None if counted is None else counted.sum(-1)
+        found = (likelihood.nll(f, y), hits, tokens)
+        self._seen.append(tuple(t.cpu() for t in found if t is not None))
+        self._targets.append(y.cpu())
+
+    @property
+    def evaluation(self) -> Evaluation:
+        losses, *rest = (torch.cat(part) for part in zip(*self._seen, strict=True))
+        if self._likelihood.is_sequence:
+            return SequenceEvaluation(losses, *rest)
+        return Evaluation(losses, rest[0] if rest else None)
+
+    @property
+    def targets(self) -> Tensor:
+        """Of sequences one padded table ``[M, T]``."""
+        rows = self._targets
+        if isinstance(self._likelihood, TokenCategorical):
+            longest, empty = max(y.shape[1] for y in rows), self._likelihood.ignore_index
+            rows = [pad(y, (0, longest - y.shape[1]), value=empty) for y in rows]
+        return torch.cat(rows)
+
+
+def evaluated(
+    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+) -> tuple[Evaluation, Tensor]:
+    """Losses and hits of the whole task at these parameters, and its targets, on the CPU.
+
+    Raises:
+        ModelError, DataError: as :meth:`Task.run`.
+    """
+    tally, order = Tally(task.likelihood), torch.arange(task.n_data).split(task.batch_size)
+    with torch.no_grad(), task.evaluation():
+        for chosen in track(order, total=len(order), label="predictions", show=progress):
+            tally.add(*task.run(task.fetch(chosen), params, chosen))
+    return tally.evaluation, tally.targets
+
+
+def batch_gradient(
+    task: Task, leaves: Mapping[str, Tensor], indices: Tensor, errors: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+    """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf).
+
+    Raises:
+        ModelError: autograd cannot differentiate the model.
+    """
+    with torch.enable_grad(), task.evaluation():
+        f, y = task.run(fetched(task, indices), leaves, indices)
+        if not f.requires_grad:
+            return f, y, None
+        e = task.likelihood.error(f.detach(), y) if errors is None else errors
+        try:
+            found = torch.autograd.grad(
+                f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise not_differentiable(error) from error
+    return f.detach(), y, list(found)
+
+
+def loss_and_gradient(
+    task: Task,
+    params: Mapping[str, Tensor],
+    indices: Tensor | None = None,
+    errors: Tensor | None = None,
+    *,
+    watch: Watch | None = None,
+    progress: bool | None = False,
+) -> tuple[dict[str, Tensor], float]:
+    """Σ_i ∇ℓ_i and Σ_i ℓ_i in nats, from one forward and one backward pass over the examples.
+
+    Args:
+        indices: the examples to sum over; None: all.
+        errors: ``[M, C]``, in place of the e_i = ∂ℓ_i/∂f.
+        watch: is shown the outputs and targets of every batch.
+
+    Raises:
+        ModelError, DataError: as :meth:`Task.run`; outputs that autograd cannot differentiate.
+    """
+    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+    total = {n: torch.zeros_like(p) for n, p in params.items()}
+    loss = 0.0
+    parts = (torch.arange(task.n_data) if indices is None else indices).split(task.batch_size)
+    given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
+    shown = track(parts, total=len(parts), label="gradient", show=progress)
+    for chosen, e in zip(shown, given, strict=True):
+        f, y, grads = batch_gradient(task, leaves, chosen, e)
+        loss += float(task.likelihood.nll(f, y).double().sum())
+        if watch is not None:
+            watch(f, y)
+        for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
+            whole += grad
+    return total, loss
+
+
+def evaluated_gradient(
+    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+) -> tuple[Evaluation, dict[str, Tensor]]:
+    """:func:`evaluated` and Σ_i ∇ℓ_i from the same passes.
+
+    Raises:
+        ModelError: also where the outputs do not depend on the parameters.
+    """
+    tally = Tally(task.likelihood)
+    gradient, _ = loss_and_gradient(task, params, watch=tally.add, progress=progress)
+    if not any(bool(g.any()) for g in gradient.values()) and not depends(task, params):
+        raise ModelError(
+            "the outputs do not depend on the trainable parameters; check that the model runs "
+            "with gradients on (no torch.no_grad inside forward)"
+        )
+    return tally.evaluation, gradient
+
+
+def depends(task: Task, params: Mapping[str, Tensor]) -> bool:
+    """Whether the first example's outputs are connected to any of the parameters."""
+    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+    return batch_gradient(task, leaves, torch.tensor([0]))[2] is not None
