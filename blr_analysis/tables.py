@@ -11,9 +11,7 @@ row of the rule; then files.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +27,7 @@ from pandas.api.types import is_object_dtype
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError, StorageError
+from blr_analysis.files import drafted
 from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.learning_rule.inference.lda import TopicWords
 from blr_analysis.learning_rule.table import Table1
@@ -798,21 +797,11 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
     """
     if stem in ("", ".", "..") or Path(stem).name != stem:
         raise InputError(f"stem must be a file name without folder or suffix; got {stem!r}")
-    folder = Path(folder)
-    csv, parquet = folder / f"{stem}.csv", folder / f"{stem}.parquet"
+    csv, parquet = Path(folder, f"{stem}.csv"), Path(folder, f"{stem}.parquet")
     storable = _storable(table)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{stem}-", dir=folder) as beside:
-            table.to_csv(os.path.join(beside, csv.name), index=False)
-            storable.to_parquet(os.path.join(beside, parquet.name), index=False)
-            for path in (csv, parquet):
-                os.replace(os.path.join(beside, path.name), path)
-    except OSError as fault:
-        raise StorageError(
-            f"the table {stem!r} cannot be written to {folder}: {fault.strerror or fault}; "
-            "choose a folder that exists, or can be made, and has space"
-        ) from fault
+    with drafted(csv) as one, drafted(parquet) as two:
+        table.to_csv(one, index=False)
+        storable.to_parquet(two, index=False)
     return csv, parquet
 
 

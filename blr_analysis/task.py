@@ -25,9 +25,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from blr_analysis.batches import Forward, check_inputs, checked, default_forward, versions
 from blr_analysis.checks import instance, positive_int
-from blr_analysis.data import chosen_indices, describe, moved, read_data, read_metadata
+from blr_analysis.data import (
+    Forward,
+    check_inputs,
+    checked,
+    chosen_indices,
+    default_forward,
+    describe,
+    moved,
+    read_data,
+    read_metadata,
+    versions,
+)
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood, resolve
 

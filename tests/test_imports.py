@@ -24,8 +24,8 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks"},
-    {"likelihoods", "data", "files"},
-    {"batches"},
+    {"likelihoods", "files"},
+    {"data"},
     {"task"},
     {"backprop"},
     {"posterior"},

@@ -319,7 +319,7 @@ def test_files_get_ordinary_permissions(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match=r"cannot be written to .*file"):
+    with pytest.raises(StorageError, match="cannot write"):
         write_table(pd.DataFrame({"a": [1]}), tmp_path / "file" / "folder", "t")
 
 

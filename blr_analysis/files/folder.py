@@ -72,8 +72,7 @@ class Folder(Source):
         if single.is_file():
             return cls(str(path), {single: read_header(single)})
         if index.is_file():
-            document = read_json(index)
-            return cls(str(path), _sharded(index, document), document.get("metadata"))
+            return cls(str(path), _sharded(index), read_json(index).get("metadata"))
         raise StorageError(_nothing(place, stem))
 
     @property
@@ -117,16 +116,22 @@ def read_config(model: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def _sharded(index: Path, document: Mapping[str, Any]) -> dict[Path, Header]:
-    weight_map = document.get("weight_map")
+def read_index(index: Path) -> dict[str, set[str]]:
+    """Which tensors each shard of a folder holds, as its ``.index.json`` says.
+
+    Raises:
+        StorageError: no index, or one that names files that are not beside it.
+    """
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StorageError(f"{str(index)!r} is no index: it has no 'weight_map'. {AGAIN}")
+        raise StorageError(f"{str(index)!r} is no index of weights: no 'weight_map'. {AGAIN}")
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
     placed: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain(file):
+        if not isinstance(file, str) or not _is_plain(file, suffix):
             raise StorageError(
-                f"{str(index)!r} places {name!r} in {file!r}: expected a .safetensors file in the "
-                "same folder."
+                f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the same "
+                "folder."
             )
         placed.setdefault(file, set()).add(name)
     missing = [file for file in placed if not (index.parent / file).is_file()]
@@ -134,9 +139,15 @@ def _sharded(index: Path, document: Mapping[str, Any]) -> dict[Path, Header]:
         raise StorageError(
             f"{str(index)!r} names {some(missing)}, not there: copy the whole folder."
         )
-    headers = {index.parent / file: read_header(index.parent / file) for file in placed}
-    for path, header in headers.items():
-        named, held = placed[path.name], set(header.tensors)
+    return placed
+
+
+def _sharded(index: Path) -> dict[Path, Header]:
+    headers = {}
+    for file, named in read_index(index).items():
+        path = index.parent / file
+        headers[path] = read_header(path)
+        held = set(headers[path].tensors)
         if named != held:
             raise StorageError(
                 f"{str(path)!r} and {index.name!r} disagree: only the index places "
@@ -146,10 +157,10 @@ def _sharded(index: Path, document: Mapping[str, Any]) -> dict[Path, Header]:
     return headers
 
 
-def _is_plain(file: str) -> bool:
-    """A file name without a folder, under any system's rules, that is a safetensors file's."""
+def _is_plain(file: str, suffix: str) -> bool:
+    """A file name of this kind without a folder, under any system's rules."""
     plain = PurePath(file).name == file and not set(file) & set("/\\\0:")
-    return plain and file.endswith(".safetensors") and not file.startswith(".")
+    return plain and file.endswith(suffix) and not file.startswith(".")
 
 
 def _nothing(folder: Path, stem: str) -> str:

@@ -14,7 +14,7 @@ from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
-from blr_analysis.posterior import capture, loading, means, rounding
+from blr_analysis.posterior import capture, loading, rounding
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
@@ -368,7 +368,7 @@ class Posterior:
         cls,
         path: str | os.PathLike[str],
         *,
-        model: means.Model | None = None,
+        model: loading.Model | None = None,
         prior_precision: Given | None = None,
     ) -> Posterior:
         """Read what :meth:`save` wrote, or a precision folder that lies beside a model.

@@ -138,7 +138,7 @@ def test_a_mean_is_needed_and_only_where_there_is_none(tmp_path: Path) -> None:
     ("model", "error", "message"),
     [
         (3, InputError, "model must be a torch.nn.Module, a state dict, or the path"),
-        ({}, PosteriorError, r"net\.weight: not there"),
+        ({}, InputError, "at least one tensor"),
         (nn.Linear(2, 2), PosteriorError, r"net\.weight: not there.*called 'weight', 'bias'"),
         ("nowhere", StorageError, "no folder or .safetensors file"),
         (
@@ -148,8 +148,8 @@ def test_a_mean_is_needed_and_only_where_there_is_none(tmp_path: Path) -> None:
         ),
         (
             {n: t.to("meta") for n, t in diagonal().items()},
-            PosteriorError,
-            "meta device, without values",
+            InputError,
+            "holds numbers",
         ),
     ],
 )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError, StorageError
-from blr_analysis.files.headers import AGAIN
+from blr_analysis.files import Folder
+from blr_analysis.files.folder import read_index
 from blr_analysis.posterior.capture.readers import is_state
 
 EXPORT = (
@@ -28,7 +26,7 @@ EXPORT = (
     "but runs the pickle: only where you trust its source.)"
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 LAYOUTS = {
     # A checkpoint in one file, as (weights, optimizer); Lightning's first.
     "lightning": ("state_dict", "optimizer_states"),
@@ -91,32 +89,18 @@ def _load_folder(folder: Path) -> Saved:
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
-    for name in WEIGHTS:
-        if (folder / name).is_file():
-            return _load_tensors(folder / name)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            try:
-                files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise StorageError(f"{str(index)!r} is no index of weights ({error!r}).") from error
-            missing = [file for file in files if not (folder / file).is_file()]
-            if missing:
-                raise StorageError(f"{str(index)!r} names missing files: {some(missing)}. {AGAIN}")
-            return {k: v for file in files for k, v in _load_tensors(folder / file).items()}
-    raise StorageError(
-        f"the folder {str(folder)!r} holds no weights: expected {' or '.join(WEIGHTS)}, or the "
-        "index of shards. To take the mean from the model instead, name the optimizer file alone."
-    )
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        return _tensors(_torch_load(path), path)
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise StorageError(f"{str(path)!r} is truncated or foreign ({error}).") from error
+    if any(folder.glob(f"{SAFE}*")):
+        source = Folder.open(folder)
+        return {name: source.tensor(name) for name in source.specs}
+    index = folder / f"{PICKLED}.index.json"
+    files = list(read_index(index)) if index.is_file() else [PICKLED]
+    if not (folder / files[0]).is_file():
+        raise StorageError(
+            f"the folder {str(folder)!r} holds no weights ({SAFE} or {PICKLED}). To take the mean "
+            "from the model instead, name the optimizer file alone."
+        )
+    parts = [_tensors(_torch_load(folder / file), folder / file) for file in files]
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _torch_load(path: Path) -> Any:
