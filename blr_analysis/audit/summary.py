@@ -183,16 +183,15 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     order = removals["nll_change"].abs().argsort(kind="stable")[::-1].tolist()
     rows = {name: [values[k] for k in order[:MOST_ROWS]] for name, values in columns.items()}
     before = removals["nll_before"].iloc[0]
-    lead = f"Predicted {_how(removals)}, measured on {where} (NLL with all data: {before:.3f})."
+    passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
+    lead = f"Predicted {_how(passes)}, measured on {where} (NLL with all data: {before:.3f})."
     parts: list[RenderableType] = [grid(rows)]
     if len(order) > MOST_ROWS:
         parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
     return section(f"What if a {noun} were gone?", lead, *parts)
 
 
-def _how(removals: pd.DataFrame) -> str:
-    """In how many passes each group was taken out."""
-    passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
+def _how(passes: float) -> str:
     if passes == 0:
         return "without retraining"
     return f"by a descent of {passes:.0f} passes over the data that stay"
@@ -217,12 +216,7 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         columns["without "] = [f"{after:.1%}" for _, after in shares]
     lead = (
         f"{result.removed:,} of {n_data:,} training examples taken out; predicted "
-        + (
-            "without retraining"
-            if result.solver == "posterior"
-            else f"by a descent of {result.passes:.0f} passes over the data that stay"
-        )
-        + f", measured on {where}."
+        f"{_how(0.0 if result.solver == 'posterior' else result.passes)}, measured on {where}."
     )
     parts: list[RenderableType] = [grid(columns)]
     if result.solver != "posterior":
