@@ -6,6 +6,7 @@ hand from brute-force Jacobians and the structure's eigenbasis, the rest is plai
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributions import MultivariateNormal
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.structures import Full, Kronecker, LowRank, Structure
+from blr_analysis.posterior.structures import KINDS, Full, Kronecker, LowRank, Structure
 from blr_analysis.task import Task
 
 EXACT = 1e-10
@@ -169,6 +170,44 @@ class StructureContract:
 
     def test_logdet(self, q: Posterior, dense: Tensor) -> None:
         assert abs(float(q.form.logdet() - torch.logdet(dense))) < 1e-9 * len(dense)
+
+    def test_the_basis_in_which_it_is_cheapest(
+        self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
+    ) -> None:
+        """Gradients turned into it, Σ applied there, and turned back, are Σ g; squares add up."""
+        (chunk,) = chunks(task, q.mean, Chunking(chunk_size=100, progress=False))
+        terms = chunk.jacobian_terms()
+        turned = {n: g for term in q.form.into_basis(terms) for n, g in term.jacobian().items()}
+        shapes = q.form.basis_shapes()
+        for name, shape in shapes.items():  # a parameter that no term has
+            turned.setdefault(name, dense.new_zeros(*jacobian.shape[:2], *shape))
+        assert {n: tuple(g.shape[2:]) for n, g in turned.items()} == shapes
+        solved = q.form.backward(q.form.basis_solve({n: turned[n] for n in shapes}))
+        ours = torch.cat([solved[n].flatten(2) for n in q.mean], dim=-1)
+        assert relative(ours, jacobian @ torch.linalg.inv(dense)) < EXACT
+        squares = q.form.square_sums(terms)
+        for name, sums in squares.items():
+            assert relative(sums, turned[name].square().sum((0, 1))) < EXACT
+        total = sum(float(sums.sum()) for sums in squares.values())
+        assert total == pytest.approx(float(jacobian.square().sum()), rel=1e-10)
+        one = {n: torch.ones((1, *s), dtype=dense.dtype) for n, s in shapes.items()}
+        trace = sum(float(v.sum()) for v in q.form.basis_variance().values())
+        assert trace == pytest.approx(float(torch.linalg.inv(dense).trace()), rel=1e-9)
+        assert {n: tuple(v.shape[1:]) for n, v in q.form.basis_solve(one).items()} == shapes
+
+    def test_to_a_record_and_back(
+        self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]
+    ) -> None:
+        record = json.loads(json.dumps(q.form.record()))
+        back = KINDS[q.form.kind].read(q.form.tensors(), record, list(q.mean))
+        assert back.shapes == q.form.shapes
+        assert relative(rows(back.times(unit)), dense) < EXACT
+
+    def test_one_number_per_weight(self, q: Posterior, dense: Tensor) -> None:
+        values = q.form.per_weight
+        assert (values is not None) == (self.structure == "diag")
+        if values is not None:
+            assert relative(flatten(values), dense.diagonal()) < EXACT
 
     @pytest.mark.parametrize("chunk_size", [1, 4, 100])
     def test_gram(
