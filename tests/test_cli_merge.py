@@ -22,7 +22,7 @@ from blr_analysis.cli.merging import merge
 from blr_analysis.cli.sizes import read_size
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, fingerprint
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD
+from blr_analysis.merging.plan import MAX_MEMORY, SHARD, Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -165,17 +165,17 @@ def test_verify_merges_again_and_gives_the_fingerprint(
 def test_verify_finds_a_flipped_bit(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blr_analysis.merging import verifying
+    from blr_analysis.merging import stream
 
-    def damaged(report: blr.MergeReport, **more: object) -> str:
-        file = report.folder / "model.safetensors"
+    def damaged(plan: Plan, folder: Path) -> str:
+        file = folder / "model.safetensors"
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
         file.write_bytes(raw)
-        return honest(report)
+        return honest(plan, folder)
 
-    honest = verifying.verify
-    monkeypatch.setattr(verifying, "verify", damaged)
+    honest = stream.verify
+    monkeypatch.setattr(stream, "verify", damaged)
     code, _, err = run(capsys, "recipe.yml", "merged", "--verify")
     assert code == 2
     assert "is not what was merged" in err

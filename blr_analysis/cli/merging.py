@@ -72,7 +72,7 @@ def merge(
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
     from blr_analysis.merging.merge import execute
-    from blr_analysis.merging.opening import plan as plan_of
+    from blr_analysis.merging.plan import plan_folders
     from blr_analysis.merging.recipe import read_recipe
 
     if out is None and not dry_run:
@@ -84,7 +84,7 @@ def merge(
     found = read_recipe(recipe)
     for note in found.notes:
         say(f"{found.path.name}, {note}")
-    plan = plan_of(found.job, max_memory=memory, threads=threads)
+    plan = plan_folders(found.job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
@@ -99,10 +99,10 @@ def merge(
     say("done")
     show_report(report, console, tensors=tensors)
     if verify:
-        from blr_analysis.merging.verifying import verify as merge_again
+        from blr_analysis.merging.stream import verify as merge_again
 
         say("merging once more, to compare")
-        digest = merge_again(report)
+        digest = merge_again(report.plan, report.folder)
         console.print(
             f"verified: every number is as it was merged; sha256 {digest}", soft_wrap=True
         )

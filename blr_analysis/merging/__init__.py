@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from blr_analysis.merging.curve import MergeCurve, MergePoint
+from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve, simplex_grid
 from blr_analysis.merging.formula import combine
-from blr_analysis.merging.grids import simplex_grid
 from blr_analysis.merging.merge import MergeReport, execute, merge
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.mismatch import GradientMismatch, gradient_mismatch
-from blr_analysis.merging.preview import merge_curve
 from blr_analysis.merging.weighting import SuggestedWeights, default_weights, suggest_weights
 
 __all__ = [

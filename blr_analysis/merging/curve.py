@@ -1,13 +1,26 @@
-"""What merges with different weights came to on validation tasks, and which of them is best."""
+"""Which α? Merges over a range of weights, tried on validation tasks; nothing is written."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from inspect import signature
+from typing import Any
 
-from blr_analysis.errors import InputError
+import torch
+
+from blr_analysis.backprop.loss import Evaluation, evaluated
+from blr_analysis.checks import one_of, positive_int, some
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
+from blr_analysis.merging.merge import merge
+from blr_analysis.merging.methods import Method, method_of
+from blr_analysis.merging.weighting import default_weights, in_order
+from blr_analysis.progress import track
+from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
 CRITERIA = ("nll", "accuracy")
@@ -123,3 +136,348 @@ def rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
     size = sum(abs(a) for a in point.weights)
     return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
+
+
+Weights = tuple[float, ...]
+STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
+MOST = 2000  # combinations
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Weights to try: ``rows`` of T numbers or, for a search, the numbers of each model.
+
+    ``shape`` is one of "shared", "grid", "rows", "search"; see
+    :class:`blr_analysis.MergeCurve`.
+    """
+
+    shape: str
+    rows: Sequence[Weights] = ()
+    axes: Sequence[Sequence[float]] = ()
+
+
+def read_grid(weights: Any, models: Sequence[str], *, search: bool) -> Grid:
+    """What the argument ``weights`` of :func:`blr_analysis.merge_curve` asks for.
+
+    Raises:
+        InputError: nothing to try, rows of another length than there are models, unknown models,
+            NaN or inf, too many combinations, rows for a search along axes.
+    """
+    size = len(models)
+    if isinstance(weights, Mapping):
+        given = {str(n): v for n, v in weights.items()}
+        if set(given) != set(models):
+            raise InputError(f"weights are for {sorted(given)}, the models are {sorted(models)}")
+        axes = [_numbers(given[n], f"weights[{n!r}]") for n in models]
+        count = math.prod(map(len, axes))
+        if search:
+            return Grid("search", axes=axes)
+        if count > MOST:
+            raise InputError(
+                f"the weights have {count:,} combinations, more than {MOST:,}; pass "
+                'search="coordinates", or rows of your own'
+            )
+        return Grid("grid", rows=list(itertools.product(*axes)))
+    table = _table(STEPS if weights is None else weights)
+    if table.ndim == 1:
+        shared = list(dict.fromkeys(table.tolist()))
+        if search:
+            return Grid("search", axes=[shared] * size)
+        return Grid("shared", rows=[(a,) * size for a in shared])
+    if search:
+        raise InputError('search="coordinates" takes numbers, or a dict model → numbers, not rows')
+    if table.shape[1] != size:
+        raise InputError(
+            f"a row of weights holds one number for each of the {size} models, got "
+            f"{table.shape[1]} numbers"
+        )
+    return Grid("rows", rows=list(dict.fromkeys(map(tuple, table.tolist()))))
+
+
+def simplex_grid(n_models: int, steps: int) -> list[tuple[float, ...]]:
+    """Every set of weights ≥ 0 in steps of 1/``steps`` that sums to 1, in lexical order.
+
+    C(steps + T − 1, T − 1) of them: 66 for three models in tenths.
+
+    Raises:
+        InputError: counts that are no positive whole numbers.
+
+    Example:
+        >>> simplex_grid(2, 4)
+        [(0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (1.0, 0.0)]
+    """
+    positive_int("n_models", n_models)
+    positive_int("steps", steps)
+
+    def parts(count: int, left: int) -> list[tuple[int, ...]]:
+        if count == 1:
+            return [(left,)]
+        return [(k, *rest) for k in range(left + 1) for rest in parts(count - 1, left - k)]
+
+    return [tuple(k / steps for k in row) for row in parts(n_models, steps)]
+
+
+def _numbers(values: Any, name: str) -> list[float]:
+    table = _table(values, name)
+    if table.ndim != 1:
+        raise InputError(f"{name} must be a list of numbers, got shape {tuple(table.shape)}")
+    return list(dict.fromkeys(table.tolist()))
+
+
+def _table(values: Any, name: str = "weights") -> torch.Tensor:
+    """Finite numbers, one- or two-dimensional."""
+    try:
+        found = torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} must be numbers, rows of one number per model, or a dict model → numbers, "
+            f"got {values!r}"
+        ) from error
+    if found.ndim not in (1, 2) or not found.numel():
+        raise InputError(f"{name} must hold at least one number, got shape {tuple(found.shape)}")
+    if not bool(torch.isfinite(found).all()):
+        raise InputError(f"{name} must be finite, got NaN or inf")
+    return found
+
+
+@dataclass(frozen=True)
+class Merger:
+    """A way of merging: ``make(base, models, weights=[α, …])`` gives a state dict.
+
+    Attributes:
+        row: the method's name in the table of methods; None for a function of the user's.
+        normalize: whether it divides the weights by their sum, so that their scale is nothing.
+        divides: whether their sum must not be 0.
+    """
+
+    make: Callable[..., Any]
+    row: str | None = None
+    normalize: bool = False
+    divides: bool = False
+
+
+def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
+    """The methods to compare, by name, each with those of merge's arguments that it uses.
+
+    Raises:
+        InputError: none, an unknown one, something that is neither name nor function, a method
+            that needs precisions without any, an argument that merge does not take.
+    """
+    strange = set(inputs) - set(signature(merge).parameters)
+    if "out" in inputs or strange:
+        raise InputError(
+            f"merge_curve takes no {some(sorted(strange or {'out'}))}: beside its own arguments, "
+            "those of blr_analysis.merge that concern a merge in memory; nothing is written"
+        )
+    given = method if isinstance(method, (list, tuple, Mapping)) else [method]
+    pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]
+    found: dict[str, Merger] = {}
+    for name, kind in pairs:
+        if callable(kind):
+            label = name if isinstance(name, str) else getattr(kind, "__name__", "own")
+            found[label] = Merger(kind)
+            continue
+        row = method_of(kind)
+        own = {k: v for k, v in inputs.items() if _used(k, row)}
+        missing = inputs.get("missing_precision", "error") == "error"
+        if row.uses_precisions and missing and own.get("precisions") is None:
+            raise InputError(f"method {row.name!r} weighs by precisions: pass precisions=")
+        choice = inputs.get("normalize")
+        normalize = row.normalize if choice is None else bool(choice)
+        found[str(name)] = Merger(
+            partial(merge, method=row.name, progress=False, **own),
+            row.name,
+            normalize,
+            normalize or (row.uses_precisions and not row.uses_base_precision),
+        )
+    if not found or len(found) != len(given):
+        raise InputError("method must name at least one merge method, each once")
+    return found
+
+
+def _used(argument: str, row: Method) -> bool:
+    if argument in ("precisions", "n_data", "missing_precision"):
+        return row.uses_precisions
+    if argument in ("base_precision", "delta"):
+        return row.uses_base_precision
+    return True
+
+
+@dataclass
+class Trial:
+    """Merges of these models, and what they come to on these tasks."""
+
+    base: State
+    models: Sequence[State]
+    tasks: Mapping[str, Task]
+    mergers: Mapping[str, Merger]
+    _known: dict[tuple[str, Weights], MergePoint] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """The tasks run at the base and at the first model, or an error says why not."""
+        for who, state in (("base", self.base), ("the first model", self.models[0])):
+            for name, task in self.tasks.items():
+                with at_weights(task, state, f"{who} (for task {name!r})") as params:
+                    chosen = torch.arange(min(task.n_data, task.batch_size))
+                    with torch.no_grad(), task.evaluation():
+                        task.run(task.fetch(chosen), params, chosen)
+
+    def default(self, name: str) -> Weights:
+        """The weights of a method before anything is tried; 1/T each for a function."""
+        row = self.mergers[name].row
+        count = len(self.models)
+        return (1 / count,) * count if row is None else tuple(default_weights(row, count))
+
+    def point(self, name: str, weights: Weights) -> MergePoint:
+        """One merge: made, run on every task, and forgotten; what is the same is run once."""
+        key, merger, total = weights, self.mergers[name], sum(weights)
+        if merger.divides and abs(total) <= 1e-12:
+            return self._failed(name, weights, f"the weights sum to {total:g}")
+        if merger.normalize:
+            key = tuple(round(a / total, 12) for a in weights)
+        if (name, key) not in self._known:
+            self._known[name, key] = self._run(name, weights)
+        return replace(self._known[name, key], weights=weights)
+
+    def _run(self, name: str, weights: Weights) -> MergePoint:
+        made = self.mergers[name].make(self.base, list(self.models), weights=list(weights))
+        state = state_of(made, f"what {name!r} returns")
+        wild = next((n for n, t in state.items() if not bool(torch.isfinite(t).all())), None)
+        if wild is not None:
+            return self._failed(name, weights, f"{wild!r} of the merge holds NaN or inf")
+        found: list[Evaluation] = []
+        for task_name, task in self.tasks.items():
+            try:
+                with at_weights(task, state, f"the merge by {name!r}") as params:
+                    found.append(evaluated(task, params, progress=False)[0])
+            except ModelError as error:  # the same task runs at the base: the weights are at fault
+                return self._failed(name, weights, f"task {task_name!r}: {error}")
+        accuracies = (math.nan if m.accuracy is None else m.accuracy for m in found)
+        return MergePoint(name, weights, tuple(m.nll for m in found), tuple(accuracies))
+
+    def _failed(self, name: str, weights: Weights, why: str) -> MergePoint:
+        count = len(self.tasks)
+        return MergePoint(name, weights, (math.inf,) * count, (math.nan,) * count, why)
+
+
+@torch.inference_mode(False)
+def merge_curve(
+    base: Any,
+    models: Any,
+    tasks: Any,
+    *,
+    method: Any = "gradient_matching",
+    weights: Any = None,
+    search: str = "grid",
+    precisions: Any = None,
+    base_precision: Any = None,
+    criterion: str = "nll",
+    max_sweeps: int = 3,
+    progress: bool | None = None,
+    **options: Any,
+) -> MergeCurve:
+    """Merge with many weights α, look at each on validation tasks, and say which is best.
+
+    Every merge is made in memory, run, and let go of: no checkpoint is written, and no more than
+    one merge is held at a time.
+
+    Args:
+        base: θ_0: a state dict, a module, or a folder of safetensors, which is read into memory.
+        models: the θ_t, a list or a dict by name, of the same.
+        tasks: validation tasks, a list or a dict by name, with the names that tables shall show.
+            Held-out data: on training data, the largest α wins too often. They may be as many as
+            one likes, and share one model; the model gives the architecture, not the weights.
+        method: the name of a merge method, or a list of several, compared in one call; or a dict
+            name → method or function ``(base, models, weights=[α, …]) -> state dict`` of your own.
+        weights: which α are tried.
+
+            * numbers: one α for all models, each in turn;
+            * rows of T numbers: as listed, such as :func:`blr_analysis.merging.simplex_grid`;
+            * a dict model → numbers: all combinations (at most 2,000);
+            * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
+        search: "grid", or "coordinates": from the method's
+            :func:`~blr_analysis.merging.default_weights`, the α_t of
+            one model after the other is moved to the best of its numbers, until a sweep over the
+            models changes nothing: T · K merges a sweep instead of K^T.
+        precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
+        criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
+            each counting the same. Accuracy is a step function of α: with few validation examples
+            the NLL chooses better.
+        max_sweeps: of the coordinate search.
+        options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
+            ``missing_precision``, ``n_data``, ``dtype``.
+
+    Where H_0 + δ is small beside the H_t, only the ratios of the α_t matter to gradient matching
+    (as to "fisher" and "linear" anyhow): one α for all draws a flat line, and there is nothing to
+    choose. Rows, or a search, then show what does matter.
+
+    A merge that overflows (a negative α can bring H̄ close to 0) gets an infinite NLL and the reason
+    in the table; only if none can be run is it an error.
+
+    Returns:
+        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``table``,
+        and ``plot()``: curves, or a map for two models.
+
+    Raises:
+        InputError: no weights, weights of another number than the models, NaN or inf, an unknown
+            method or option, state dicts that do not belong to the tasks' models, ``out=``.
+        ModelError: no merge could be run; as :meth:`Task.run`.
+
+    Example:
+        >>> import blr_analysis as blr
+        >>> X, y = torch.eye(2), torch.tensor([1.0, 2.0])
+        >>> task = blr.Task(torch.nn.Linear(2, 1, bias=False), (X, y), likelihood="gaussian")
+        >>> base, a, b = ({"weight": torch.tensor([w])} for w in ([0., 0.], [1., 0.], [0., 2.]))
+        >>> curve = merge_curve(base, [a, b], task, method="task_arithmetic",
+        ...                     weights=[0.0, 0.5, 1.0, 1.5], progress=False)
+        >>> curve.best.weights, curve.at_edge
+        ((1.0, 1.0), False)
+    """
+    judges = named_tasks(tasks)
+    start, states = state_of(base, "base"), named_states(models, "models")
+    names = tuple(states)
+    one_of("criterion", criterion, CRITERIA)
+    one_of("search", search, ("grid", "coordinates"))
+    positive_int("max_sweeps", max_sweeps)
+    grid = read_grid(weights, names, search=search == "coordinates")
+    curved = None if precisions is None else in_order(precisions, names)
+    mergers = read_mergers(
+        method, {"precisions": curved, "base_precision": base_precision, **options}
+    )
+    trial = Trial(start, list(states.values()), judges, mergers)
+    trial.check()
+    points: list[MergePoint] = []
+    for name in mergers:
+        if grid.shape == "search":
+            points += _searched(trial, name, grid, criterion, max_sweeps, progress)
+        else:
+            own = () if weights is not None else (trial.default(name),)
+            rows = sorted({*grid.rows, *own}) if own else grid.rows
+            steps = track(rows, total=len(rows), label=f"merges: {name}", show=progress)
+            points += [trial.point(name, row) for row in steps]
+    if all(p.failure for p in points):
+        raise ModelError(
+            f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
+        )
+    return MergeCurve(tuple(points), names, tuple(judges), criterion, grid.shape)
+
+
+def _searched(
+    trial: Trial, name: str, grid: Grid, criterion: str, max_sweeps: int, progress: bool | None
+) -> list[MergePoint]:
+    """Every point looked at on the way down, one coordinate after the other."""
+    best = trial.point(name, trial.default(name))
+    seen: dict[Weights, MergePoint] = {best.weights: best}
+    for sweep in range(1, max_sweeps + 1):
+        before = best
+        axes = list(enumerate(grid.axes))
+        label = f"merges: {name}, sweep {sweep}"
+        for t, axis in track(axes, total=len(axes), label=label, show=progress):
+            line = [(*best.weights[:t], alpha, *best.weights[t + 1 :]) for alpha in axis]
+            for row in line:
+                if row not in seen:
+                    seen[row] = trial.point(name, row)
+            best = min((best, *(seen[row] for row in line)), key=lambda p: rank(p, criterion))
+        if best is before:
+            break
+    return list(seen.values())

@@ -20,9 +20,14 @@ from blr_analysis.merging.fates import MERGED, Part
 from blr_analysis.merging.files import copy_files
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of
-from blr_analysis.merging.opening import plan as plan_job
-from blr_analysis.merging.opening import reference_folder
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD, Plan, make_plan
+from blr_analysis.merging.plan import (
+    MAX_MEMORY,
+    SHARD,
+    Plan,
+    make_plan,
+    plan_folders,
+    reference_folder,
+)
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.stream import Memory, stream
 from blr_analysis.views import Tabular
@@ -89,7 +94,7 @@ def execute(
     """Carry out a plan of folders: read and write piece by piece, and place the result as a whole.
 
     Args:
-        plan: of :func:`blr_analysis.merging.opening.plan`.
+        plan: of :func:`blr_analysis.merging.plan.plan_folders`.
         out: a folder that is new or empty.
         max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
         documents: texts by file name to be saved beside the weights, made from the report.
@@ -182,7 +187,7 @@ def merge(
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
-            :func:`~blr_analysis.merging.opening.plan`; nothing half-written is left behind.
+            :func:`~blr_analysis.merging.plan.plan_folders`; nothing half-written is left behind.
 
     Source: Daheim et al., "Model merging by uncertainty-based gradient matching", ICLR 2024.
 
@@ -225,7 +230,7 @@ def merge(
             base_precision=_path("base_precision", base_precision),
             **settings,
         )
-        found = plan_job(job, max_memory=max_memory, threads=threads)
+        found = plan_folders(job, max_memory=max_memory, threads=threads)
         return execute(found, out, max_shard_bytes=max_shard_bytes, progress=progress)
     if out is not None:
         raise InputError("out= belongs to models given as folders; a merge in memory is returned")

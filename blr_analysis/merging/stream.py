@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from blr_analysis.errors import ModelError
-from blr_analysis.files import Scratch
+from blr_analysis.errors import ModelError, StorageError
+from blr_analysis.files import Folder, Scratch, fingerprint
 from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import Curvature, combine_into
 from blr_analysis.merging.plan import Plan
@@ -178,3 +180,48 @@ def _check_finite(plan: Plan, item: Item, result: Tensor, inputs: list[Tensor]) 
         "nearly equal precisions, or numbers too large for it. Give a delta, other weights, "
         "dtype: float64, or a wider out_dtype"
     )
+
+
+class Compared:
+    """A sink that writes nothing: every piece is compared, to the bit, with what was written."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._own = threading.local()
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = Scratch()
+        stop = start + len(values)
+        written = self._folder.read(name, start, stop, self._own.scratch)
+        if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
+            raise StorageError(
+                f"{name!r} in {self._folder.name!r} is not what was merged: something changed it "
+                "since. Remove the folder and merge again."
+            )
+
+
+@torch.inference_mode()
+def verify(plan: Plan, folder: Path, *, progress: bool | None = None) -> str:
+    """Merge again, in memory, and compare every number with the files in ``folder``.
+
+    Returns:
+        The fingerprint of the merged weights, the same for any number of shards.
+
+    Raises:
+        StorageError: a tensor is missing, of another shape or dtype, or holds another number.
+    """
+    written = Folder.open(folder)
+    specs = {item.name: item.spec for item in plan.items}
+    if dict(written.specs) != specs:
+        odd = sorted(n for n in {*specs, *written.specs} if specs.get(n) != written.specs.get(n))
+        raise StorageError(
+            f"{str(folder)!r} does not hold the tensors of the merge: {odd[0]!r} is "
+            "missing, new, or of another shape or dtype. Remove the folder and merge again."
+        )
+    total, off = plan.bytes_read, None if progress is None else not progress
+    with tqdm(
+        total=total, desc="verifying", unit="B", unit_scale=True, disable=off, delay=1, leave=False
+    ) as bar:
+        stream(plan, Compared(written), bar.update)
+    return fingerprint(written, progress=progress)

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from blr_analysis.merging.card import documents, markdown, model_card, shown, size
 from blr_analysis.merging.merge import MergeReport, execute
-from blr_analysis.merging.opening import plan
+from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import Recipe, read_recipe
 
 RECIPE = """# with ``` in a remark
@@ -39,7 +39,9 @@ def run(tmp_path: Path) -> Run:
         (tmp_path / "recipe.yml").write_text(text)
         recipe = read_recipe(tmp_path / "recipe.yml")
         report = execute(
-            plan(recipe.job), tmp_path / out, documents=lambda report: documents(report, recipe)
+            plan_folders(recipe.job),
+            tmp_path / out,
+            documents=lambda report: documents(report, recipe),
         )
         return report, recipe
 

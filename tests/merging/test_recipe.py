@@ -610,10 +610,10 @@ def test_any_edit_gives_a_job_or_an_error(place: Path, at: int, cut: int, new: s
 
 def test_a_precision_of_another_model_is_found_by_the_plan(read: Read, place: Path) -> None:
     """What a recipe cannot know is checked where folders are opened, before anything is written."""
-    from blr_analysis.merging.opening import plan
+    from blr_analysis.merging.plan import plan_folders
 
     other = {name: tensor[:2] for name, tensor in curved(9).items() if tensor.ndim == 2}
     write_model(place / "odd", near(state(0), 7), precision=other)
     found = read("merge_method: fisher\nmodels: [{model: ft1}, {model: odd}]")
     with pytest.raises(BLRError, match="precision of"):
-        plan(found.job)
+        plan_folders(found.job)

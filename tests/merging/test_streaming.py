@@ -22,7 +22,7 @@ from blr_analysis.errors import InputError, StorageError
 from blr_analysis.files import Folder, fingerprint, shards
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import execute
-from blr_analysis.merging.opening import plan
+from blr_analysis.merging.plan import plan_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +104,7 @@ def test_a_bound_that_is_too_low_says_how_much_is_needed(tmp_path: Path) -> None
 def small_plan(root: Path, **more: Any) -> Any:
     family = write_family(root)
     members = [Member(m, p) for m, p in zip(family["models"], family["precisions"], strict=True)]
-    return plan(Job("gradient_matching", tuple(members), family["base"], delta=1.0, **more))
+    return plan_folders(Job("gradient_matching", tuple(members), family["base"], delta=1.0, **more))
 
 
 def left(folder: Path) -> list[str]:

@@ -11,25 +11,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
 from blr_analysis.files import Folder, Source
-from blr_analysis.merging.lora.by_peft import Merged, merge_and_unload
-from blr_analysis.merging.lora.changes import changes_of
-from blr_analysis.merging.lora.files import (
-    CONFIG,
-    PICKLE,
-    TENSORS,
-    is_plain,
-    read_entries,
-    read_settings,
-)
-from blr_analysis.merging.lora.source import Adapted, Streamed
 
-__all__ = ["Adapted", "is_adapter", "open_adapter"]
+if TYPE_CHECKING:
+    from blr_analysis.merging.lora.source import Adapted
+
+CONFIG = "adapter_config.json"
+__all__ = ["is_adapter", "open_adapter"]
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
@@ -83,6 +77,18 @@ def open_adapter(
     Source: Hu et al. 2021, "LoRA", Eq. 3; Kalajdzievski 2023, rank stabilisation; layouts as
     PEFT 0.21 writes them.
     """
+    # here, since only adapters need pydantic
+    from blr_analysis.merging.lora.by_peft import Merged, merge_and_unload
+    from blr_analysis.merging.lora.changes import changes_of
+    from blr_analysis.merging.lora.files import (
+        PICKLE,
+        TENSORS,
+        is_plain,
+        read_entries,
+        read_settings,
+    )
+    from blr_analysis.merging.lora.source import Streamed
+
     folder = Path(path).expanduser()
     if not (folder / CONFIG).is_file():
         raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")

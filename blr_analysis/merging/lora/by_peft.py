@@ -14,8 +14,9 @@ from torch import Tensor
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Folder, Scratch, Source
-from blr_analysis.merging.lora.changes import same, translate
+from blr_analysis.merging.lora.changes import translate
 from blr_analysis.merging.lora.source import Adapted
+from blr_analysis.merging.matching import same_bytes
 
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -104,7 +105,7 @@ def merge_and_unload(
     }
     for name in base.specs.keys() - own.values():
         for twin in changed:
-            if same(base, name, twin):
+            if same_bytes(base, name, base, twin):
                 raise ModelError(
                     f"{str(folder)!r} changes {twin!r}, which the base stores again as {name!r}: "
                     f"leave {name!r} out"

@@ -23,10 +23,10 @@ import torch
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
-from blr_analysis.files import Scratch, Source, Spec
+from blr_analysis.files import Source, Spec
 from blr_analysis.merging.lora.files import Grouped, Settings, group
+from blr_analysis.merging.matching import same_bytes
 
-PIECE = 2**20  # elements at a time
 HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 HEADLESS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
@@ -85,7 +85,7 @@ def changes_of(settings: Settings, adapter: Source, base: Source, folder: str) -
     """
     found = group(adapter.specs, adapter.name)
     for name, key in found.copies.items():
-        if not same(adapter, key, found.whole[name]):
+        if not same_bytes(adapter, key, adapter, found.whole[name]):
             raise ModelError(
                 f"{adapter.name!r} holds two versions of {name!r} that differ: save it again."
             )
@@ -242,20 +242,6 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     return sorted(".".join(w) + "." for w in words if w)
 
 
-def same(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors of a source agree to the last bit, compared piece by piece."""
-    spec = source.specs[one]
-    if spec != source.specs[other]:
-        return False
-    mine, theirs = Scratch(), Scratch()
-    for start in range(0, spec.numel, PIECE):
-        stop = min(start + PIECE, spec.numel)
-        pieces = source.read(one, start, stop, mine), source.read(other, start, stop, theirs)
-        if not torch.equal(*(piece.view(torch.uint8) for piece in pieces)):
-            return False
-    return True
-
-
 def _drop_tied_heads(settings: Settings, found: Grouped, adapter: Source, base: Source) -> set[str]:
     """Forget what the file says of an output layer that the base does not store, where it says
     the same of the embedding.
@@ -267,7 +253,7 @@ def _drop_tied_heads(settings: Settings, found: Grouped, adapter: Source, base: 
     lost = [n for n in found.whole if _layer(n) in OUTPUTS and not near(n, base.specs)]
     for head in lost:
         for name in (n for n in found.whole if _layer(n) in INPUTS and near(n, base.specs)):
-            if same(adapter, found.whole[head], found.whole[name]):
+            if same_bytes(adapter, found.whole[head], adapter, found.whole[name]):
                 tied.add(name)
                 del found.whole[head]
                 break
@@ -297,7 +283,7 @@ def _refuse_tied(
         return
     for name in (own[n] for n in own if _layer(n) in INPUTS | OUTPUTS):
         for twin in base.specs:
-            if twin != name and same(base, twin, name):
+            if twin != name and same_bytes(base, twin, base, name):
                 raise ModelError(
                     f"the adapter {folder!r} changes {name!r}, which the base stores again as "
                     f"{twin!r}: leave {twin!r} out, or say tie_word_embeddings=false in config.json"

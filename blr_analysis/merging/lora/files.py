@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files.headers import parse_json
+from blr_analysis.merging.lora import CONFIG
 
-CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
