@@ -122,9 +122,11 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     """
     record = read_record(path)
     source = Folder.open(_target(path), stem=STEM)
+    names: Any = source.specs
     if "tensors" in source.index:
-        _check_described(source, source.index["tensors"])
-    return {name: source.tensor(name) for name in source.specs}, record
+        names = source.index["tensors"]  # in the order in which they were written
+        _check_described(source, names)
+    return {name: source.tensor(name) for name in names}, record
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:

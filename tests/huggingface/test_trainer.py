@@ -156,7 +156,7 @@ def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
     train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
     checkpoint = tmp_path / "checkpoint-3"
     assert "prior_outside" not in read_precision_record(checkpoint / "precision")
-    with pytest.raises(PosteriorError, match=r"word_embeddings.*Pass prior_precision="):
+    with pytest.raises(PosteriorError, match=r"word_embeddings.*pass prior_precision="):
         Posterior.load(checkpoint / "precision", model=checkpoint)
 
 
