@@ -115,7 +115,8 @@ def test_signatures(function: Callable) -> None:
     assert positional == first
     for name, default in keywords.items():
         assert parameters[name].default is default or parameters[name].default == default, name
-    alone = function in (blr.sensitivity, blr.leave_one_out)  # which a fitted model can stand in
+    # In the first two a fitted model can stand in, the others name its remedy.
+    alone = function in (blr.sensitivity, blr.leave_one_out, blr.what_if, blr.what_if_each)
     required = first[:1] if alone else first
     assert all(parameters[name].default is REQUIRED for name in required)
 

@@ -22,8 +22,8 @@ import torch
 
 from blr_analysis.errors import BLRError, PosteriorError
 from blr_analysis.posterior.structures import Structure, Tree
-from blr_analysis.sensitivity.changed import Changed, Point
 from blr_analysis.sensitivity.curvature import cg
+from blr_analysis.sensitivity.objective import Objective, Point, dot
 
 MEMORY = 20  # pairs of moves and changes of the gradient that a secant move knows of
 SUFFICIENT = 1e-4  # of the decrease that the slope promises (Armijo)
@@ -55,7 +55,7 @@ class Descent:
         stalled: no step along the last direction lowered F (as far as rounding lets one see).
     """
 
-    data: Changed
+    data: Objective
     preconditioner: Structure
     point: Point
     memory_budget: int | None = None
@@ -67,7 +67,7 @@ class Descent:
     @classmethod
     def start(
         cls,
-        data: Changed,
+        data: Objective,
         params: Tree,
         preconditioner: Structure,
         *,
@@ -229,11 +229,6 @@ def descend(
                 return
             descent.secant()
     over()
-
-
-def dot(a: Tree, b: Tree) -> float:
-    """⟨a, b⟩, summed in float64."""
-    return sum(float((x.double() * b[n].double()).sum()) for n, x in a.items())
 
 
 def add(a: Tree, scale: float, b: Tree) -> Tree:

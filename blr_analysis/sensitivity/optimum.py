@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.sensitivity.curvature import Precision, Solution, cg
+from blr_analysis.sensitivity.objective import Point, dot, norm, whole
 from blr_analysis.task import Task
 
 TRIES = 20  # dampings of one step, each four times the last
@@ -87,32 +87,37 @@ def descend(
     """
     params = {n: p.clone() for n, p in task.parameters().items()}
     prior = Prior.of_any(prior_precision)
-    value, gradient, residual = _objective(task, params, prior)
+    objective = whole(task, prior)
+    here = objective.at(params)
     damping, steps, least = 0.0, 0, prior.smallest
-    while residual > tolerance and steps < max_steps:
+    while here.residual > tolerance and steps < max_steps:
         q = fit_laplace(task, structure=structure, prior_precision=prior, progress=False)
-        kind = "hessian" if residual < NEAR else "ggn"
+        kind = "hessian" if here.residual < NEAR else "ggn"
         precision = Precision(task, params, prior, kind=kind)
-        downhill = {n: -g for n, g in gradient.items()}
+        downhill = {n: -g for n, g in here.gradient.items()}
         for _ in range(TRIES):
-            solved = _solved(precision, q.form, damping, downhill, residual)
+            solved = _solved(precision, q.form, damping, downhill, here.residual)
             if bool(solved.indefinite.any()):  # no minimum lies that way; the GGN is never so
                 precision = Precision(task, params, prior)
-                solved = _solved(precision, q.form, damping, downhill, residual)
+                solved = _solved(precision, q.form, damping, downhill, here.residual)
             move = solved.x
             trial = {n: p + move[n] for n, p in params.items()}
-            found = _tried(task, trial, prior)
-            promised = 0.5 * (_dot(downhill, move) + damping * _dot(move, move))
-            if _better(found, (value, gradient), promised):
+            try:
+                there = objective.at(trial)
+            except ModelError:  # the step was so long that the outputs overflow
+                there = None
+            promised = 0.5 * (dot(downhill, move) + damping * dot(move, move))
+            if _better(there, here, promised):
                 break
             damping = max(4 * damping, least)
         else:
             break
-        gain = (value - found[0]) / promised if promised > 0 else 1.0
+        assert there is not None
+        gain = (here.value - there.value) / promised if promised > 0 else 1.0
         damping = damping / 4 if gain > 0.75 and damping > 1e-3 * least else damping
-        params, (value, gradient, residual), steps = trial, found, steps + 1
+        params, here, steps = trial, there, steps + 1
         write(task, params)
-    return Optimum(params, residual, residual <= tolerance, steps)
+    return Optimum(params, here.residual, here.residual <= tolerance, steps)
 
 
 def write(task: Task, params: Tree) -> None:
@@ -142,39 +147,10 @@ def _solved(
     )
 
 
-Found = tuple[float, Tree, float]
-
-
-def _tried(task: Task, params: Tree, prior: Prior) -> Found:
-    try:
-        return _objective(task, params, prior)
-    except ModelError:  # the step was so long that the outputs overflow
-        return math.inf, {}, math.inf
-
-
-def _better(found: Found, before: tuple[float, Tree], promised: float) -> bool:
+def _better(there: Point | None, here: Point, promised: float) -> bool:
     """Whether the objective fell as promised; where rounding hides that, whether its slope did."""
-    value, gradient = before
-    eps = torch.finfo(next(iter(gradient.values())).dtype).eps
-    rounding = 10 * eps * abs(value)
-    if not math.isfinite(found[0]) or found[0] > value + rounding - GAIN * promised:
+    eps = torch.finfo(next(iter(here.gradient.values())).dtype).eps
+    rounding = 10 * eps * abs(here.value)
+    if there is None or not there.value <= here.value + rounding - GAIN * promised:
         return False
-    return promised > rounding or _norm(found[1]) < _norm(gradient)
-
-
-def _objective(task: Task, params: Tree, prior: Prior) -> Found:
-    """The objective, its gradient, and the gradient's relative size."""
-    slope, value = loss_and_gradient(task, params)
-    pull = prior.times(params)
-    gradient = {n: g + pull[n] for n, g in slope.items()}
-    size = _norm(slope) + _norm(pull)
-    residual = _norm(gradient) / size if size > 0 else 0.0
-    return value + 0.5 * _dot(params, pull), gradient, residual
-
-
-def _dot(a: Tree, b: Tree) -> float:
-    return float(sum((x.double() * b[n].double()).sum() for n, x in a.items()))
-
-
-def _norm(a: Tree) -> float:
-    return math.sqrt(max(0.0, _dot(a, a)))
+    return promised > rounding or norm(there.gradient) < norm(here.gradient)

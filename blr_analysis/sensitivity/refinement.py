@@ -16,8 +16,8 @@ from torch import Tensor
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.changed import changed
 from blr_analysis.sensitivity.descent import Descent, descend
+from blr_analysis.sensitivity.objective import changed
 from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task
 

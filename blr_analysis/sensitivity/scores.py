@@ -191,7 +191,7 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
     if isinstance(task, SumOfSites):
         raise InputError(
             f"a fitted {type(task).__name__} is no network: sensitivity(fitted) and "
-            "leave_one_out(fitted) take it"
+            "leave_one_out(fitted) take it; what if some data were gone: fitted.without([...])"
         )
     if posterior is None and not isinstance(task, Task):
         raise InputError(

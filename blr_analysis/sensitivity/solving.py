@@ -16,8 +16,8 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.changed import changed
-from blr_analysis.sensitivity.descent import Descent, add, descend, dot
+from blr_analysis.sensitivity.descent import Descent, add, descend
+from blr_analysis.sensitivity.objective import changed, dot, whole
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
 
@@ -137,8 +137,7 @@ def _drifts(task: Task, q: Posterior, changes: list[tuple[int, Share]]) -> bool:
 
 def own_slope(task: Task, q: Posterior) -> float:
     """gᵀ Σ g for the gradient g = ∇ℓ̄(m) of the model's own objective; one pass over the data."""
-    whole = changed(task, q.prior, leaving=torch.empty(0, dtype=torch.long))
-    own = whole.at(q.mean).gradient
+    own = whole(task, q.prior).at(q.mean).gradient
     return dot(own, q.form.solve(own))
 
 

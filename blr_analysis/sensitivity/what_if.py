@@ -42,7 +42,7 @@ __all__ = ["ByClass", "WhatIf", "what_if", "what_if_each"]
 @torch.inference_mode(False)  # also where the caller switched it on
 def what_if(
     task: Task,
-    posterior: Posterior,
+    posterior: Posterior = None,  # type: ignore[assignment]
     *,
     remove: Selection | None = None,
     add: Task | None = None,
@@ -140,7 +140,7 @@ def what_if(
 @torch.inference_mode(False)  # also where the caller switched it on
 def what_if_each(
     task: Task,
-    posterior: Posterior,
+    posterior: Posterior = None,  # type: ignore[assignment]
     *,
     by: str = "target",
     evaluate: Task | None = None,

@@ -12,7 +12,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.sensitivity.changed import changed
+from blr_analysis.sensitivity.objective import changed
 
 DELTA = 2.0
 

@@ -172,5 +172,8 @@ def test_the_fit_stands_alone(ask: Any) -> None:
         ask(fitted, task)
     with pytest.raises(InputError, match="is no network"):
         blr.influence(fitted, fitted, task)
+    for alone in (blr.influence, blr.top_influence, blr.what_if, blr.what_if_each):
+        with pytest.raises(InputError, match="without"):
+            alone(fitted)
     with pytest.raises(InputError, match="posterior"):
         ask(task)

@@ -57,8 +57,8 @@ PROBE = (256, 16)  # training and test examples whose exact influence measures a
 @torch.inference_mode(False)  # also where the caller switched it on
 def influence(
     task: Task,
-    posterior: Posterior,
-    test_task: Task,
+    posterior: Posterior = None,  # type: ignore[assignment]
+    test_task: Task = None,  # type: ignore[assignment]
     *,
     measure: Measure = "loss",
     projection: int | None = None,
@@ -129,8 +129,8 @@ def influence(
 @torch.inference_mode(False)
 def top_influence(
     task: Task,
-    posterior: Posterior,
-    test_task: Task,
+    posterior: Posterior = None,  # type: ignore[assignment]
+    test_task: Task = None,  # type: ignore[assignment]
     *,
     k: int = SHOWN,
     measure: Measure = "loss",

@@ -1,0 +1,153 @@
+"""The data after a change, and the objective that a model retrained on them would minimise.
+
+F(θ) = Σ_{i kept, added, relabelled} ℓ_i(θ) + ½ (θ − m₀)ᵀ diag(δ) (θ − m₀)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import StackDataset
+
+from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.products import Curvature
+from blr_analysis.data import Examples
+from blr_analysis.errors import DataError
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.curvature import Operator
+from blr_analysis.sensitivity.shares import as_target
+from blr_analysis.task import Task
+
+
+@dataclass(frozen=True)
+class Point:
+    """F at some weights: its value in nats, its gradient, and the gradient's size relative to
+    that of the data's and the prior's part, which cancel in it at an optimum."""
+
+    params: Tree
+    value: float
+    gradient: Tree
+    residual: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    """F(θ) = Σ_parts Σ_i ℓ_i(θ) + ½ (θ − m₀)ᵀ diag(δ) (θ − m₀).
+
+    Attributes:
+        parts: pairs of a task and the examples of it that count.
+        prior: δ.
+        prior_mean: m₀ by name; None: 0.
+    """
+
+    parts: tuple[tuple[Task, Tensor], ...]
+    prior: Prior
+    prior_mean: Tree | None = None
+
+    @property
+    def n_data(self) -> int:
+        return sum(len(indices) for _, indices in self.parts)
+
+    def at(self, params: Tree) -> Point:
+        """F and its gradient at these weights: one forward and backward pass over the data.
+
+        Raises:
+            ModelError, DataError: as :meth:`Task.run`.
+        """
+        m = self.prior_mean
+        gap = params if m is None else {n: p - m[n] for n, p in params.items()}
+        pull = self.prior.times(gap)
+        squares = self.prior.times({n: x.double().square() for n, x in gap.items()})
+        value = 0.5 * sum(float(s.sum()) for s in squares.values())
+        slope = {n: torch.zeros_like(p) for n, p in params.items()}
+        for task, indices in self.parts:
+            grads, part = loss_and_gradient(task, params, indices)
+            slope = {n: g + grads[n] for n, g in slope.items()}
+            value += part
+        gradient = {n: g + pull[n] for n, g in slope.items()}
+        size = norm(slope) + norm(pull)
+        return Point(params, value, gradient, norm(gradient) / size if size > 0 else 0.0)
+
+    def precision(self, params: Tree, *, memory_budget: int | None = None) -> Operator:
+        """v ↦ S v at these weights, S = Σ J_iᵀ Λ_i J_i + diag(δ) of the changed data."""
+        curvatures = [
+            Curvature(task, params, indices=indices, memory_budget=memory_budget)
+            for task, indices in self.parts
+        ]
+
+        def times(v: Tree) -> Tree:
+            found = self.prior.times(v)
+            for curvature in curvatures:
+                product = curvature.product(v, progress=False)
+                found = {n: x + product[n] for n, x in found.items()}
+            return found
+
+        return times
+
+
+def whole(task: Task, prior: Prior) -> Objective:
+    """That of a task as it is."""
+    return Objective(((task, torch.arange(task.n_data)),), prior)
+
+
+def changed(
+    task: Task,
+    prior: Prior,
+    *,
+    leaving: Tensor,
+    added: Task | None = None,
+    labels: Mapping[int, Any] | None = None,
+) -> Objective:
+    """The data of a task without ``leaving``, with ``added``, with other labels for some."""
+    labels = labels or {}
+    stays = torch.ones(task.n_data, dtype=torch.bool)
+    stays[leaving] = False
+    stays[torch.tensor(list(labels), dtype=torch.long)] = False
+    parts: list[tuple[Task, Tensor]] = []
+    if bool(stays.any()):
+        parts.append((task, stays.nonzero().flatten()))
+    if added is not None:
+        parts.append((added, torch.arange(added.n_data)))
+    if labels:
+        parts.append((with_labels(task, labels), torch.arange(len(labels))))
+    return Objective(tuple(parts), prior)
+
+
+def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
+    """Some examples of a task, each batch wrapped with other targets, in the order given."""
+    chosen = list(labels)
+    try:
+        targets = torch.stack([as_target(labels[i]) for i in chosen])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"relabel must map indices to targets: {error}") from error
+    part = task.subset(chosen)
+
+    def collate(pairs: list[Any]) -> tuple[Any, Tensor]:
+        return part.examples.collate([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+        return task.forward(model, batch[0])[0], batch[1]
+
+    return Task(
+        task.model,
+        Examples(StackDataset(part.dataset, targets), collate),  # type: ignore[arg-type]
+        likelihood=task.likelihood,
+        forward=forward,
+        batch_size=task.batch_size,
+        device=task.device,
+    )
+
+
+def dot(a: Tree, b: Tree) -> float:
+    """⟨a, b⟩, summed in float64."""
+    return sum(float((x.double() * b[n].double()).sum()) for n, x in a.items())
+
+
+def norm(a: Tree) -> float:
+    return math.sqrt(max(0.0, dot(a, a)))
