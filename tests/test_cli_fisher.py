@@ -157,10 +157,10 @@ def test_an_interrupt_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blr_analysis.huggingface.diagonals._add", interrupt)
+    monkeypatch.setattr("blr_analysis.huggingface.diagonals.chunks", interrupt)
     code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", tmp_path / "p")
     assert (code, said) == (130, "")
     assert err.endswith("interrupted\n")
