@@ -418,7 +418,7 @@ def factored_products(
     r = len(stack[term.weight])
     a = a.transpose(0, 1).reshape(g, b * t, -1)
     shares = d.new_empty(b, k, r)
-    size = min(2 * CACHED, room or HELD) // (g * b * t * o)
+    size = min(2 * CACHED if k == 1 else HELD, room or HELD) // (g * b * t * o)
     if scale is not None or stack[term.weight].dtype != dtype:
         size = min(size, HELD // stack[term.weight][0].numel())  # what is copied
     for at in slices(r, size):
