@@ -115,11 +115,11 @@ def influence(
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
     work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
-    _check_room(task.n_data, test_task.n_data, next(iter(work.q.mean.values())).element_size())
+    _check_room(task.n_data, work.test_task.n_data, next(iter(work.q.mean.values())).element_size())
     matrix: Tensor | None = None
     for piece in work.pieces(progress):
         if matrix is None:
-            matrix = piece.values.new_empty((task.n_data, test_task.n_data), device="cpu")
+            matrix = piece.values.new_empty((task.n_data, work.test_task.n_data), device="cpu")
         rows, columns = (slice(int(i[0]), int(i[-1]) + 1) for i in (piece.train, piece.test))
         matrix[rows, columns] = piece.values
     assert matrix is not None
@@ -185,8 +185,8 @@ class _Work:
     def of(
         cls,
         task: Task,
-        posterior: Posterior,
-        test_task: Task,
+        posterior: Any,
+        test_task: Any,
         measure: Measure,
         projection: int | None,
         generator: torch.Generator | None,
