@@ -35,7 +35,7 @@ from blr_analysis.memory_map import REGIONS, MemoryMap, error_size, variance_siz
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.merge import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
-from blr_analysis.merging.plan import Plan
+from blr_analysis.merging.plan import MergePlan
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
@@ -663,8 +663,8 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-@make_table.register(Plan)
-def plan_table(plan: Plan) -> pd.DataFrame:
+@make_table.register(MergePlan)
+def plan_table(plan: MergePlan) -> pd.DataFrame:
     """One row per tensor of the result.
 
     ========== =====================================================================
@@ -708,7 +708,7 @@ def report_table(report: MergeReport) -> pd.DataFrame:
 # The rule, and the words of topics
 
 
-class _Table1(pd.DataFrame):
+class _WrappedTable(pd.DataFrame):
     """A DataFrame that prints its first five columns, wrapped to the terminal."""
 
     @property
@@ -760,7 +760,7 @@ def rule_table(table: Any) -> pd.DataFrame:
         }
         for row in table.rows
     ]
-    return _Table1(rows)
+    return _WrappedTable(rows)
 
 
 @make_table.register(TopicWords)

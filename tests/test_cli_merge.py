@@ -22,7 +22,7 @@ from blr_analysis.cli.merging import merge
 from blr_analysis.cli.sizes import read_size
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, fingerprint
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD, Plan
+from blr_analysis.merging.plan import MAX_MEMORY, SHARD, MergePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -167,7 +167,7 @@ def test_verify_finds_a_flipped_bit(
 ) -> None:
     from blr_analysis.merging import stream
 
-    def damaged(plan: Plan, folder: Path) -> str:
+    def damaged(plan: MergePlan, folder: Path) -> str:
         file = folder / "model.safetensors"
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1

@@ -15,10 +15,10 @@ from rich.console import Console
 import blr_analysis as blr
 from blr_analysis.cli import main
 from blr_analysis.cli.script import load_tasks
-from blr_analysis.demo import RECIPE, Recipe, load, network, run, train
-from blr_analysis.demo.removals import FULL, IVON_DIAGONAL, KRONECKER, Removals
+from blr_analysis.demo import RECIPE, TrainingRecipe, load, network, run, train
+from blr_analysis.demo.removals import FULL, IVON_DIAGONAL, KRONECKER, ClassRemovals
 
-QUICK = Recipe(epochs=3)
+QUICK = TrainingRecipe(epochs=3)
 FILES = {
     *(f"{name}.{suffix}" for name in ("table", "leave_one_out") for suffix in ("csv", "parquet")),
     *(f"removals.{suffix}" for suffix in ("csv", "parquet", "png")),
@@ -129,7 +129,7 @@ def test_the_closest_posterior_is_the_one_with_the_smallest_miss() -> None:
         )
 
     predicted = {IVON_DIAGONAL: table(0.2, 0.2), KRONECKER: table(0.9, 0.6), FULL: table(2.0, 0.1)}
-    removals = Removals(predicted, {0: (1.0, 0.8), 1: (0.5, 0.8)})
+    removals = ClassRemovals(predicted, {0: (1.0, 0.8), 1: (0.5, 0.8)})
     misses = removals.misses()
     assert misses == pytest.approx({IVON_DIAGONAL: 0.55, KRONECKER: 0.1, FULL: 0.7})
     assert removals.closest == KRONECKER
@@ -178,4 +178,4 @@ def test_the_whole_demo_says_what_the_readme_promises(tmp_path: Path) -> None:
     misses = removals.misses()
     assert misses[FULL] < 0.5 * removals.rise < misses[IVON_DIAGONAL]
     assert misses[FULL] < misses[KRONECKER] < misses[IVON_DIAGONAL]
-    assert Recipe() == RECIPE
+    assert TrainingRecipe() == RECIPE

@@ -33,7 +33,7 @@ class ModelTask(StrEnum):
     causal_lm = "causal-lm"
 
 
-class Stored(StrEnum):
+class StoredDtype(StrEnum):
     """The dtype on disk."""
 
     float32 = "float32"
@@ -120,7 +120,9 @@ def fisher(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a precision that is already there.")
     ] = False,
-    dtype: Annotated[Stored, typer.Option(help="Of the numbers on disk.")] = Stored.float32,
+    dtype: Annotated[
+        StoredDtype, typer.Option(help="Of the numbers on disk.")
+    ] = StoredDtype.float32,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, mps.")
     ] = "cpu",
@@ -158,7 +160,7 @@ def fisher(
         force=force,
         device=device,
         memory_budget=read_size("--max-memory", max_memory),
-        dtype=torch.bfloat16 if dtype is Stored.bfloat16 else None,
+        dtype=torch.bfloat16 if dtype is StoredDtype.bfloat16 else None,
     )
     say("done")
     show_result(result, paper())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from blr_analysis.merging.merge import MergeReport
-    from blr_analysis.merging.plan import Plan
+    from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
 
 
@@ -108,7 +108,7 @@ def merge(
         )
 
 
-def show_plan(plan: Plan, recipe: Recipe, console: Console, *, tensors: bool) -> None:
+def show_plan(plan: MergePlan, recipe: Recipe, console: Console, *, tensors: bool) -> None:
     """What would be done."""
     from blr_analysis.merging.card import shown, size
 
@@ -153,7 +153,7 @@ def show_report(report: MergeReport, console: Console, *, tensors: bool) -> None
     )
 
 
-def _show_fates(plan: Plan, console: Console) -> None:
+def _show_fates(plan: MergePlan, console: Console) -> None:
     from blr_analysis.merging.card import size
 
     groups: Counter[tuple[str, str, str]] = Counter()
@@ -172,7 +172,7 @@ def _show_fates(plan: Plan, console: Console) -> None:
     _print(console, "Tensors", head, rows)
 
 
-def _show_tensors(plan: Plan, fallback: Mapping[str, int], console: Console) -> None:
+def _show_tensors(plan: MergePlan, fallback: Mapping[str, int], console: Console) -> None:
     rows = [
         (
             item.name,

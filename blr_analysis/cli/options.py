@@ -23,7 +23,7 @@ from blr_analysis.sensitivity import calibrate
 from blr_analysis.task import Task
 
 
-class Structure(StrEnum):
+class StructureName(StrEnum):
     """What ``--fit`` fits."""
 
     diag = "diag"
@@ -63,7 +63,7 @@ PosteriorFile = Annotated[
     ),
 ]
 Fit = Annotated[
-    Structure | None,
+    StructureName | None,
     typer.Option(
         help="Instead of --posterior: fit a Laplace posterior to the weights that the model has."
     ),
@@ -130,7 +130,7 @@ class Way:
     """The options that lead to a posterior: one that was saved, or one to fit."""
 
     posterior: Path | None
-    fit: Structure | None
+    fit: StructureName | None
     prior_precision: float | None
     calibrate: int | None = None
 
@@ -164,7 +164,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Job:
+class Inputs:
     """What a command works with; ``out`` is a folder ready to be written where one was named."""
 
     task: Task
@@ -182,7 +182,7 @@ def job(
     out: Path | None = None,
     *,
     check: Callable[[Task], None] | None = None,
-) -> Iterator[Job]:
+) -> Iterator[Inputs]:
     """Options, folder, script and posterior, in the order in which their faults cost least."""
     from blr_analysis.audit import folder_for
 
@@ -193,7 +193,7 @@ def job(
         ours, theirs = load_tasks(task, test)
         if check is not None:
             check(ours)
-        yield Job(ours, theirs, way.posterior_of(ours, say), folder, say)
+        yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
 
 
 def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:

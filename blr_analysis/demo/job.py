@@ -25,8 +25,8 @@ from blr_analysis.audit import (
 )
 from blr_analysis.audit.pictures import figure_of
 from blr_analysis.audit.summary import as_text, grid, note, section
-from blr_analysis.demo.removals import IVON_DIAGONAL, Removals, remove_each_class
-from blr_analysis.demo.training import RECIPE, Digits, Recipe, load, train
+from blr_analysis.demo.removals import IVON_DIAGONAL, ClassRemovals, remove_each_class
+from blr_analysis.demo.training import RECIPE, Digits, TrainingRecipe, load, train
 from blr_analysis.learning_rule.optim import IVON
 from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import Posterior
@@ -37,7 +37,7 @@ from blr_analysis.task import Task
 FOLDER = "blr-demo"
 ABOUT_LOO = (
     "Its scale is that of IVON's posterior, which hess_init sets; that was chosen once for this "
-    "network (blr_analysis.demo.Recipe says how)."
+    "network (blr_analysis.demo.TrainingRecipe says how)."
 )
 LOOKS = 10  # how often the estimate is compared with the test data while the network trains
 
@@ -46,10 +46,10 @@ def run(
     out: str | Path = FOLDER,
     *,
     seed: int = 0,
-    recipe: Recipe = RECIPE,
+    recipe: TrainingRecipe = RECIPE,
     console: Console | None = None,
     say: Callable[[str], None] | None = None,
-) -> tuple[Findings, Removals]:
+) -> tuple[Findings, ClassRemovals]:
     """Train on scikit-learn's digits, audit the training data, write ``out`` and print.
 
     Args:
@@ -103,7 +103,7 @@ def tasks(model: nn.Module, data: Digits) -> tuple[Task, Task]:
 
 
 def _train(
-    data: Digits, seed: int, recipe: Recipe, say: Callable[[str], None]
+    data: Digits, seed: int, recipe: TrainingRecipe, say: Callable[[str], None]
 ) -> tuple[nn.Module, IVON, Monitor]:
     """Train, and look ten times at how the leave-one-out estimate follows the test data."""
     monitors: list[Monitor] = []  # one, as soon as there is a model
@@ -124,7 +124,7 @@ def _train(
     return model, optimizer, monitors[0]
 
 
-def _removals_section(removals: Removals) -> RenderableType:
+def _removals_section(removals: ClassRemovals) -> RenderableType:
     """Every posterior beside the retrained networks, and which of them came closest."""
     table = removals.table
     best = removals.predicted[removals.closest]["nll_after"]
@@ -152,7 +152,7 @@ def _removals_section(removals: Removals) -> RenderableType:
     return section("What if a class were gone?", lead, grid(rows), note(verdict))
 
 
-def _bars(removals: Removals) -> Figure:
+def _bars(removals: ClassRemovals) -> Figure:
     """IVON's own diagonal posterior beside the best with correlations, on one scale."""
     misses = removals.misses()
     best = min((name for name in misses if name != IVON_DIAGONAL), key=misses.__getitem__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from blr_analysis.audit import evaluated
-from blr_analysis.demo.training import Digits, Recipe, train
+from blr_analysis.demo.training import Digits, TrainingRecipe, train
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.sensitivity import what_if_each
 from blr_analysis.task import Task
@@ -19,7 +19,7 @@ FULL = "full GGN"
 
 
 @dataclass(frozen=True)
-class Removals:
+class ClassRemovals:
     """What each class is worth: predicted by every posterior, and what came true.
 
     Attributes:
@@ -81,9 +81,9 @@ def remove_each_class(
     data: Digits,
     *,
     seed: int,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     say: Callable[[str], None],
-) -> Removals:
+) -> ClassRemovals:
     """Take out every class in one step, then retrain without two of them.
 
     The two are those of which the full posterior expects most and least. They are retrained from
@@ -110,4 +110,4 @@ def remove_each_class(
         truth = Task(model, (data.test_images, data.test_labels))
         found, _ = evaluated(truth, truth.parameters())
         retrained[c] = (found.nll, float(found.accuracy or 0.0))
-    return Removals(predicted, retrained)
+    return ClassRemovals(predicted, retrained)

@@ -29,7 +29,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How the network is trained.
 
     ``hess_init`` sets the scale of IVON's posterior where, as here, training is too short to
@@ -48,7 +48,7 @@ class Recipe:
     prior_precision: float = 1.0
 
 
-RECIPE = Recipe()
+RECIPE = TrainingRecipe()
 
 
 def load(seed: int = 0) -> Digits:
@@ -92,7 +92,7 @@ def train(
     labels: Tensor,
     *,
     seed: int = 0,
-    recipe: Recipe = RECIPE,
+    recipe: TrainingRecipe = RECIPE,
     each_epoch: Callable[[int, nn.Module, IVON], None] | None = None,
     label: str = "training",
     progress: bool | None = None,

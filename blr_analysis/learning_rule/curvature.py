@@ -1,7 +1,7 @@
 """What the Hessian is taken to be.
 
 A row of Table 1 puts some estimate in the place of E_q[∇²ℓ]. For networks it is elementwise and
-made of what the draws since the last step have gathered: a :class:`Curvature` names that
+made of what the draws since the last step have gathered: a :class:`HessianEstimate` names that
 evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss. For small
 models the functions below take a loss per example and give gradient and Hessian in full.
 """
@@ -26,7 +26,7 @@ Losses = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Curvature:
+class HessianEstimate:
     """An estimate of the Hessian.
 
     Attributes:
@@ -66,14 +66,14 @@ def _root_magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, A
     return found
 
 
-NO_CURVATURE = Curvature("none", "none")
-EXACT = Curvature("exact")
-SQUARED_GRADIENT = Curvature("squared minibatch gradient", "gradsq", _as_it_is)
-SQUARED_TIMES_ESS = Curvature("squared minibatch gradient · ess", "gradsq", _times_ess)
-GAUSS_NEWTON = Curvature("Gauss–Newton: sum of squared gradients", "ggn", _as_it_is)
-PRICE = Curvature("reparameterised (Price)", "price", _price)
-ROOT_MAGNITUDE = Curvature("√s · |gradient|", "abs", _root_magnitude)
-EXACT_OR_GAUSS_NEWTON = Curvature("exact or Gauss–Newton")
+NO_CURVATURE = HessianEstimate("none", "none")
+EXACT = HessianEstimate("exact")
+SQUARED_GRADIENT = HessianEstimate("squared minibatch gradient", "gradsq", _as_it_is)
+SQUARED_TIMES_ESS = HessianEstimate("squared minibatch gradient · ess", "gradsq", _times_ess)
+GAUSS_NEWTON = HessianEstimate("Gauss–Newton: sum of squared gradients", "ggn", _as_it_is)
+PRICE = HessianEstimate("reparameterised (Price)", "price", _price)
+ROOT_MAGNITUDE = HessianEstimate("√s · |gradient|", "abs", _root_magnitude)
+EXACT_OR_GAUSS_NEWTON = HessianEstimate("exact or Gauss–Newton")
 
 
 def exact(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:

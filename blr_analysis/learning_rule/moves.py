@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blr_analysis.learning_rule.curvature import Curvature, Tensors
+from blr_analysis.learning_rule.curvature import HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
 from blr_analysis.learning_rule.rule import blr_step
 
@@ -96,7 +96,7 @@ class Block:
 
 
 def step(
-    block: Block, curvature: Curvature, move: Move, group: Mapping[str, Any], count: int
+    block: Block, curvature: HessianEstimate, move: Move, group: Mapping[str, Any], count: int
 ) -> None:
     """One step of the row (curvature, move), in place.
 

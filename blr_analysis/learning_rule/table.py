@@ -27,7 +27,7 @@ from blr_analysis.learning_rule.curvature import (
     PRICE,
     ROOT_MAGNITUDE,
     SQUARED_GRADIENT,
-    Curvature,
+    HessianEstimate,
 )
 from blr_analysis.learning_rule.expectations import (
     AT_ADVERSARY,
@@ -80,7 +80,7 @@ class Row:
     algorithm: str
     family: str
     look: Look
-    curvature: Curvature
+    curvature: HessianEstimate
     move: Move
     approximations: str
     section: str

@@ -14,7 +14,7 @@ from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
 from blr_analysis.merging.methods import Method
-from blr_analysis.merging.precisions import Precision
+from blr_analysis.merging.precisions import DiagonalPrecision
 
 MERGED, COPIED = "merged", "copied"
 # What stands for the precision of one task in one tensor.
@@ -24,7 +24,7 @@ COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
-class Part:
+class OpenModel:
     """One fine-tuned model, opened.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
     """
 
     source: Source
-    precision: Precision | None
+    precision: DiagonalPrecision | None
     weight: Weight
 
 
@@ -62,7 +62,7 @@ class Item:
 
 def fates(
     reference: Source,
-    parts: Sequence[Part],
+    parts: Sequence[OpenModel],
     reads: Sequence[Reads],
     method: Method,
     *,
@@ -91,7 +91,7 @@ def fates(
 def _item(
     name: str,
     reference: Source,
-    parts: Sequence[Part],
+    parts: Sequence[OpenModel],
     reads: Sequence[str],
     method: Method,
     divide: bool,
@@ -121,7 +121,7 @@ def _item(
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
 
 
-def _copied(name: str, reference: Source, parts: Sequence[Part], reads: Sequence[str]) -> str:
+def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]) -> str:
     """Why a tensor that is not merged may be copied; an error where it may not."""
     if reference.specs[name].numel == 0:
         return "without entries"
@@ -149,7 +149,7 @@ def _provenance(source: Source, name: str, read: str) -> str:
     return f"{source.name}: {words}" if words else ""
 
 
-def _alpha(part: Part, name: str) -> float:
+def _alpha(part: OpenModel, name: str) -> float:
     given = part.weight(name) if callable(part.weight) else part.weight
     try:
         alpha = float(given)
@@ -163,7 +163,7 @@ def _alpha(part: Part, name: str) -> float:
     return alpha
 
 
-def _curved(part: Part, name: str) -> str:
+def _curved(part: OpenModel, name: str) -> str:
     if part.precision is None:
         return ""
     if part.precision.spec(name) is not None:
@@ -171,7 +171,7 @@ def _curved(part: Part, name: str) -> str:
     return ZERO if name in part.precision.frozen else ""
 
 
-def _refuse_missing(items: Sequence[Item], parts: Sequence[Part]) -> None:
+def _refuse_missing(items: Sequence[Item], parts: Sequence[OpenModel]) -> None:
     for k, part in enumerate(parts):
         lacking = [i.name for i in items if i.fate == MERGED and i.curved[k] == ""]
         if not lacking:

@@ -30,7 +30,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Scratch
 
 BLOCK = 2**17  # entries at a time: what fits into a core's cache
-Curvature = Tensor | float
+PrecisionValue = Tensor | float
 
 
 def combine(
@@ -38,8 +38,8 @@ def combine(
     models: Sequence[Tensor],
     weights: Sequence[float] | None = None,
     *,
-    precisions: Sequence[Curvature] | None = None,
-    base_precision: Curvature | None = None,
+    precisions: Sequence[PrecisionValue] | None = None,
+    base_precision: PrecisionValue | None = None,
     delta: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -69,7 +69,7 @@ def combine(
     """
     count = len(models)
     alphas = [1.0] * count if weights is None else [float(w) for w in weights]
-    curved: list[Curvature] = [0.0] * count if precisions is None else list(precisions)
+    curved: list[PrecisionValue] = [0.0] * count if precisions is None else list(precisions)
     if not count or len(alphas) != count or len(curved) != count:
         raise InputError(
             f"one weight and one precision per model: got {count} models, {len(alphas)} weights "
@@ -83,7 +83,7 @@ def combine(
                 "without a base the weights must not sum to 0, by which they are divided"
             )
         alphas = [a / sum(alphas) for a in alphas]
-    start: Curvature = 0.0 if base_precision is None else base_precision
+    start: PrecisionValue = 0.0 if base_precision is None else base_precision
     for other in (base, *models, *curved, start):
         if isinstance(other, Tensor) and other.shape != models[0].shape:
             raise InputError(
@@ -103,8 +103,8 @@ def combine_into(
     base: Tensor | None,
     models: Sequence[Tensor],
     weights: Sequence[float],
-    precisions: Sequence[Curvature],
-    base_precision: Curvature,
+    precisions: Sequence[PrecisionValue],
+    base_precision: PrecisionValue,
     scratch: Scratch | None = None,
 ) -> int:
     """:func:`combine` of flat tensors into ``out``, whose dtype is that of the arithmetic.
@@ -120,7 +120,7 @@ def combine_into(
     fallback = 0
     for low in range(0, len(out), BLOCK):
         piece = slice(low, low + BLOCK)
-        block = _Block(out[piece], scratch)
+        block = _Workspace(out[piece], scratch)
         parts = [m[piece] for m in models]
         if fixed:
             assert isinstance(base_precision, float | int)
@@ -147,7 +147,7 @@ def _shares(
     return [a * (base_precision + h) / total for a, h in pairs], False
 
 
-class _Block:
+class _Workspace:
     """The arithmetic of one block, in buffers that are used again."""
 
     def __init__(self, out: Tensor, scratch: Scratch) -> None:
@@ -183,8 +183,8 @@ class _Block:
         base: Tensor | None,
         models: Sequence[Tensor],
         weights: Sequence[float],
-        precisions: Sequence[Curvature],
-        base_precision: Curvature,
+        precisions: Sequence[PrecisionValue],
+        base_precision: PrecisionValue,
     ) -> int:
         """The module's formula; the number of entries with H̄ ≤ 0 comes back."""
         start = self._buffer("start")

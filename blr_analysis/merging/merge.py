@@ -16,14 +16,14 @@ from tqdm import tqdm
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
-from blr_analysis.merging.fates import MERGED, Part
+from blr_analysis.merging.fates import MERGED, OpenModel
 from blr_analysis.merging.files import copy_files
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.plan import (
     MAX_MEMORY,
     SHARD,
-    Plan,
+    MergePlan,
     make_plan,
     plan_folders,
     reference_folder,
@@ -50,7 +50,7 @@ class MergeReport(Tabular):
     """
 
     folder: Path
-    plan: Plan
+    plan: MergePlan
     fallback: Mapping[str, int]
     files: Mapping[str, str]
     shards: tuple[str, ...]
@@ -84,7 +84,7 @@ class MergeReport(Tabular):
 
 @torch.no_grad()
 def execute(
-    plan: Plan,
+    plan: MergePlan,
     out: str | os.PathLike[str],
     *,
     max_shard_bytes: int = SHARD,
@@ -235,7 +235,7 @@ def merge(
     if out is not None:
         raise InputError("out= belongs to models given as folders; a merge in memory is returned")
     parts = [
-        Part(
+        OpenModel(
             _loaded(f"models[{t}]", m),
             None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
             a,

@@ -13,13 +13,13 @@ import torch
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
-from blr_analysis.merging.fates import COPIED, OWN, Item, Part, fates
+from blr_analysis.merging.fates import COPIED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method, method_of
-from blr_analysis.merging.precisions import Precision, check_fits, open_precision
+from blr_analysis.merging.precisions import DiagonalPrecision, check_fits, open_precision
 from blr_analysis.views import Tabular
 
 CHUNK = 2**18  # entries of a tensor in hand at a time, at most
@@ -29,7 +29,7 @@ SHARD = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Plan(Tabular):
+class MergePlan(Tabular):
     """A merge that can be carried out: ``table`` shows every tensor's fate.
 
     Attributes:
@@ -47,8 +47,8 @@ class Plan(Tabular):
 
     method: Method
     base: Source | None
-    parts: tuple[Part, ...]
-    base_precision: Precision | None
+    parts: tuple[OpenModel, ...]
+    base_precision: DiagonalPrecision | None
     delta: float
     dtype: torch.dtype
     items: tuple[Item, ...]
@@ -102,9 +102,9 @@ class Plan(Tabular):
 def make_plan(
     method: Method,
     base: Source | None,
-    parts: Sequence[Part],
+    parts: Sequence[OpenModel],
     *,
-    base_precision: Precision | None = None,
+    base_precision: DiagonalPrecision | None = None,
     delta: float = 0.0,
     missing_precision: str = "error",
     normalize: bool | None = None,
@@ -112,7 +112,7 @@ def make_plan(
     out_dtype: torch.dtype | None = None,
     max_memory: int = MAX_MEMORY,
     threads: int | None = None,
-) -> Plan:
+) -> MergePlan:
     """Check everything that can be checked without reading all of the weights.
 
     Raises:
@@ -153,7 +153,7 @@ def make_plan(
         out_dtype=out_dtype,
         based=base is not None,
     )
-    plan = Plan(
+    plan = MergePlan(
         method=method,
         base=base,
         parts=tuple(parts),
@@ -171,7 +171,7 @@ def make_plan(
 def _check_settings(
     method: Method,
     base: Source | None,
-    parts: Sequence[Part],
+    parts: Sequence[OpenModel],
     delta: float,
     missing: str,
     dtype: torch.dtype,
@@ -191,7 +191,7 @@ def _check_settings(
         raise InputError(f"out_dtype must be one of {MERGEABLE} or None, got {out_dtype!r}")
 
 
-def _stored_per_entry(plan: Plan, item: Item) -> int:
+def _stored_per_entry(plan: MergePlan, item: Item) -> int:
     """Bytes on disk that stand behind one entry of a tensor."""
     if item.fate == COPIED:
         return plan.reference.specs[item.name].dtype.itemsize
@@ -205,7 +205,7 @@ def _stored_per_entry(plan: Plan, item: Item) -> int:
     return size + (0 if first is None else first.dtype.itemsize)
 
 
-def _within(plan: Plan, max_memory: int, threads: int | None) -> Plan:
+def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     """The same plan with as many threads and as long pieces as the memory allows."""
     positive_int("max_memory", max_memory)
     cores = (
@@ -247,7 +247,9 @@ SAME = (
 )
 
 
-def plan_folders(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> Plan:
+def plan_folders(
+    job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None
+) -> MergePlan:
     """Open and check everything that a merge of folders needs; nothing is written.
 
     Args:
@@ -269,7 +271,7 @@ def plan_folders(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None 
         precision = None
         if method.uses_precisions and member.precision is not None:
             precision = open_precision(member.precision, member.n_data)
-        parts.append(Part(_open(member.model, base), precision, member.weight))
+        parts.append(OpenModel(_open(member.model, base), precision, member.weight))
     first = None
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)

@@ -25,7 +25,7 @@ from blr_analysis.posterior.prior import Prior
 
 
 @dataclass(frozen=True)
-class Precision:
+class DiagonalPrecision:
     """Named diagonal precisions, read piecewise as H = scale · (S − δ).
 
     Attributes:
@@ -85,7 +85,7 @@ class Precision:
         return id(self)
 
 
-def open_precision(path: Path, n_data: int | None = None) -> Precision:
+def open_precision(path: Path, n_data: int | None = None) -> DiagonalPrecision:
     """A precision folder or file on disk.
 
     Raises:
@@ -100,7 +100,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
                 f"n_data is missing for {str(path)!r}: without a record its numbers are taken as "
                 "averages over the examples. Give n_data, how many there were, beside it"
             )
-        return Precision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
+        return DiagonalPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
     record = checked_diagonal(record, str(path))
     if n_data is not None and n_data != record["n_data"]:
         raise InputError(
@@ -108,7 +108,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
             f"{n_data}: leave n_data out"
         )
     names = record["parameters"]
-    return Precision(
+    return DiagonalPrecision(
         source,
         _stored(source, names, record.get("tied")),
         Prior.of_any(record["prior_precision"]).within(record).numbers(names),
@@ -117,7 +117,7 @@ def open_precision(path: Path, n_data: int | None = None) -> Precision:
     )
 
 
-def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision:
+def precision_in_memory(label: str, given: Any, n_data: int | None) -> DiagonalPrecision:
     """A diagonal :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given)."""
     if isinstance(given, Posterior):
         if given.structure != "diag":
@@ -133,12 +133,12 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> Precision
         if prior.tensors:
             source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
             prior = Prior({None: 0.0})
-        return Precision(
+        return DiagonalPrecision(
             source, _stored(source, list(tensors), tied), prior.numbers(tensors), frozen=frozen
         )
     source = Loaded(label, given)
     scale = 1.0 if n_data is None else float(n_data_of(n_data))
-    return Precision(source, {n: n for n in source.specs}, scale=scale)
+    return DiagonalPrecision(source, {n: n for n in source.specs}, scale=scale)
 
 
 def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
@@ -154,7 +154,7 @@ def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
     return stored
 
 
-def check_fits(precision: Precision, reference: Source) -> None:
+def check_fits(precision: DiagonalPrecision, reference: Source) -> None:
     """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
     ours = {precision.stored[n] for n in precision.stored if n in reference.specs}
     foreign = [n for n in precision.stored.values() if n not in ours]

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files import Folder, Scratch, fingerprint
 from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
-from blr_analysis.merging.formula import Curvature, combine_into
-from blr_analysis.merging.plan import Plan
+from blr_analysis.merging.formula import PrecisionValue, combine_into
+from blr_analysis.merging.plan import MergePlan
 
 
 class Sink(Protocol):
@@ -42,7 +42,7 @@ class Memory:
 Piece = tuple[Item, int, int]
 
 
-def stream(plan: Plan, sink: Sink, tell: Callable[[int], object]) -> Counter[str]:
+def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counter[str]:
     """Merge every tensor of the plan; the result does not depend on threads or piece lengths.
 
     Args:
@@ -100,13 +100,13 @@ def stream(plan: Plan, sink: Sink, tell: Callable[[int], object]) -> Counter[str
     return fallback
 
 
-def _pieces(plan: Plan) -> Iterator[Piece]:
+def _pieces(plan: MergePlan) -> Iterator[Piece]:
     for item in plan.items:
         for start in range(0, item.spec.numel, plan.chunk):
             yield item, start, min(start + plan.chunk, item.spec.numel)
 
 
-def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch) -> int:
+def _merge(plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch) -> int:
     if item.fate == COPIED:
         sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
         return 0
@@ -118,7 +118,7 @@ def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: S
     device = (models[0] if base is None else base).device
     models = [m.to(device) for m in models]
     first = _first(plan, item, start, stop, scratch, device)
-    curved: list[Curvature] = []
+    curved: list[PrecisionValue] = []
     for part, kind in zip(plan.parts, item.curved, strict=True):
         if kind == OWN:
             assert part.precision is not None
@@ -137,8 +137,8 @@ def _merge(plan: Plan, item: Item, start: int, stop: int, sink: Sink, scratch: S
 
 
 def _first(
-    plan: Plan, item: Item, start: int, stop: int, scratch: Scratch, device: torch.device
-) -> Curvature:
+    plan: MergePlan, item: Item, start: int, stop: int, scratch: Scratch, device: torch.device
+) -> PrecisionValue:
     """H_0 + δ."""
     own = plan.base_precision
     if own is None or own.spec(item.name) is None:
@@ -162,7 +162,7 @@ def _rounded(result: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     return scratch.array("rounded", len(result), dtype).copy_(result)
 
 
-def _check_finite(plan: Plan, item: Item, result: Tensor, inputs: list[Tensor]) -> None:
+def _check_finite(plan: MergePlan, item: Item, result: Tensor, inputs: list[Tensor]) -> None:
     limit = torch.finfo(item.spec.dtype).max
     low, high = torch.aminmax(result)
     if bool(low >= -limit) and bool(high <= limit):
@@ -202,7 +202,7 @@ class Compared:
 
 
 @torch.inference_mode()
-def verify(plan: Plan, folder: Path, *, progress: bool | None = None) -> str:
+def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> str:
     """Merge again, in memory, and compare every number with the files in ``folder``.
 
     Returns:

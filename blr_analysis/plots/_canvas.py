@@ -45,7 +45,7 @@ def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Linear or logarithmic; on a logarithmic axis, values below ``floor`` are drawn under it."""
 
     log: bool
@@ -80,7 +80,7 @@ class Scale:
         return f"\n({self.clipped:,} below {self.floor:.1g} at the edge)" if self.clipped else ""
 
 
-def choose_scale(values: np.ndarray, threshold: float | None = None) -> Scale:
+def choose_scale(values: np.ndarray, threshold: float | None = None) -> AxisScale:
     """Logarithmic where the positive values span much more than a linear axis can show.
 
     That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor
@@ -90,16 +90,16 @@ def choose_scale(values: np.ndarray, threshold: float | None = None) -> Scale:
     """
     positive = values[values > 0]
     if len(positive) < 2:
-        return Scale(False)
+        return AxisScale(False)
     low, quarter, middle, high, top = np.quantile(positive, [0.05, 0.25, 0.5, 0.95, 1.0])
     if high <= 30 * low and top <= 30 * middle:
-        return Scale(False)
+        return AxisScale(False)
     floor = float(positive.min())
     if threshold is None or threshold > 0:
         floor = max(floor, min(float(top) * 1e-6, float(quarter)))
     if threshold is not None and threshold > 0:
         floor = min(floor, threshold)
-    return Scale(True, floor, int((values < floor).sum()))
+    return AxisScale(True, floor, int((values < floor).sum()))
 
 
 def as_array(values: Any) -> np.ndarray:

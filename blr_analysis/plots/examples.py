@@ -14,8 +14,8 @@ from blr_analysis.plots._canvas import (
     GREY,
     ORANGE,
     VERMILLION,
+    AxisScale,
     Labels,
-    Scale,
     as_array,
     axes_or_new,
     choose_scale,
@@ -72,7 +72,7 @@ def plot_deviations(
     index = as_array(scores["index"] if _is_table(scores) else np.arange(len(values))).astype(int)
     order = np.argsort(-values, kind="stable")
     steep = values[order[0]] > 100 * values[order[len(values) // 20]]
-    scale = choose_scale(values) if steep else Scale(False)
+    scale = choose_scale(values) if steep else AxisScale(False)
     height = scale.draw(values[order])
     rank = np.arange(1, len(values) + 1)
     ax = axes_or_new(ax)

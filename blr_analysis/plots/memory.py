@@ -17,8 +17,8 @@ from blr_analysis.plots._canvas import (
     GREY,
     ORANGE,
     VERMILLION,
+    AxisScale,
     Labels,
-    Scale,
     axes_or_new,
     choose_scale,
     count_of,
@@ -131,7 +131,7 @@ def _draw_each(ax: Axes, x: np.ndarray, y: np.ndarray, memory: MemoryMap) -> Non
         )
 
 
-def _draw_density(ax: Axes, x: np.ndarray, y: np.ndarray, across: Scale, up: Scale) -> None:
+def _draw_density(ax: Axes, x: np.ndarray, y: np.ndarray, across: AxisScale, up: AxisScale) -> None:
     low_high = (*ax.get_xlim(), *ax.get_ylim())
     cells = ax.hexbin(
         x,

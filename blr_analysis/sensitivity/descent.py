@@ -33,7 +33,7 @@ HALVINGS = 12
 
 
 @dataclass(frozen=True)
-class Move:
+class AcceptedMove:
     """One accepted move: which kind, passes spent so far, F after it, and the decrease expected
     of the next, ½ ∇Fᵀ M⁻¹ ∇F in nats."""
 
@@ -60,7 +60,7 @@ class Descent:
     point: Point
     memory_budget: int | None = None
     passes: float = 1.0
-    moves: list[Move] = field(default_factory=list)
+    moves: list[AcceptedMove] = field(default_factory=list)
     stalled: bool = False
     _pairs: list[tuple[Tree, Tree]] = field(default_factory=list)
 
@@ -184,7 +184,7 @@ class Descent:
                 "the gradient of the loss on the changed data is not finite; raise "
                 "prior_precision, or use float64"
             )
-        self.moves.append(Move(kind, self.passes, self.point.value, decrement))
+        self.moves.append(AcceptedMove(kind, self.passes, self.point.value, decrement))
 
 
 Watch = Callable[[Descent], None]

@@ -14,7 +14,7 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.descent import Move
+from blr_analysis.sensitivity.descent import AcceptedMove
 from blr_analysis.views import Plottable, make_table
 
 
@@ -55,7 +55,7 @@ class WhatIf(Plottable):
     passes: float = 0.0
     converged: bool = True
     error: float | None = None
-    moves: Sequence[Move] = ()
+    moves: Sequence[AcceptedMove] = ()
 
     @property
     def nll(self) -> float:

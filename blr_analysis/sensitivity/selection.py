@@ -65,7 +65,7 @@ class Columns:
                 self._known[name] = flat.tolist()
 
 
-class Row(Mapping[str, Any]):
+class ExampleRow(Mapping[str, Any]):
     """One row of the table: ``row.target`` or ``row["target"]``."""
 
     def __init__(self, columns: Columns, index: int) -> None:
@@ -112,11 +112,11 @@ def select(
     return found
 
 
-def _asked(question: Callable[[Row], Any], columns: Columns, n: int, name: str) -> list[int]:
+def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name: str) -> list[int]:
     found = []
     for i in range(n):
         try:
-            answer = question(Row(columns, i))
+            answer = question(ExampleRow(columns, i))
         except BLRError:
             raise
         except Exception as error:  # the user's own code

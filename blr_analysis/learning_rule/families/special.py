@@ -30,7 +30,7 @@ def _elementwise(
 ) -> Callable[[Tensor], Any]:
     """A function of each entry that takes its derivative from ``slope``."""
 
-    class Elementwise(torch.autograd.Function):
+    class WithSlope(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -50,7 +50,7 @@ def _elementwise(
         def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
             return tangent * slope(ctx.saved_tensors[0])
 
-    return Elementwise.apply
+    return WithSlope.apply
 
 
 def digamma(x: Tensor) -> Tensor:

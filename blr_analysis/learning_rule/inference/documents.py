@@ -214,7 +214,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Block:
+class PaddedDocuments:
     """Some documents, padded to L words.
 
     Attributes:
@@ -265,11 +265,13 @@ class SameTopics:
         """Entries of each document's table, ``[D]``."""
         return self.counts.lengths[self.rows] * len(self.topics.concentration)
 
-    def blocks(self, chosen: Tensor) -> Iterator[Block]:
+    def blocks(self, chosen: Tensor) -> Iterator[PaddedDocuments]:
         """These documents, by their positions."""
         (table, shift), n_topics = self.seen, len(self.topics.concentration)
         for at, words, counts in self.counts.blocks(self.rows[chosen], n_topics):
-            yield Block(chosen[at], words, counts, gather(table, words), gather(shift, words))
+            yield PaddedDocuments(
+                chosen[at], words, counts, gather(table, words), gather(shift, words)
+            )
 
 
 def local_step(
@@ -351,7 +353,7 @@ def _together(sizes: Tensor) -> Iterable[Tensor]:
 
 
 def _turned(
-    gamma: Tensor, blocks: list[Block], alpha: Tensor, tol: float, turns: int
+    gamma: Tensor, blocks: list[PaddedDocuments], alpha: Tensor, tol: float, turns: int
 ) -> tuple[Tensor, Tensor]:
     """γ ``[D, K]`` where each document first stood still, or after all turns; and which did.
 
@@ -415,7 +417,7 @@ def exp_digamma(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OwnBlock(Block):
+class OwnDocuments(PaddedDocuments):
     """Documents, each with topics of its own.
 
     Attributes:
@@ -449,13 +451,13 @@ class OwnTopics(SameTopics):
         known = self.topics.concentration.T.contiguous()
         return known, torch.minimum(known, self.prior.concentration.T)
 
-    def blocks(self, chosen: Tensor) -> Iterator[OwnBlock]:
+    def blocks(self, chosen: Tensor) -> Iterator[OwnDocuments]:
         known, least = self._known
         totals = known.sum(0)
         for block in super().blocks(chosen):
             whole, every = gather(known, block.words), totals.expand(len(block.at), -1)
             if self.gamma is None:
-                yield OwnBlock(
+                yield OwnDocuments(
                     **vars(block), known=whole, totals=every, withheld=every.new_zeros(1)
                 )
                 continue
@@ -467,7 +469,9 @@ class OwnTopics(SameTopics):
             shift = logs.amax(2)
             table = (logs - shift.unsqueeze(2)).exp_()
             withheld = (left - wanted).sum((1, 2))
-            yield OwnBlock(block.at, block.words, block.counts, table, shift, left, every, withheld)
+            yield OwnDocuments(
+                block.at, block.words, block.counts, table, shift, left, every, withheld
+            )
 
 
 def log_predictive(documents: OwnTopics, gamma: Tensor, prior: Dirichlet) -> Tensor:

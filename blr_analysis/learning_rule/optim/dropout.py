@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.curvature import Curvature, Tensors
+from blr_analysis.learning_rule.curvature import HessianEstimate, Tensors
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.optim.draws import Group
@@ -100,7 +100,7 @@ class Dropout(RowOptimizer):
         found = super()._accepted(given)
         curvature = found.curvature
         if curvature.method == "gradsq":  # (z g / π₁)², where Eq. 43 has z g² / π₁
-            curvature = Curvature(curvature.name, curvature.method, _times_keep)
+            curvature = HessianEstimate(curvature.name, curvature.method, _times_keep)
         return replace(
             found,
             algorithm="dropout" if found.algorithm == "SGD" else f"dropout with {found.algorithm}",

@@ -41,7 +41,7 @@ that curvature estimates, which are squared and multiplied by ess, do not overfl
 
 
 @dataclass
-class Estimate:
+class GradientEstimate:
     """Of one parameter. ``curvature`` is the mean of noise·gradient, of gradient², or of what came
     along with the draws."""
 
@@ -80,7 +80,7 @@ class Gathered:
 
     def __init__(self, buffers: Buffers) -> None:
         self.count = 0
-        self.estimates: dict[Tensor, Estimate] = {}
+        self.estimates: dict[Tensor, GradientEstimate] = {}
         self._buffers = buffers
         self._held: list[Tensor] = []
 
@@ -139,7 +139,9 @@ class Gathered:
         if self.count == 0:
             for param, _, method, source in got:
                 assert param.grad is not None
-                estimate = Estimate(method, param.grad, param.grad, version=param.grad._version)
+                estimate = GradientEstimate(
+                    method, param.grad, param.grad, version=param.grad._version
+                )
                 estimate.noise = source
                 self.estimates[param] = estimate
             self._held, draw.noise_buffers = draw.noise_buffers, []
@@ -172,10 +174,10 @@ class Gathered:
                 estimate.curvature.mul_(1 - weight)
         self.show()
 
-    def add_zeros(self, param: Tensor, method: str) -> Estimate:
+    def add_zeros(self, param: Tensor, method: str) -> GradientEstimate:
         """A settled estimate of zero, for a parameter that had no gradient so far."""
         zeros = torch.zeros_like(param, dtype=state_dtype(param))
-        estimate = Estimate(method, zeros, zeros, curvature=torch.zeros_like(zeros))
+        estimate = GradientEstimate(method, zeros, zeros, curvature=torch.zeros_like(zeros))
         self.estimates[param] = estimate
         return estimate
 
@@ -260,18 +262,18 @@ class Gathered:
         curvature, noise = packed.get("sample_curvature"), packed.get("sample_noise")
         if curvature is None:
             grad = packed["sample_grad"].to(device=param.device, dtype=param.dtype, copy=True)
-            estimate = Estimate(method, grad, grad)
+            estimate = GradientEstimate(method, grad, grad)
             estimate.noise = None if noise is None else noise.to(**wide)
         else:
             grad = packed["sample_grad"].to(**wide)
             shown = grad.to(param.dtype, copy=True)
-            estimate = Estimate(method, grad, shown, curvature=curvature.to(**wide))
+            estimate = GradientEstimate(method, grad, shown, curvature=curvature.to(**wide))
         param.grad = estimate.shown
         estimate.version = estimate.shown._version
         self.estimates[param] = estimate
 
 
-def _first(estimate: Estimate) -> Tensor:
+def _first(estimate: GradientEstimate) -> Tensor:
     """The curvature estimate of a first draw, in memory of its own."""
     if estimate.noise is None:
         return estimate.grad.square()
@@ -296,7 +298,7 @@ def _move_means(
     torch._foreach_lerp_(curvature, estimate, weight)
 
 
-def _ratios(estimates: Sequence[Estimate]) -> list[float]:
+def _ratios(estimates: Sequence[GradientEstimate]) -> list[float]:
     """By which factor the norm of each shown mean has changed.
 
     Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
@@ -311,7 +313,7 @@ def _ratios(estimates: Sequence[Estimate]) -> list[float]:
     return [ratios[id(estimate)] for estimate in estimates]
 
 
-def _carry_over(estimate: Estimate, ratio: float) -> None:
+def _carry_over(estimate: GradientEstimate, ratio: float) -> None:
     """A change of the shown mean reaches the means; zeros in place of gradients do not."""
     if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
         ratio = 1.0

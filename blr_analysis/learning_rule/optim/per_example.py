@@ -37,7 +37,7 @@ from blr_analysis.learning_rule.optim.draws import state_dtype
 from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT
 
 
-class PerExample:
+class PerExampleSquares:
     """Reads the mean of g_i² over the examples seen between :meth:`start` and :meth:`finish`.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE, Curvature
+from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE, HessianEstimate
 from blr_analysis.learning_rule.expectations import AT_ADVERSARY
 from blr_analysis.learning_rule.moves import Block, Move, step
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
@@ -35,7 +35,7 @@ from blr_analysis.learning_rule.optim.gathered import (
     is_distributed,
     true_on_any_rank,
 )
-from blr_analysis.learning_rule.optim.per_example import PerExample
+from blr_analysis.learning_rule.optim.per_example import PerExampleSquares
 from blr_analysis.learning_rule.optim.settings import (
     Setting,
     check_arguments,
@@ -47,7 +47,7 @@ from blr_analysis.learning_rule.optim.settings import (
 )
 from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 
-Law = tuple[Curvature, Move, Mapping[str, Any]]
+Law = tuple[HessianEstimate, Move, Mapping[str, Any]]
 """What moves a group: curvature, move, and the settings that both read."""
 
 
@@ -151,7 +151,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise InputError(f"{accepted.algorithm} is no elementwise row: {accepted.runs} runs it")
         return accepted
 
-    def _reader(self, model: nn.Module | None, reduction: str) -> PerExample | None:
+    def _reader(self, model: nn.Module | None, reduction: str) -> PerExampleSquares | None:
         algorithm, needed = self.row.algorithm, self.row.curvature == GAUSS_NEWTON
         if needed and not isinstance(model, nn.Module):
             raise InputError(
@@ -160,7 +160,7 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         if not needed and model is not None:
             raise InputError(f"{algorithm} reads nothing from the model: leave it out")
-        return PerExample(model, reduction, algorithm) if model is not None else None
+        return PerExampleSquares(model, reduction, algorithm) if model is not None else None
 
     def _begin_fresh(self) -> None:
         self._buffers = Buffers()

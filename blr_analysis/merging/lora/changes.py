@@ -40,7 +40,7 @@ NO_TOKENS = ("position", "token_type", "segment", "wpe", "patch")
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LoraUpdate:
     """scale·B·A as it is added to a base tensor of ``rows`` × ``cols`` elements.
 
     ``b`` is [out, r] and ``a`` [r, in]. ``transposed``: the base stores [in, out] (Conv1D,
@@ -57,7 +57,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Change:
+class AdapterChange:
     """What happens to one tensor of the base; names are those of the adapter's file.
 
     Attributes:
@@ -66,7 +66,7 @@ class Change:
     """
 
     whole: str | None = None
-    low_rank: LowRank | None = None
+    low_rank: LoraUpdate | None = None
 
     @property
     def words(self) -> str:
@@ -77,7 +77,9 @@ class Change:
         return ", ".join(parts)
 
 
-def changes_of(settings: Settings, adapter: Source, base: Source, folder: str) -> dict[str, Change]:
+def changes_of(
+    settings: Settings, adapter: Source, base: Source, folder: str
+) -> dict[str, AdapterChange]:
     """The change of every base tensor that a plain adapter changes, by the base's names.
 
     Raises:
@@ -95,11 +97,11 @@ def changes_of(settings: Settings, adapter: Source, base: Source, folder: str) -
     )
     _check(settings, found, own, adapter, base, folder)
     _refuse_tied(settings, found, own, tied, base, folder)
-    changes = {own[name]: Change(whole=key) for name, key in found.whole.items()}
+    changes = {own[name]: AdapterChange(whole=key) for name, key in found.whole.items()}
     for module in found.matrices:
         name = own[f"{module}.weight"]
         low_rank = _low_rank(settings, found, module, name, adapter, base, folder)
-        changes[name] = replace(changes.get(name, Change()), low_rank=low_rank)
+        changes[name] = replace(changes.get(name, AdapterChange()), low_rank=low_rank)
     return changes
 
 
@@ -111,7 +113,7 @@ def _low_rank(
     adapter: Source,
     base: Source,
     folder: str,
-) -> LowRank:
+) -> LoraUpdate:
     parts, rank, shape = found.matrices[module], settings.rank(module), base.specs[name].shape
     a, b = adapter.specs[parts["A"]].shape, adapter.specs[parts["B"]].shape
     straight = (*b, *a) == (*shape[:1], rank, rank, *shape[1:]) and module not in found.embeddings
@@ -123,7 +125,7 @@ def _low_rank(
         )
     if straight and turned:
         turned = stored_transposed(name, base.specs, settings.fan_in_fan_out)
-    return LowRank(parts["A"], parts["B"], rank, settings.scaling(module), *shape, turned)
+    return LoraUpdate(parts["A"], parts["B"], rank, settings.scaling(module), *shape, turned)
 
 
 def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.files import Scratch, Source, Spec
-from blr_analysis.merging.lora.changes import Change, LowRank
+from blr_analysis.merging.lora.changes import AdapterChange, LoraUpdate
 
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
 
@@ -70,7 +70,7 @@ class Streamed(Adapted):
         name: str,
         base: Source,
         file: Source,
-        changes: Mapping[str, Change],
+        changes: Mapping[str, AdapterChange],
         dtype: torch.dtype | None,
         notes: tuple[str, ...],
     ) -> None:
@@ -110,7 +110,7 @@ class Streamed(Adapted):
         return self._file.read(key, start, stop, _Own(scratch, (self, "file")))
 
     def _left(
-        self, low_rank: LowRank, first: int, last: int, scratch: Scratch, real: torch.dtype
+        self, low_rank: LoraUpdate, first: int, last: int, scratch: Scratch, real: torch.dtype
     ) -> Tensor:
         """[rows, r]: rows of B, or columns of A where the base is stored transposed."""
         rank = low_rank.rank
@@ -123,7 +123,7 @@ class Streamed(Adapted):
             left[:, k] = self._read(low_rank.a, row + first, row + last, scratch)
         return left
 
-    def _right(self, low_rank: LowRank, scratch: Scratch, real: torch.dtype) -> Tensor:
+    def _right(self, low_rank: LoraUpdate, scratch: Scratch, real: torch.dtype) -> Tensor:
         """[r, cols]: A, or Bᵀ where the base is stored transposed."""
         key, size = low_rank.a, low_rank.rank * low_rank.cols
         if not low_rank.transposed:
@@ -142,7 +142,7 @@ class _Own(Scratch):
         return self._outer.take((self._owner, key), nbytes)
 
 
-def _spans(low_rank: LowRank, start: int, stop: int) -> list[tuple[int, int]]:
+def _spans(low_rank: LoraUpdate, start: int, stop: int) -> list[tuple[int, int]]:
     """(first row, row after the last) of the blocks that elements [start, stop) touch."""
     if start == stop:
         return []

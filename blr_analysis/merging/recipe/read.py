@@ -108,7 +108,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     """
     place = Path(path_of(path)).expanduser()
     page = Page.open(place)
-    reader = _Reader(page, page.check())
+    reader = _RecipeReader(page, page.check())
     job = reader.job()
     template = None
     if reader.text.chat_template is not None:
@@ -138,7 +138,7 @@ def _rules(written: WrittenWeight | None) -> tuple[Rule, ...]:
     return tuple(Rule(r.value, "" if r.filter in (None, "*") else r.filter) for r in rules)
 
 
-class _Reader:
+class _RecipeReader:
     """What the parts of one recipe mean."""
 
     def __init__(self, page: Page, text: RecipeText) -> None:

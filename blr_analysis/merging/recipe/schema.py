@@ -73,13 +73,13 @@ def _filled(value: Any) -> Any:
     return {} if value is None else value
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A mapping of the recipe; a key that is not here is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WrittenRule(Part):
+class WrittenRule(Section):
     """A value for the tensors whose name contains ``filter``."""
 
     value: Values
@@ -94,7 +94,7 @@ WrittenWeight = Annotated[
 ]
 
 
-class ModelParameters(Part):
+class ModelParameters(Section):
     """``parameters`` of one model."""
 
     weight: WrittenWeight | None = None
@@ -117,7 +117,7 @@ class Parameters(ModelParameters):
     missing_precision: Literal["error", "base", "zero"] | None = None
 
 
-class Entry(Part):
+class Entry(Section):
     """One of ``models``."""
 
     model: Text
@@ -132,7 +132,7 @@ class SliceSource(Entry):
     layer_range: tuple[StrictInt, StrictInt]
 
 
-class Slice(Part):
+class Slice(Section):
     """The only one of ``slices``, since whole models are merged."""
 
     sources: Annotated[list[SliceSource], Field(min_length=1)]
@@ -140,13 +140,13 @@ class Slice(Part):
     parameters: Annotated[Parameters, BeforeValidator(_filled)] = Parameters()
 
 
-class Tokenizer(Part):
+class Tokenizer(Section):
     """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
 
     source: Text = "base"
 
 
-class RecipeText(Part):
+class RecipeText(Section):
     """A recipe as it is written."""
 
     merge_method: Text
@@ -164,7 +164,7 @@ class RecipeText(Part):
     model_name: Any = None
 
 
-PLACES: dict[str, type[Part]] = {
+PLACES: dict[str, type[Section]] = {
     "": RecipeText,
     "parameters": Parameters,
     "models": Entry,

@@ -66,7 +66,7 @@ def sketch(
         most: never more than these (by ``tolerance`` only).
         size: how many eigenvalues of G can be other than zero.
     """
-    curvature = _Whitened(passes, params, prior)
+    curvature = _WhitenedCurvature(passes, params, prior)
     space = _Krylov(curvature, NARROWEST, size)
     wanted = min(rank or size, size)
     space.width = max(NARROWEST, min(WIDEST, wanted // 6))
@@ -104,7 +104,7 @@ def _shares(values: Tensor, trace: float, size: int) -> Tensor:
     return torch.where(explained > 0, explained / (explained + most), torch.ones_like(most))
 
 
-class _Whitened:
+class _WhitenedCurvature:
     """K = δ^{-1/2} G δ^{-1/2} as products with flat vectors ``[n, P]``."""
 
     def __init__(self, passes: Passes, params: Mapping[str, Tensor], prior: Prior) -> None:
@@ -161,7 +161,7 @@ class _Whitened:
 class _Krylov:
     """Orthonormal blocks ``[b, P]`` and the core Qᵀ K Q of those that were multiplied."""
 
-    def __init__(self, curvature: _Whitened, width: int, size: int) -> None:
+    def __init__(self, curvature: _WhitenedCurvature, width: int, size: int) -> None:
         self._curvature, self.width, self._size = curvature, width, size
         self._generator = torch.Generator().manual_seed(0)  # the same data, the same posterior
         self._blocks: list[Tensor] = []
