@@ -345,7 +345,7 @@ def checked(
         ModelError: no tensor of floats, not one row per example, NaN or inf.
         DataError: targets of another length, shape or dtype, out of range, or all ignored.
     """
-    outputs = getattr(outputs, "logits", outputs)
+    outputs = likelihood.join(getattr(outputs, "logits", outputs))
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             "the model must return a float32 or float64 tensor (or an object with .logits), "

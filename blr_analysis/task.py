@@ -39,7 +39,7 @@ from blr_analysis.data import (
     versions,
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
-from blr_analysis.likelihoods import Likelihood, resolve
+from blr_analysis.likelihoods import Likelihood, Loss, Weighted, resolve
 
 
 class Task:
@@ -52,8 +52,12 @@ class Task:
             in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
             index must give the same example on every visit: no random augmentation.
         likelihood: "categorical", "bernoulli", "gaussian", "poisson", for sequences "tokens" (one
-            class per token) and "causal_lm", or a
-            :class:`~blr_analysis.likelihoods.Likelihood`.
+            class per token) and "causal_lm"; the loss of ``torch.nn`` that the model was trained
+            with, whose settings are read (:mod:`blr_analysis.likelihoods.modules` says how δ
+            follows from its reduction); any function (outputs, targets) -> loss of each example
+            ``[B]``; or a :class:`~blr_analysis.likelihoods.Likelihood`.
+        weights: w_i ≥ 0 of every example, ``[N]``: its loss counts w_i times. Losses and their
+            means, of a test set too, hold the weights of their own task; accuracies do not.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
             Hugging Face dict batches with a ``labels`` entry.
         batch_size: examples in one forward pass.
@@ -64,7 +68,8 @@ class Task:
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
             fails on an index or changes between two visits.
-        InputError: unknown likelihood, bad batch size, metadata of another length.
+        InputError: unknown likelihood, bad batch size, metadata or weights of another length,
+            weights below 0.
         DeviceError: a device that this machine does not have.
     """
 
@@ -73,7 +78,8 @@ class Task:
         model: nn.Module,
         data: Any,
         *,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: Loss = "categorical",
+        weights: Tensor | Sequence[float] | None = None,
         forward: Forward | None = None,
         batch_size: int = 256,
         device: str | torch.device | None = None,
@@ -97,6 +103,8 @@ class Task:
         self.device = _device(device, model)
         self.examples = read_data(data)
         self.n_data = len(self.examples)
+        if weights is not None:
+            self.likelihood = _weighted(self.likelihood, weights, self.n_data)
         self.forward: Forward = forward or default_forward
         self.metadata = read_metadata(metadata, self.n_data)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
@@ -128,7 +136,7 @@ class Task:
         return Task(
             self.model,
             self.examples.subset(chosen),
-            likelihood=self.likelihood,
+            likelihood=self.likelihood.at(torch.tensor(chosen)),
             forward=self.forward,
             batch_size=self.batch_size,
             device=self.device,
@@ -256,6 +264,18 @@ class Task:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
+    try:
+        w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"weights must be numbers, one per example: {error}") from error
+    if w.shape != (n_data,):
+        raise InputError(f"weights of shape {tuple(w.shape)} for {n_data} examples; give one each")
+    if not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
+        raise InputError("weights must be finite, 0 or more, and not all 0")
+    return Weighted(likelihood.plain, w)
 
 
 def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -68,8 +68,9 @@ def test_hessian_products_are_the_losss(likelihood: TokenCategorical) -> None:
     truth = torch.func.vjp(slope, f)[1](v)[0]  # a Hessian is symmetric
     along, _ = likelihood.prepare(v, y)
     f.requires_grad_()
-    outputs, _ = likelihood.prepare(f, y)
-    (found,) = torch.autograd.grad(outputs, f, likelihood.hessian_times(outputs.detach(), along))
+    outputs, targets = likelihood.prepare(f, y)
+    product = likelihood.hessian_times(outputs.detach(), targets, along)
+    (found,) = torch.autograd.grad(outputs, f, product)
     assert relative(found, truth) < 1e-12
 
 
@@ -77,7 +78,7 @@ def test_hessian_products_are_the_losss(likelihood: TokenCategorical) -> None:
 def test_the_hessian_itself_is_refused(likelihood: TokenCategorical) -> None:
     for method in (likelihood.hessian, likelihood.hessian_root):
         with pytest.raises(InputError, match="empirical_fisher"):
-            method(torch.zeros(1, 2, 3))
+            method(torch.zeros(1, 2, 3), torch.zeros(1, 2).long())
 
 
 @every

@@ -73,7 +73,7 @@ class Findings:
         right = self.loo.likelihood.correct(self.loo.logits, self.loo.targets)
         if right is not None:
             found["label_quality"] = np.exp(-self.loo.losses.double().numpy())
-            found["suspicious"] = ~right.numpy()
+            found["suspicious"] = (right == 0).numpy()
         table = self.memory.table.rename(columns={n: f"{n}_metadata" for n in (*found, *JUDGED)})
         after = list(table).index("region") + 1
         for place, (name, column) in enumerate(found.items()):

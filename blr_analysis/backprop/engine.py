@@ -20,6 +20,7 @@ from blr_analysis.backprop.record import Recording, fetched, record
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
+from blr_analysis.likelihoods import Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -69,6 +70,11 @@ class Chunk:
     _params: Mapping[str, Tensor]
     _plan: Plan
     _recording: Recording
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of these examples, with their weights."""
+        return self._task.likelihood.at(self.indices)
 
     def terms(self, cotangents: Tensor) -> list[Term]:
         """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer.

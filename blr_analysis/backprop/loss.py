@@ -20,7 +20,7 @@ from blr_analysis.likelihoods import Likelihood, TokenCategorical
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
-Watch = Callable[[Tensor, Tensor], None]  # the outputs and targets of a batch
+Watch = Callable[[Tensor, Tensor, Tensor], None]  # outputs, targets and indices of a batch
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float | None:
-        return None if self.correct is None else float(self.correct.double().mean())
+        return None if self.correct is None else float(self.correct.double().nanmean())
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Tally:
         self._seen: list[tuple[Tensor, ...]] = []
         self._targets: list[Tensor] = []
 
-    def add(self, f: Tensor, y: Tensor) -> None:
-        likelihood = self._likelihood
+    def add(self, f: Tensor, y: Tensor, indices: Tensor) -> None:
+        likelihood = self._likelihood.at(indices)
         hits, counted = likelihood.correct(f, y), likelihood.counted(y)
         tokens = None if counted is None else counted.sum(-1)
         found = (likelihood.nll(f, y), hits, tokens)
@@ -113,8 +113,8 @@ class Tally:
     def targets(self) -> Tensor:
         """Of sequences one padded table ``[M, T]``."""
         rows = self._targets
-        if isinstance(self._likelihood, TokenCategorical):
-            longest, empty = max(y.shape[1] for y in rows), self._likelihood.ignore_index
+        if isinstance(likelihood := self._likelihood.plain, TokenCategorical):
+            longest, empty = max(y.shape[1] for y in rows), likelihood.ignore_index
             rows = [pad(y, (0, longest - y.shape[1]), value=empty) for y in rows]
         return torch.cat(rows)
 
@@ -130,7 +130,7 @@ def evaluated(
     tally, order = Tally(task.likelihood), torch.arange(task.n_data).split(task.batch_size)
     with torch.no_grad(), task.evaluation():
         for chosen in track(order, total=len(order), label="predictions", show=progress):
-            tally.add(*task.run(task.fetch(chosen), params, chosen))
+            tally.add(*task.run(task.fetch(chosen), params, chosen), chosen)
     return tally.evaluation, tally.targets
 
 
@@ -146,7 +146,7 @@ def batch_gradient(
         f, y = task.run(fetched(task, indices), leaves, indices)
         if not f.requires_grad:
             return f, y, None
-        e = task.likelihood.error(f.detach(), y) if errors is None else errors
+        e = task.likelihood.at(indices).error(f.detach(), y) if errors is None else errors
         try:
             found = torch.autograd.grad(
                 f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
@@ -172,7 +172,7 @@ def loss_and_gradient(
     Args:
         indices: the examples to sum over; None: all.
         errors: ``[M, C]``, in place of the e_i = ∂ℓ_i/∂f.
-        watch: is shown the outputs and targets of every batch.
+        watch: is shown the outputs, targets and indices of every batch.
 
     Raises:
         ModelError, DataError: as :meth:`Task.run`; outputs that autograd cannot differentiate.
@@ -185,9 +185,9 @@ def loss_and_gradient(
     shown = track(parts, total=len(parts), label="gradient", show=progress)
     for chosen, e in zip(shown, given, strict=True):
         f, y, grads = batch_gradient(task, leaves, chosen, e)
-        loss += float(task.likelihood.nll(f, y).double().sum())
+        loss += float(task.likelihood.at(chosen).nll(f, y).double().sum())
         if watch is not None:
-            watch(f, y)
+            watch(f, y, chosen)
         for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
             whole += grad
     return total, loss

@@ -153,7 +153,7 @@ class Curvature:
 def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: str) -> Linearised:
     """Run some examples once and keep what products with their curvature need."""
     counted = _Bytes()
-    likelihood = task.likelihood
+    likelihood = task.likelihood.at(indices)
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH), counted:
         leaves = [p.detach().requires_grad_() for p in params.values()]
@@ -183,7 +183,7 @@ def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: 
     def ggn_times(v: list[Tensor]) -> list[Tensor]:
         live = [(g, x) for g, x in zip(slope, v, strict=True) if g is not None]
         (forward,) = _batched([g for g, _ in live], [u], [x for _, x in live])
-        return _batched([f], leaves, [likelihood.hessian_times(fixed, forward)])
+        return _batched([f], leaves, [likelihood.hessian_times(fixed, y, forward)])
 
     multiply = hessian_times if kind == "hessian" else ggn_times
     return Linearised(multiply, counted.total)

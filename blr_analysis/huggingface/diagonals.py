@@ -146,14 +146,17 @@ def _add_examples(
 def _columns(task: Task, chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[Tensor]:
     """Cotangents ``[B, K, C]``, a few at a time, whose squared gradients are the chunk's share."""
     if kind == "ggn":
-        yield from curvature_root(task, chunk).split(COLUMNS, dim=1)
+        yield from curvature_root(chunk).split(COLUMNS, dim=1)
         return
     if kind == "fisher_emp":
-        yield task.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+        yield chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
         return
     drawn = _sampled(task, chunk, samples, seeds[chunk.indices])
     for start in range(0, samples, COLUMNS):
-        errors = [task.likelihood.error(chunk.outputs, y) for y in drawn[start : start + COLUMNS]]
+        errors = [
+            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y)
+            for y in drawn[start : start + COLUMNS]
+        ]
         yield torch.stack(errors, dim=1) / samples**0.5
 
 

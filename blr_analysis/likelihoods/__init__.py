@@ -4,7 +4,9 @@ Each likelihood is written with its natural link, so that with f = f_θ(x) the m
 
     ℓ(y, f) = A(f) − fᵀy + const,   e = ∂ℓ/∂f = E[y|f] − y,   Λ = ∂²ℓ/∂f² = Cov[y|f] ⪰ 0
 
-(the Gaussian divides both by its noise variance σ²). Shapes: outputs ``[B, C]``, error
+(the Gaussian divides both by its noise variance σ²). Losses that people train with are read from
+their ``torch.nn`` modules, with weights, smoothing and soft targets; any other is a
+:class:`Function`, with e and Λ by automatic differentiation. Shapes: outputs ``[B, C]``, error
 ``[B, C]``, hessian ``[B, C, C]``, nll ``[B]``. For sequences, one softmax for each token,
 see :mod:`blr_analysis.likelihoods.tokens`.
 
@@ -17,21 +19,32 @@ see :mod:`blr_analysis.likelihoods.tokens`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods.base import Likelihood
 from blr_analysis.likelihoods.categorical import Categorical
+from blr_analysis.likelihoods.functions import Function
 from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
+from blr_analysis.likelihoods.modules import read_module
 from blr_analysis.likelihoods.tokens import CausalLM, TokenCategorical
+from blr_analysis.likelihoods.variances import MeanAndVariance
+from blr_analysis.likelihoods.weighted import Weighted
 
 __all__ = [
     "BY_NAME",
     "Bernoulli",
     "Categorical",
     "CausalLM",
+    "Function",
     "Gaussian",
     "Likelihood",
+    "MeanAndVariance",
     "Poisson",
     "TokenCategorical",
+    "Weighted",
     "resolve",
 ]
 
@@ -41,8 +54,11 @@ BY_NAME: dict[str, type[Likelihood]] = {
 }
 
 
-def resolve(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood of this name, or the object itself.
+Loss = str | Likelihood | nn.Module | Callable[[Tensor, Tensor], Tensor]
+
+
+def resolve(likelihood: Loss) -> Likelihood:
+    """The likelihood of this name, the object itself, or the loss that is given.
 
     >>> resolve("poisson").name
     'poisson'
@@ -51,7 +67,11 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
         return likelihood
     if isinstance(likelihood, str) and likelihood in BY_NAME:
         return BY_NAME[likelihood]()
+    if isinstance(likelihood, nn.Module):
+        return read_module(likelihood)
+    if callable(likelihood) and not isinstance(likelihood, type):
+        return Function(likelihood)
     raise InputError(
-        f"likelihood must be one of {', '.join(map(repr, BY_NAME))} or a Likelihood object, "
-        f"got {likelihood!r}"
+        f"likelihood must be one of {', '.join(map(repr, BY_NAME))}, a Likelihood, a loss of "
+        f"torch.nn, or a function (outputs, targets) -> loss of each example, got {likelihood!r}"
     )

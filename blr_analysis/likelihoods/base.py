@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import DataError
+from blr_analysis.errors import DataError, InputError
 
 
 class Likelihood(ABC):
@@ -26,7 +27,7 @@ class Likelihood(ABC):
         """Prediction error e = ∂ℓ/∂f, ``[B, C]``."""
 
     @abstractmethod
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A root L of the output Hessian, Λ = L Lᵀ, ``[B, C, C]``."""
 
     @abstractmethod
@@ -45,6 +46,36 @@ class Likelihood(ABC):
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Raise :class:`DataError` where a target lies outside the likelihood's support."""
 
+    def at(self, indices: Tensor) -> Likelihood:
+        """That of some examples of the data; they differ where each has a weight of its own."""
+        return self
+
+    @property
+    def plain(self) -> Likelihood:
+        """The same without the examples' own weights."""
+        return self
+
+    @property
+    def kind(self) -> Likelihood:
+        """The likelihood that says what a target is and what is predicted."""
+        return self
+
+    def same(self, other: Likelihood) -> bool:
+        """Whether the other is of this type, with these settings; the examples' weights aside."""
+        return type(self.plain) is type(other.plain) and vars(self.plain) == vars(other.plain)
+
+    def judged_by(self, test: Likelihood) -> bool:
+        """Whether a test set may be scored by the other: the same, or the same without settings."""
+        return self.same(test) or test.plain.recorded == self.plain.name
+
+    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
+        """ẽ ``[B, C]`` with E[ẽ ẽᵀ] = Λ over labels ``drawn`` by :meth:`resample`."""
+        return self.error(outputs, drawn)
+
+    def join(self, outputs: Any) -> Any:
+        """What a model returned as one tensor, where this likelihood takes several."""
+        return outputs
+
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs that are scored, and their targets, checked; see :meth:`prepare_targets`."""
         return outputs, self.prepare_targets(targets, outputs)
@@ -62,14 +93,14 @@ class Likelihood(ABC):
         """:meth:`sample` in the shape of ``targets``; what is ignored there stays so."""
         return self.sample(outputs, generator)
 
-    def hessian(self, outputs: Tensor) -> Tensor:
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Output Hessian Λ = ∂²ℓ/∂f², ``[B, C, C]``."""
-        root = self.hessian_root(outputs)
+        root = self.hessian_root(outputs, targets)
         return root @ root.mT
 
-    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """Λ u for vectors u ``[..., B, C]`` in the space of the outputs."""
-        return (self.hessian(outputs) @ vectors.unsqueeze(-1)).squeeze(-1)
+        return (self.hessian(outputs, targets) @ vectors.unsqueeze(-1)).squeeze(-1)
 
     def prediction(self, outputs: Tensor) -> Tensor:
         """What the model would answer: the class, or the mean; ``[B]`` (``[B, C]`` if C > 1)."""
@@ -91,6 +122,12 @@ class Likelihood(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+    @property
+    def recorded(self) -> str:
+        """What a record says of it: its name, or all of it where it has settings."""
+        plain = repr(self) == f"{type(self).__name__}()"
+        return self.name if plain else repr(self)
 
     def check_outputs(self, outputs: Tensor) -> None:
         """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C ≥ 1 that fits."""
@@ -118,3 +155,33 @@ class Likelihood(ABC):
             raise DataError(f"{self.name} targets contain NaN or inf; drop or mend those examples")
         self.check_values(targets, outputs)
         return targets
+
+
+def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:
+    """A setting of a loss: one finite number for all outputs or one for each; None stays None.
+
+    Raises:
+        InputError: something else, or numbers below 0 (with ``positive``: 0 or below).
+    """
+    if given is None:
+        return None
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.empty(0)
+    low = values <= 0 if positive else values < 0
+    if values.ndim > 1 or not values.numel() or not bool((~low & values.isfinite()).all()):
+        wanted = "positive" if positive else "0 or more"
+        raise InputError(f"{name} must be finite and {wanted}, one per output, got {given!r}")
+    return tuple(values.reshape(-1).tolist())
+
+
+def per_output(name: str, given: tuple[float, ...], outputs: Tensor, count: int) -> Tensor:
+    """Those numbers as a tensor beside outputs, ``[count]`` or ``[1]``.
+
+    Raises:
+        DataError: their number is not that of the outputs.
+    """
+    if len(given) not in (1, count):
+        raise DataError(f"{name} has {len(given)} entries for {count} outputs; give one per output")
+    return outputs.new_tensor(given)

@@ -1,24 +1,73 @@
-"""One of C classes for each example."""
+"""One of C classes for each example, or a share of each of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blr_analysis.errors import DataError
-from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.checks import tolerance, whole
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.likelihoods.base import Likelihood, numbers
 
 
 class Categorical(Likelihood):
-    """Softmax classification, C ≥ 2 logits, integer targets 0 … C−1.
+    """Softmax classification, C ≥ 2 logits; the loss of ``torch.nn.CrossEntropyLoss``.
 
-    e = softmax(f) − onehot(y),  Λ = diag(p) − ppᵀ = LLᵀ with L = diag(√p) − p√pᵀ.
+    Targets are classes 0 … C−1, whole numbers ``[B]``, or soft ones ``[B, C]`` whose rows sum to
+    one (mixup). With class weights w, smoothing ε and the target as a row y of shares
+
+        ℓ = −Σ_c t_c log p_c,   t_c = w_c ((1−ε) y_c + ε/C),   s = Σ_c t_c
+        e = s p − t,   Λ = s (diag(p) − ppᵀ) = LLᵀ with L = √s (diag(√p) − p√pᵀ)
+
+    and so e = p − onehot(y), Λ = diag(p) − ppᵀ without settings.
+
+    Args:
+        weight: w ≥ 0, one per class.
+        label_smoothing: ε in 0 … 1.
+        ignore_index: the class of examples that do not count: their ℓ, e and Λ are 0, and they are
+            left out of the accuracy.
+
+    The objective is the SUM of ℓ over the examples. ``CrossEntropyLoss(weight=w)`` with its
+    reduction "mean" divides by Σ_i w_{y_i}, not by N: with an L2 penalty ``weight_decay``,
+    δ = weight_decay · Σ_i w_{y_i} (without weights, of the N that count: weight_decay · N).
+
+    Raises:
+        InputError: weights below 0, a smoothing outside 0 … 1.
+        DataError: as many weights as there are classes are needed; soft targets below 0, or not
+            summing to one.
+
+    Example:
+        >>> f, y = torch.zeros(1, 2), torch.tensor([1])
+        >>> Categorical(weight=[1.0, 15.0]).error(f, y)
+        tensor([[ 7.5000, -7.5000]])
     """
 
     name = "categorical"
     is_classification = True
     integer_targets = True
+
+    def __init__(
+        self, weight: Any = None, label_smoothing: float = 0.0, ignore_index: int | None = None
+    ) -> None:
+        self.weight = numbers("weight", weight)
+        self.label_smoothing = tolerance("label_smoothing", label_smoothing)
+        if self.label_smoothing > 1:
+            raise InputError(f"label_smoothing must lie in 0 … 1, got {label_smoothing!r}")
+        if ignore_index is not None and whole(ignore_index) is None:
+            raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
+        self.ignore_index = ignore_index
+
+    def __repr__(self) -> str:
+        given = {
+            "weight": None if self.weight is None else list(self.weight),
+            "label_smoothing": self.label_smoothing or None,
+            "ignore_index": self.ignore_index,
+        }
+        settings = (f"{name}={value}" for name, value in given.items() if value is not None)
+        return f"Categorical({', '.join(settings)})"
 
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim == 3:
@@ -28,13 +77,18 @@ class Categorical(Likelihood):
                 '"causal_lm", or reshape them in Task(..., forward=...)'
             )
         super().check_outputs(outputs)
-        if outputs.shape[-1] < 2:
+        c = outputs.shape[-1]
+        if c < 2:
             raise DataError(
                 "the categorical likelihood needs at least 2 logits per example, got 1; "
                 'use likelihood="bernoulli" for a single logit'
             )
+        if self.weight is not None and len(self.weight) != c:
+            raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        if targets.shape == outputs.shape and targets.is_floating_point():
+            return _soft(targets.to(outputs.dtype))
         if targets.ndim == 2 and targets.shape[-1] == 1:
             targets = targets.squeeze(-1)
         if targets.shape != outputs.shape[:1]:
@@ -52,32 +106,67 @@ class Categorical(Likelihood):
         return targets
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        if targets.numel():
-            low, high = (int(v) for v in torch.aminmax(targets))
+        kept = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+        if kept.numel():
+            low, high = (int(v) for v in torch.aminmax(kept))
             if low < 0 or high >= outputs.shape[-1]:
                 raise DataError(
                     f"categorical targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
                     f"{outputs.shape[-1]} logits), found {low if low < 0 else high}"
                 )
 
+    def shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """t, what the loss asks of every class, ``[B, C]``."""
+        c = outputs.shape[-1]
+        ignored = self._ignored(targets)
+        soft = targets if targets.ndim == 2 else F.one_hot(targets.masked_fill(ignored, 0), c)
+        t = soft.to(outputs.dtype)
+        if self.label_smoothing:
+            t = (1 - self.label_smoothing) * t + self.label_smoothing / c
+        if self.weight is not None:
+            t = t * outputs.new_tensor(self.weight)
+        return t.masked_fill(ignored.unsqueeze(-1), 0.0)
+
+    def _ignored(self, targets: Tensor) -> Tensor:
+        if self.ignore_index is None or targets.ndim == 2:
+            return torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+        return targets == self.ignore_index
+
+    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """s, ``[B, 1]``: what Λ is multiplied by."""
+        return self.shares(outputs, targets).sum(-1, keepdim=True)
+
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.softmax(-1) - F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
+        t = self.shares(outputs, targets)
+        return t.sum(-1, keepdim=True) * outputs.softmax(-1) - t
 
-    def hessian(self, outputs: Tensor) -> Tensor:
+    def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = outputs.softmax(-1)
-        return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+        plain = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+        return self.mass(outputs, targets).unsqueeze(-1) * plain
 
-    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(-1)
-        return p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        return self.mass(outputs, targets) * plain
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         root = p.sqrt()
-        return torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
+        plain = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
+        return self.mass(outputs, targets).sqrt().unsqueeze(-1) * plain
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets, reduction="none")
+        soft = targets.ndim == 2
+        weight = None if self.weight is None else outputs.new_tensor(self.weight)
+        return F.cross_entropy(
+            outputs,
+            targets,
+            weight=weight,
+            ignore_index=-100 if soft or self.ignore_index is None else self.ignore_index,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -86,7 +175,23 @@ class Categorical(Likelihood):
         return outputs.argmax(-1)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.argmax(-1) == targets
+        """Whether the largest logit is of the target's class (or largest share), ``[B]``; NaN if
+        ignored."""
+        right = outputs.argmax(-1) == (targets.argmax(-1) if targets.ndim == 2 else targets)
+        ignored = self._ignored(targets)
+        return right.to(outputs.dtype).masked_fill(ignored, torch.nan) if ignored.any() else right
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(-1)
+
+    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
+        """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
+        plain = outputs.softmax(-1) - F.one_hot(drawn, outputs.shape[-1]).to(outputs.dtype)
+        return self.mass(outputs, targets).sqrt() * plain
+
+
+def _soft(targets: Tensor) -> Tensor:
+    sums = targets.sum(-1)
+    if not bool(((sums - 1).abs() < 1e-3).all()) or bool((targets < 0).any()):
+        raise DataError("soft targets must be 0 or more and sum to one in every row")
+    return targets

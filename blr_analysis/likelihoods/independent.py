@@ -4,50 +4,96 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blr_analysis.checks import one_of
 from blr_analysis.errors import DataError, InputError, ModelError
-from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.base import Likelihood, numbers, per_output
 
 
 class _Independent(Likelihood):
     """C conditionally independent scalar outputs, so that Λ is diagonal."""
 
     @abstractmethod
-    def scale(self, outputs: Tensor) -> Tensor:
+    def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal of Λ, ``[B, C]``."""
 
-    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        return self.scale(outputs) * vectors
+    def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        return self.scale(outputs, targets) * vectors
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self.scale(outputs).sqrt())
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.diag_embed(self.scale(outputs, targets).sqrt())
 
 
 class Bernoulli(_Independent):
-    """Logistic classification: one logit per (binary) target; e = σ(f) − y, Λ = p(1−p).
+    """Logistic classification, one logit per target; the loss of ``torch.nn.BCEWithLogitsLoss``.
 
-    C > 1 means C independent labels; an example counts as correct when all of them are.
+        ℓ = −Σ_c w_c (a_c y_c log σ(f_c) + (1 − y_c) log σ(−f_c)),   s_c = w_c (a_c y_c + 1 − y_c)
+        e_c = s_c σ(f_c) − w_c a_c y_c,   Λ_cc = s_c σ(f_c) σ(−f_c)
+
+    and so e = σ(f) − y, Λ = p(1−p) without settings. C > 1 means C independent labels; an example
+    counts as correct when all of them are. Targets are 0 or 1, or between (soft).
+
+    Args:
+        pos_weight: a ≥ 0, one for all outputs or one for each.
+        weight: w ≥ 0, the same.
+
+    Raises:
+        InputError: weights below 0.
+        DataError: their number is not that of the outputs; targets outside 0 … 1.
     """
 
     name = "bernoulli"
     is_classification = True
 
+    def __init__(self, pos_weight: Any = None, weight: Any = None) -> None:
+        self.pos_weight = numbers("pos_weight", pos_weight)
+        self.weight = numbers("weight", weight)
+
+    def __repr__(self) -> str:
+        given = ((n, v) for n, v in vars(self).items() if v is not None)
+        return f"Bernoulli({', '.join(f'{n}={list(v)}' for n, v in given)})"
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        super().check_outputs(outputs)
+        self._weights(outputs)
+
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        if not bool(((targets == 0) | (targets == 1)).all()):
-            raise DataError("bernoulli targets must be 0 or 1; found other values")
+        if not bool(((targets >= 0) & (targets <= 1)).all()):
+            raise DataError("bernoulli targets must lie in 0 … 1; found other values")
+
+    def _weights(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """a and w."""
+        a, w = (
+            per_output(name, given or (1.0,), outputs, outputs.shape[-1])
+            for name, given in (("pos_weight", self.pos_weight), ("weight", self.weight))
+        )
+        return a, w
+
+    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        a, w = self._weights(outputs)
+        return w * (a * targets + (1 - targets))
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.sigmoid() - targets
+        a, w = self._weights(outputs)
+        return self._mass(outputs, targets) * outputs.sigmoid() - w * a * targets
 
-    def scale(self, outputs: Tensor) -> Tensor:
-        return outputs.sigmoid() * (-outputs).sigmoid()
+    def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._mass(outputs, targets) * outputs.sigmoid() * (-outputs).sigmoid()
+
+    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
+        """√s (σ(f) − ŷ), whose mean square over ŷ ~ σ(f) is Λ."""
+        return self._mass(outputs, targets).sqrt() * (outputs.sigmoid() - drawn)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        a, w = self._weights(outputs)
+        losses = F.binary_cross_entropy_with_logits(
+            outputs, targets, w, reduction="none", pos_weight=None if self.pos_weight is None else a
+        )
         return losses.sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
@@ -67,49 +113,74 @@ class Bernoulli(_Independent):
 class Gaussian(_Independent):
     """Regression with known noise variance σ²: e = (f − y)/σ², Λ = I/σ².
 
-    ``nll`` holds the normalising constant ½ log 2πσ², so that it is a log-density; the mean
-    squared error is read off with ``variance=1`` as 2·nll − log 2π.
+    Args:
+        variance: σ², one for all outputs or one for each.
+        normalized: whether ``nll`` holds the constant ½ log 2πσ², so that it is a log-density
+            (the mean squared error is then, with ``variance=1``, 2·nll − log 2π). With
+            ``variance=0.5, normalized=False`` it is Σ_c (f_c − y_c)²: ``torch.nn.MSELoss``, whose
+            reduction "mean" divides the sum over examples by N·C.
     """
 
     name = "gaussian"
     is_classification = False
 
-    def __init__(self, variance: float = 1.0) -> None:
-        if not (isinstance(variance, (int, float)) and math.isfinite(variance) and variance > 0):
-            raise InputError(
-                f"Gaussian noise variance must be a positive finite number, got {variance!r}"
-            )
-        self.variance = float(variance)
+    def __init__(self, variance: Any = 1.0, *, normalized: bool = True) -> None:
+        values = numbers("the noise variance", variance, positive=True)
+        if values is None:
+            raise InputError("the noise variance must be a positive number, got None")
+        self.variance = values[0] if len(values) == 1 else values
+        self.normalized = normalized
 
     def __repr__(self) -> str:
-        return f"Gaussian(variance={self.variance:g})"
+        said = list(self.variance) if isinstance(self.variance, tuple) else f"{self.variance:g}"
+        return f"Gaussian(variance={said}{'' if self.normalized else ', normalized=False'})"
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        super().check_outputs(outputs)
+        self._variances(outputs)
+
+    def _variances(self, outputs: Tensor) -> Tensor:
+        given = self.variance if isinstance(self.variance, tuple) else (self.variance,)
+        return per_output("variance", given, outputs, outputs.shape[-1])
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets) / self.variance
+        return (outputs - targets) / self._variances(outputs)
 
-    def scale(self, outputs: Tensor) -> Tensor:
-        return torch.full_like(outputs, 1 / self.variance)
+    def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (1 / self._variances(outputs)).expand_as(outputs)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        constant = math.log(2 * math.pi * self.variance)
-        return 0.5 * ((outputs - targets).square() / self.variance + constant).sum(-1)
+        variances = self._variances(outputs)
+        constant = (2 * math.pi * variances.double()).log().to(outputs) if self.normalized else 0.0
+        return 0.5 * ((outputs - targets).square() / variances + constant).sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.empty_like(outputs).normal_(generator=generator)
-        return outputs + math.sqrt(self.variance) * noise
+        return outputs + self._variances(outputs).sqrt() * noise
 
 
 class Poisson(_Independent):
-    """Counts with log-rate f: e = exp(f) − y, Λ = exp(f)."""
+    """Counts with log-rate f: e = exp(f) − y, Λ = exp(f).
+
+    Args:
+        constant: what ``nll`` adds to exp(f) − y f: "exact", log y!, so that it is a log-density;
+            as ``torch.nn.PoissonNLLLoss`` does, "none", or with ``full=True`` "stirling".
+    """
 
     name = "poisson"
     is_classification = False
+
+    def __init__(self, constant: str = "exact") -> None:
+        self.constant = one_of("constant", constant, ("exact", "stirling", "none"))
+
+    def __repr__(self) -> str:
+        return f"Poisson({'' if self.constant == 'exact' else f'constant={self.constant!r}'})"
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
@@ -127,10 +198,13 @@ class Poisson(_Independent):
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.exp() - targets
 
-    def scale(self, outputs: Tensor) -> Tensor:
+    def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.exp()
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.constant != "exact":
+            full = self.constant == "stirling"
+            return F.poisson_nll_loss(outputs, targets, full=full, reduction="none").sum(-1)
         return (outputs.exp() - targets * outputs + torch.lgamma(targets + 1)).sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:

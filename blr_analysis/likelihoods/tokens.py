@@ -52,6 +52,10 @@ class TokenCategorical(Likelihood):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ignore_index={self.ignore_index})"
 
+    @property
+    def recorded(self) -> str:
+        return self.name
+
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
             raise DataError(
@@ -114,16 +118,16 @@ class TokenCategorical(Likelihood):
         """The sum over the tokens that count, in nats, ``[B]``."""
         return self.token_nll(outputs, targets).sum(-1)
 
-    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """Λ u, token by token, for u ``[..., B, T, C]``; see :meth:`prepare` for what is ignored:
         outputs that are 0 whatever the weights have no Jacobian, and so no share in JᵀΛJ."""
         p = outputs.softmax(-1)
         return p * (vectors - (p * vectors).sum(-1, keepdim=True))
 
-    def hessian(self, outputs: Tensor) -> NoReturn:
+    def hessian(self, outputs: Tensor, targets: Tensor) -> NoReturn:
         raise _too_large(outputs)
 
-    def hessian_root(self, outputs: Tensor) -> NoReturn:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> NoReturn:
         raise _too_large(outputs)
 
     def mean(self, outputs: Tensor) -> Tensor:

@@ -131,9 +131,7 @@ def fit_laplace(
             "mc_fisher": f"sum_i mean over {samples} sampled labels of g_i g_i^T",
             "exact": "sum_i Hessian of loss_i",
         }[curvature],
-        "likelihood": repr(task.likelihood)
-        if hasattr(task.likelihood, "variance")
-        else task.likelihood.name,
+        "likelihood": task.likelihood.recorded,
         "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
         "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
         "tied": tied_names(task.model),
@@ -173,14 +171,14 @@ def _exact(
     return form, {"floored": floored}
 
 
-def curvature_root(task: Task, chunk: Chunk) -> Tensor:
+def curvature_root(chunk: Chunk) -> Tensor:
     """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
 
     For sequences, where Λ_i has T·C columns, the empirical Fisher's one instead: e_i.
     """
-    if task.likelihood.is_sequence:
-        return task.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
-    return task.likelihood.hessian_root(chunk.outputs).mT
+    if chunk.likelihood.is_sequence:
+        return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+    return chunk.likelihood.hessian_root(chunk.outputs, chunk.targets).mT
 
 
 def _columns(
@@ -188,9 +186,9 @@ def _columns(
 ) -> tuple[Columns, int | None]:
     likelihood = task.likelihood
     if curvature == "ggn":
-        return lambda chunk: curvature_root(task, chunk), None
+        return lambda chunk: curvature_root(chunk), None
     if curvature == "empirical_fisher":
-        return lambda chunk: likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
+        return lambda chunk: chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
 
     source = torch.Generator() if generator is None else generator
     drawn: dict[int, list[Tensor]] = {}
@@ -201,7 +199,10 @@ def _columns(
         if first not in drawn:
             outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
             drawn[first] = [likelihood.resample(outputs, targets, source) for _ in range(samples)]
-        errors = [likelihood.error(chunk.outputs, y.to(chunk.outputs.device)) for y in drawn[first]]
+        errors = [
+            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y.to(chunk.outputs.device))
+            for y in drawn[first]
+        ]
         return torch.stack(errors, dim=1) / samples**0.5
 
     return sampled, samples

@@ -52,34 +52,35 @@ def bound_of(q: Posterior) -> float:
 
 
 def left_out_by(
-    word: str, f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: float
+    word: str, f: Tensor, y: Tensor, v: Tensor, likelihood: Likelihood, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """f_i^{\\i} ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
-    levers = leverage(v, likelihood.hessian_root(f))
+    e, root = likelihood.error(f, y), likelihood.hessian_root(f, y)
+    levers = leverage(v, root)
+    hessian = likelihood.hessian(f, y)
     if word == "first_order":
         none = torch.zeros_like(levers, dtype=torch.bool)
-        return left_out(f, e, v, likelihood, none), levers, none.long()
+        return left_out(f, e, v, hessian, none), levers, none.long()
     cavity = levers < bound
-    after = left_out(f, e, v, likelihood, cavity)
+    after = left_out(f, e, v, hessian, cavity)
     if not bool(cavity.all()):
         over = ~cavity
-        after[over] = bounded(f[over], e[over], v[over], likelihood, bound)
+        after[over] = bounded(f[over], e[over], v[over], root[over], bound)
     return after, levers, 2 - cavity.long()
 
 
-def left_out(f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, cavity: Tensor) -> Tensor:
+def left_out(f: Tensor, e: Tensor, v: Tensor, hessian: Tensor, cavity: Tensor) -> Tensor:
     """f_i^{\\i}: by the cavity where ``cavity`` is true, to first order elsewhere; ``[B, C]``."""
     move = torch.bmm(v, e.unsqueeze(-1))
     if bool(cavity.any()):
         eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        system = torch.where(cavity[:, None, None], eye - v @ likelihood.hessian(f), eye)
+        system = torch.where(cavity[:, None, None], eye - v @ hessian, eye)
         move = torch.linalg.solve(system, move)
     return f + move.squeeze(-1)
 
 
-def bounded(f: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: float) -> Tensor:
+def bounded(f: Tensor, e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
     """f_i^{\\i} with the cavity's growth stopped at a leverage of ``bound``; ``[B, C]``."""
-    root = likelihood.hessian_root(f)
     inner = root.mT @ v @ root
     values, turn = torch.linalg.eigh((inner + inner.mT) / 2)
     stopped = bound**2 / (values.clamp_min(bound).square() * (1 - bound))

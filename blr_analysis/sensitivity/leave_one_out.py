@@ -44,6 +44,7 @@ from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
 ROWS = 4096  # of ready scores at a time
+Known = tuple[Tensor, Tensor, Tensor, Likelihood]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,11 @@ class LeaveOneOut(LeftOut):
     @property
     def accuracy(self) -> float | None:
         correct = self.likelihood.correct(self.logits, self.targets)
-        return None if correct is None else float(correct.double().mean())
+        return None if correct is None else float(correct.double().nanmean())
 
     @property
     def mse(self) -> float | None:
-        if not isinstance(self.likelihood, Gaussian):
+        if not isinstance(self.likelihood.kind, Gaussian):
             return None
         return float((self.logits - self.targets).double().square().mean())
 
@@ -191,10 +192,7 @@ def leave_one_out(
         known = _computed(task, q, chunking)
     else:
         known = _ready(task, q, scores)
-    parts = [
-        (f, y, *left_out_by(word, f, likelihood.error(f, y), v, likelihood, bound_of(q)))
-        for f, y, v in known
-    ]
+    parts = [(f, y, *left_out_by(word, f, y, v, own, bound_of(q))) for f, y, v, own in known]
     before, targets, after, levers, used = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
@@ -229,15 +227,13 @@ def leave_one_out(
     )
 
 
-def _computed(
-    task: Task, q: Posterior, chunking: Chunking
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """f, y, V of the whole task, chunk by chunk."""
+def _computed(task: Task, q: Posterior, chunking: Chunking) -> Iterator[Known]:
+    """f, y, V and likelihood of the whole task, chunk by chunk."""
     for chunk in chunks(task, q.mean, chunking, label="leave one out"):
-        yield chunk.outputs, chunk.targets, prediction_variance(q, chunk)
+        yield chunk.outputs, chunk.targets, prediction_variance(q, chunk), chunk.likelihood
 
 
-def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[Known]:
     """The same from scores."""
     instance("scores", scores, Scores, "what blr_analysis.sensitivity(task, posterior) returns")
     if scores.variance is None:
@@ -255,4 +251,5 @@ def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[tuple[Tensor, T
             "them with this one, or leave scores= out"
         )
     parts = (scores.outputs, scores.targets, scores.variance)
-    return zip(*(t.split(ROWS) for t in parts), strict=True)
+    likelihoods = (task.likelihood.at(i) for i in torch.arange(len(scores)).split(ROWS))
+    return zip(*(t.split(ROWS) for t in parts), likelihoods, strict=True)

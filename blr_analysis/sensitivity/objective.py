@@ -137,7 +137,7 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
     return Task(
         task.model,
         Examples(StackDataset(part.dataset, targets), collate),  # type: ignore[arg-type]
-        likelihood=task.likelihood,
+        likelihood=part.likelihood,
         forward=forward,
         batch_size=task.batch_size,
         device=task.device,

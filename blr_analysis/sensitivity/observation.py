@@ -62,7 +62,7 @@ def observe(
     parts = [_with_variance(task, q, chunk, word) if variance else _without(task, q, chunk)
              for chunk in passes]  # fmt: skip
     f, y, after, influence, levers = (torch.cat(p) for p in zip(*parts, strict=True))
-    likelihood = task.likelihood
+    likelihood = task.likelihood.at(indices)
     loss = likelihood.nll(f, y)
     nothing = torch.full_like(loss, torch.nan)
     return Observation(
@@ -77,16 +77,16 @@ def observe(
 
 
 def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[Tensor, ...]:
-    likelihood, f, y = task.likelihood, chunk.outputs, chunk.targets
+    likelihood, f, y = chunk.likelihood, chunk.outputs, chunk.targets
     e = likelihood.error(f, y)
     v = prediction_variance(q, chunk)
     influence = torch.einsum("bc,bcd,bd->b", e, v, e)
-    after, levers, _ = left_out_by(word, f, e, v, likelihood, bound_of(q))
+    after, levers, _ = left_out_by(word, f, y, v, likelihood, bound_of(q))
     return tuple(t.cpu() for t in (f, y, after, influence, levers))
 
 
 def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
-    e = task.likelihood.error(chunk.outputs, chunk.targets)
+    e = chunk.likelihood.error(chunk.outputs, chunk.targets)
     influence = self_influence(q, chunk, e)
     f = chunk.outputs.cpu()
     return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
@@ -111,7 +111,7 @@ def check_test(test: Any, task: Task) -> None:
     """
     instance("test", test, Task, "a blr_analysis.Task with the examples to measure on")
     mine, theirs = task.likelihood, test.likelihood
-    if type(mine) is not type(theirs) or str(vars(mine)) != str(vars(theirs)):
+    if not mine.judged_by(theirs):
         raise InputError(
             f"the test task has the likelihood {theirs!r}, the training task {mine!r}; build them "
             "with the same one"
@@ -140,4 +140,4 @@ def measured(
 
 def mean(values: Tensor | None) -> float:
     """In float64; NaN of nothing."""
-    return math.nan if values is None else float(values.double().mean())
+    return math.nan if values is None else float(values.double().nanmean())

@@ -64,11 +64,10 @@ class Estimate:
             check_finite(v)
             parts.append(tuple(t.cpu() for t in (chunk.outputs, chunk.targets, v)))
         f, y, v = (torch.cat(p) for p in zip(*parts, strict=True))
-        self._likelihood = task.likelihood
+        self._likelihood = task.likelihood.at(chosen)
         self._outputs, self._variance = f.double(), v.double()
         self._targets = y.double() if y.is_floating_point() else y
         self._word, self._bound = word, bound_of(q)
-        self._error = self._likelihood.error(self._outputs, self._targets)
         self._before = self._likelihood.nll(self._outputs, self._targets)
 
     def rise(self, outputs: Tensor) -> Tensor:
@@ -78,6 +77,6 @@ class Estimate:
     def __call__(self, scale: float) -> Tensor:
         v = scale * self._variance
         after, _, _ = left_out_by(
-            self._word, self._outputs, self._error, v, self._likelihood, self._bound
+            self._word, self._outputs, self._targets, v, self._likelihood, self._bound
         )
         return self.rise(after)

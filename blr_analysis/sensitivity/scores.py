@@ -69,7 +69,7 @@ class Scores(NetworkScores):
         """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
         if self.variance is None:
             return None
-        return leverage(self.variance, self.likelihood.hessian_root(self.outputs))
+        return leverage(self.variance, self.likelihood.hessian_root(self.outputs, self.targets))
 
 
 @overload
@@ -176,7 +176,7 @@ def sensitivity(
 
 
 def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:
-    e = task.likelihood.error(chunk.outputs, chunk.targets)
+    e = chunk.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
         numbers = (self_influence(q, chunk, e),)
     else:

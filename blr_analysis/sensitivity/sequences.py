@@ -113,11 +113,11 @@ def sequence_scores(
         ModelError, DataError: as :func:`blr_analysis.sensitivity`; also a sequence without a
             single token that counts.
     """
-    likelihood = task.likelihood
     parts: list[tuple[Tensor, ...]] = []
     for chunk in chunks(task, q.mean, chunking, columns=1, label="sequences"):
-        losses = likelihood.nll(chunk.outputs, chunk.targets)
-        influence = self_influence(q, chunk, likelihood.error(chunk.outputs, chunk.targets))
+        losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
+        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+        influence = self_influence(q, chunk, error)
         tokens = tokens_of(task, chunk.targets)
         parts.append((losses.cpu(), influence.cpu(), tokens.cpu()))
     losses, influence, tokens = (torch.cat(p) for p in zip(*parts, strict=True))
@@ -125,7 +125,7 @@ def sequence_scores(
         losses=losses,
         self_influence=influence,
         tokens=tokens,
-        likelihood=likelihood,
+        likelihood=task.likelihood,
         metadata=task.metadata,
     )
 

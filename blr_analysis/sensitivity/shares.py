@@ -42,13 +42,13 @@ def share(
     """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
     curvature = q.form.zeros()
     for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
-        curvature = curvature.add(chunk.terms(curvature_root(task, chunk)))
+        curvature = curvature.add(chunk.terms(curvature_root(chunk)))
     count = task.n_data if indices is None else len(indices)
     return Share(loss_and_gradient(task, q.mean, indices)[0], curvature, count)
 
 
-def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
-    """Old shares out, new ones in: Λ does not know the label, so that only the e_i change.
+def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Chunking) -> Share:
+    """Old shares out, new ones in: the e_i change, and Λ_i where the loss makes it know the label.
 
     Raises:
         DataError: a new label that is no target of the likelihood.
@@ -72,8 +72,18 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any]) -> Share:
         new = task.likelihood.prepare_targets(new.to(f.device), f)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"relabel must map indices to targets: {error}") from error
-    change = task.likelihood.error(f, new) - task.likelihood.error(f, y)
-    return Share(loss_and_gradient(task, q.mean, chosen, change)[0], q.form.zeros(), 0)
+    likelihood, curvature = task.likelihood.at(chosen), q.form.zeros()
+    change = likelihood.error(f, new) - likelihood.error(f, y)
+    roots = [(sign, likelihood.hessian_root(f, t)) for sign, t in ((-1, y), (1, new))]
+    if not torch.equal(roots[0][1], roots[1][1]):
+        for sign, root in roots:
+            part, start = q.form.zeros(), 0
+            for chunk in chunks(task, q.mean, chunking, indices=chosen):
+                stop = start + len(chunk.indices)
+                part = part.add(chunk.terms(root[start:stop].mT))
+                start = stop
+            curvature = curvature.plus(part, sign)
+    return Share(loss_and_gradient(task, q.mean, chosen, change)[0], curvature, 0)
 
 
 def as_target(value: Any) -> Tensor:

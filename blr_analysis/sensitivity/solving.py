@@ -109,7 +109,7 @@ def solve(
         shares.append((-1, share(task, q, change.leaving, chunking)))
     if change.new is not None:
         shares.append((1, share(change.new, q, None, chunking)))
-    labels = [(1, relabelled(task, q, change.labels))] if change.labels else []
+    labels = [(1, relabelled(task, q, change.labels, chunking))] if change.labels else []
     if plan.short(change, task.n_data) or (
         plan.solver == "auto" and not plan.asked and _drifts(task, q, [*shares, *labels])
     ):

@@ -195,10 +195,11 @@ class _Weighing:
 
     def leverage(self, weight: float) -> float:
         """v at the present weights."""
-        q, likelihood = self.fit(weight), self.task.likelihood
+        q = self.fit(weight)
         traces = torch.zeros(2, dtype=torch.float64)
         for chunk in chunks(self.task, q.mean, self.chunking):
-            height = likelihood.hessian(chunk.outputs) @ q.form.gram(chunk.jacobian_terms())
+            lambdas = chunk.likelihood.hessian(chunk.outputs, chunk.targets)
+            height = lambdas @ q.form.gram(chunk.jacobian_terms())
             once, twice = (_trace(h) for h in (height, height @ height))
             traces += torch.tensor([once, twice], dtype=torch.float64)
         return float(traces[1] / traces[0]) if float(traces[0]) > 0 else 0.0

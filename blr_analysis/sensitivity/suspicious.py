@@ -180,11 +180,13 @@ def suspicious(
             progress=progress,
         )
         loo = leave_one_out(task, q, scores=scores)
-        gains.append(relabelling(task.likelihood, loo.logits, loo.targets))
+        gains.append(relabelling(task.likelihood.plain, loo.logits, loo.targets))
     assert scores is not None and scores.variance is not None
-    gain, proposed = _averaged(task.likelihood, torch.stack(gains), scores.targets)
-    pieces = zip(scores.outputs.split(4096), scores.variance.split(4096), strict=True)
-    unfamiliarity = torch.cat([(task.likelihood.hessian(f) * v).sum((1, 2)) for f, v in pieces])
+    gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
+    rows = torch.arange(task.n_data).split(4096)
+    heights = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
+    pieces = zip(heights, scores.variance.split(4096), strict=True)
+    unfamiliarity = torch.cat([(height * v).sum((1, 2)) for height, v in pieces])
     closeness, twin = None, None
     if duplicates:
         closeness, twin = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
@@ -212,10 +214,11 @@ def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Ten
 
     Bernoulli: of every output, what flipping it would gain.
     """
-    if isinstance(likelihood, Categorical):
+    if isinstance(likelihood.kind, Categorical):
+        targets = targets if targets.ndim == 1 else targets.argmax(-1)
         own = outputs.gather(1, targets[:, None])
         return (outputs - own).scatter(1, targets[:, None], -torch.inf)
-    if isinstance(likelihood, Bernoulli):
+    if isinstance(likelihood.kind, Bernoulli):
         return outputs * (1 - 2 * targets)
     return likelihood.nll(outputs, targets)[:, None]
 
@@ -223,10 +226,10 @@ def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Ten
 def _averaged(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean over the posteriors of the best gain; the label that gains most on average."""
     gain, best = gains.amax(-1).mean(0), gains.mean(0)
-    if isinstance(likelihood, Bernoulli):
+    if isinstance(likelihood.kind, Bernoulli):
         least = -torch.inf if best.shape[1] == 1 else 0.0  # a single label has one other
         return gain, torch.where(best > least, 1 - y, y)
-    return gain, best.argmax(-1) if isinstance(likelihood, Categorical) else None
+    return gain, best.argmax(-1) if isinstance(likelihood.kind, Categorical) else None
 
 
 def judged(

@@ -237,7 +237,7 @@ def _added(add: Task, task: Task) -> Task:
     """The new examples under the old task's model."""
     instance("add", add, Task, "a blr_analysis.Task with the new examples")
     new, old = add.likelihood, task.likelihood
-    if type(new) is not type(old) or str(vars(new)) != str(vars(old)):
+    if not new.same(old):
         raise InputError(
             f"the added examples have the likelihood {new!r}, the task {old!r}; build them with "
             "the same one"

@@ -55,7 +55,7 @@ def test_variances_and_curvature_sums(name: str, structure: str) -> None:
     alone = sensitivity(task, q, variance=False, chunk_size=3, progress=False)
     assert alone.variance is None
     assert relative(alone.self_influence, influence) < EXACT
-    hessian = task.likelihood.hessian(outputs_of(task))
+    hessian = task.likelihood.hessian(outputs_of(task), scores.targets)
     leverage = torch.linalg.eigvals(variance @ hessian).real.amax(-1)
     assert relative(scores.leverage, leverage) < 1e-8  # of a matrix that is not symmetric
 
@@ -163,7 +163,9 @@ def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, nam
     assert relative(sensitivity(slow, q, chunk_size=3, progress=False).variance, variance) < EXACT
     total = q.form.zeros()
     for chunk in chunks(slow, q.mean, Chunking(chunk_size=3, progress=False)):
-        total = total.add(chunk.terms(task.likelihood.hessian_root(chunk.outputs).mT))
+        total = total.add(
+            chunk.terms(task.likelihood.hessian_root(chunk.outputs, chunk.targets).mT)
+        )
     eye = unflatten(torch.eye(sum(m.numel() for m in q.mean.values())).double(), q.mean)
     ours, fitted = (rows(form.times(eye)) for form in (total.plus_prior(0.7), q.form))
     assert relative(ours, fitted) < EXACT

@@ -58,8 +58,9 @@ def dense(task: Task, kind: str, indices: Tensor) -> Tensor:
         found = hessian(lambda v: task.likelihood.nll(outputs(v), y).sum(), at)
         assert isinstance(found, Tensor)
         return found
-    jacobian = jacrev(outputs)(at)
-    return torch.einsum("ncp,ncd,ndq->pq", jacobian, task.likelihood.hessian(outputs(at)), jacobian)
+    jacobian, f = jacrev(outputs)(at), outputs(at)
+    targets = task.likelihood.prepare_targets(y, f)
+    return torch.einsum("ncp,ncd,ndq->pq", jacobian, task.likelihood.hessian(f, targets), jacobian)
 
 
 def vectors(task: Task, *lead: int) -> dict[str, Tensor]:

@@ -234,7 +234,7 @@ def test_the_step_equals_the_dense_formula(kind: str, structure: str, dtype: tor
     f = model(x).detach()
     target = exact.likelihood.prepare_targets(y, f)
     e = exact.likelihood.error(f, target)[[1, 4, 5]]
-    curvature = exact.likelihood.hessian(f)[[1, 4, 5]]
+    curvature = exact.likelihood.hessian(f, target)[[1, 4, 5]]
     gradient = torch.einsum("ncp,nc->p", jacobian, e)
     s = dense(q)
     group = torch.einsum("ncp,ncd,ndq->pq", jacobian, curvature, jacobian)

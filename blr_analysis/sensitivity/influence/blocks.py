@@ -59,7 +59,7 @@ class Budget:
 
 def loss_gradient(task: Task, chunk: Chunk) -> Tensor:
     """e = ∂ℓ/∂f, the cotangent of the loss."""
-    return task.likelihood.error(chunk.outputs, chunk.targets)
+    return chunk.likelihood.error(chunk.outputs, chunk.targets)
 
 
 def pieces(

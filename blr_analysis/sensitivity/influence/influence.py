@@ -306,7 +306,7 @@ def _tested(test_task: Task, task: Task, q: Posterior) -> Task:
     except PosteriorError as error:
         raise PosteriorError(f"test_task does not fit: {error}") from error
     ours, theirs = task.likelihood, test_task.likelihood
-    if type(ours) is not type(theirs) or str(vars(ours)) != str(vars(theirs)):
+    if not ours.judged_by(theirs):
         raise InputError(
             f"test_task has the likelihood {theirs!r}, the training task {ours!r}; build them "
             "with the same one (measure= asks about something else than the loss)"

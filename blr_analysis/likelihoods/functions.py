@@ -1,0 +1,163 @@
+"""Any loss of outputs and targets, one number per example, by automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import BLRError, DataError, InputError
+from blr_analysis.likelihoods.base import Likelihood
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CLOSE = 1e-4  # relative: an example's loss in its batch against the same alone
+
+
+class Function(Likelihood):
+    """A loss ``(outputs [B, C], targets) -> [B]``, its e and Λ by automatic differentiation.
+
+        e = ∂ℓ/∂f,   Λ = LLᵀ = Q diag(max(λ, 0)) Qᵀ  with  ∂²ℓ/∂f² = Q diag(λ) Qᵀ
+
+    Negative curvature, which losses that are not convex in the outputs have (focal ones), counts
+    as none in Λ; ``fit_laplace(curvature="exact")`` takes the Hessian as it is.
+
+    Args:
+        loss: what it says of an example must not depend on the others in the batch, and must
+            have a second derivative. The objective is the SUM over the examples: for a training
+            loss that is their mean, with an L2 penalty ``weight_decay``, δ = N · weight_decay.
+        like: the likelihood that says what targets look like, what is predicted and what is right.
+            None: targets are taken as they are, the outputs are the prediction.
+
+    Raises:
+        InputError: the loss fails, is not one number per example, mixes examples, or has no
+            second derivative; labels are to be drawn from it.
+
+    Example:
+        >>> from blr_analysis.likelihoods import Categorical
+        >>> def focal(f, y):  # Lin et al., 2017, with γ = 2
+        ...     logp = f.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
+        ...     return -((1 - logp.exp()) ** 2) * logp
+        >>> Function(focal, like=Categorical()).error(torch.zeros(1, 2), torch.tensor([1]))
+        tensor([[ 0.2983, -0.2983]])
+    """
+
+    def __init__(self, loss: Loss, like: Likelihood | None = None) -> None:
+        if not callable(loss):
+            raise InputError(f"a loss must be a function (outputs, targets), got {loss!r}")
+        self.loss, self.like = loss, like
+        self.name = "function" if like is None else like.name
+        self.is_classification = like is not None and like.is_classification
+        self.integer_targets = like is not None and like.integer_targets
+
+    def __repr__(self) -> str:
+        said = getattr(self.loss, "__qualname__", None) or repr(self.loss)
+        return f"Function({said}{'' if self.like is None else f', like={self.like!r}'})"
+
+    @property
+    def kind(self) -> Likelihood:
+        return self if self.like is None else self.like
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        (super() if self.like is None else self.like).check_outputs(outputs)
+
+    def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        if self.like is not None:
+            targets = self.like.prepare_targets(targets, outputs)
+        elif targets.is_floating_point():
+            targets = targets.to(outputs.dtype)
+        if targets.is_floating_point() and not bool(torch.isfinite(targets).all()):
+            raise DataError("the targets contain NaN or inf; drop or mend those examples")
+        self._check(outputs.detach(), targets)
+        return targets
+
+    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
+        """What a target may be is the loss's own affair."""
+
+    def _check(self, outputs: Tensor, targets: Tensor) -> None:
+        """The losses of a batch, [B], each the same alone, with curvature somewhere."""
+        try:
+            losses = self.loss(outputs, targets)
+            alone = self.loss(outputs[:1], targets[:1])
+        except BLRError:
+            raise
+        except Exception as error:  # the user's own code
+            raise InputError(
+                f"the loss {self!r} failed on outputs {tuple(outputs.shape)} and targets "
+                f"{tuple(targets.shape)}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise InputError(
+                f"the loss must give one number per example, [{len(outputs)}], got {got}; use "
+                'reduction="none" and sum over the outputs'
+            )
+        if not bool(torch.isfinite(losses).all()):
+            raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
+        if not torch.allclose(alone, losses[:1], rtol=CLOSE, atol=CLOSE):
+            raise InputError("the loss of an example depends on the others; leave out batch means")
+        drawn = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
+        for f in (outputs, drawn.to(outputs)):
+            if bool(self._hessian_times(f, targets, torch.ones_like(f)).any()):
+                return
+            if bool(self._hessian_times(f, targets, drawn.to(f)).any()):
+                return
+        raise InputError(
+            "the loss has no second derivative in the outputs (it is piecewise linear, or was "
+            "detached); use a smooth one, such as nn.HuberLoss, or logits for log-probabilities"
+        )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs, targets)
+
+    def _slope(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """f and e with the graph between them."""
+        f = outputs.detach().requires_grad_()
+        loss = self.loss(f, targets).sum()
+        if not loss.requires_grad:
+            raise InputError("the loss does not depend on the outputs by differentiable steps")
+        return f, torch.autograd.grad(loss, f, create_graph=True)[0]
+
+    def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self._slope(outputs, targets)[1].detach()
+
+    def _hessian_times(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        """(∂²ℓ/∂f²) u, negative curvature included."""
+        with torch.enable_grad():
+            f, e = self._slope(outputs, targets)
+            return _derivative(e, f, vector)
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            f, e = self._slope(outputs, targets)
+            units = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+            columns = [_derivative(e, f, unit.expand_as(f)) for unit in units]
+        exact = torch.stack(columns, -1)
+        values, turn = torch.linalg.eigh((exact + exact.mT) / 2)
+        return turn * values.clamp_min(0).sqrt().unsqueeze(-2)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs if self.like is None else self.like.mean(outputs)
+
+    def prediction(self, outputs: Tensor) -> Tensor:
+        return (super() if self.like is None else self.like).prediction(outputs)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return None if self.like is None else self.like.correct(outputs, targets)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> NoReturn:
+        raise InputError(
+            f'{self!r} is no distribution to draw labels from; use curvature="ggn" (or "exact")'
+        )
+
+
+def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:
+    """Σ_c u_c ∂e_c/∂f of every example; examples do not mix."""
+    if not e.requires_grad:
+        return torch.zeros_like(f)
+    (found,) = torch.autograd.grad(
+        e, f, vector, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return found

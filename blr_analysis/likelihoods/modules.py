@@ -1,0 +1,64 @@
+"""The losses of ``torch.nn``, as likelihoods: their settings are read.
+
+Their reduction tells only how δ follows from a weight decay, because the objective of an analysis
+is the SUM of the losses: with "sum", δ = weight_decay; with "mean" it is weight_decay times what
+the mean divides by: N (CrossEntropyLoss: Σ_i w_{y_i} over the examples that count), or, for losses
+that have a value for every output, N·C.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.categorical import Categorical
+from blr_analysis.likelihoods.functions import Function
+from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
+from blr_analysis.likelihoods.variances import MeanAndVariance
+
+
+def _poisson(loss: nn.PoissonNLLLoss) -> Likelihood:
+    if not loss.log_input:
+        return summed(loss)
+    return Poisson(constant="stirling" if loss.full else "none")
+
+
+READ: dict[type[nn.Module], Callable[..., Likelihood]] = {
+    nn.CrossEntropyLoss: lambda loss: Categorical(
+        loss.weight, loss.label_smoothing, loss.ignore_index
+    ),
+    nn.NLLLoss: lambda loss: Categorical(  # softmax(log p) = p
+        loss.weight, ignore_index=loss.ignore_index
+    ),
+    nn.BCEWithLogitsLoss: lambda loss: Bernoulli(loss.pos_weight, loss.weight),
+    nn.MSELoss: lambda loss: Gaussian(0.5, normalized=False),
+    nn.GaussianNLLLoss: lambda loss: MeanAndVariance(full=loss.full, eps=loss.eps),
+    nn.PoissonNLLLoss: _poisson,
+}
+
+
+def read_module(loss: nn.Module) -> Likelihood:
+    """The likelihood of a loss module; of one that is not known, the function that it is.
+
+    >>> read_module(nn.CrossEntropyLoss(label_smoothing=0.1))
+    Categorical(label_smoothing=0.1, ignore_index=-100)
+    """
+    known = READ.get(type(loss))
+    return summed(loss) if known is None else known(loss)
+
+
+def summed(loss: nn.Module) -> Function:
+    """A module's loss of every example: without its reduction, summed over the outputs."""
+    each = copy.copy(loss)
+    if hasattr(each, "reduction"):
+        each.__dict__["reduction"] = "none"
+
+    def of_examples(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = each(outputs, targets)
+        return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
+
+    of_examples.__qualname__ = repr(loss)
+    return Function(of_examples)
