@@ -1,8 +1,8 @@
-"""Run every benchmark and write the table of benchmarks/README.md anew.
+"""Run every benchmark of costs; write benchmarks/results/ and the table of benchmarks/README.md.
 
     python -m benchmarks [--kronfluence PYTHON] [--quick]
 
-Without an environment for kronfluence the rows that need it are left out of the table.
+Without an environment for kronfluence the rows that need it are left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
+
+from benchmarks import results
 
 HERE = Path(__file__).parent
 START, END = "<!-- table: written by `make bench` -->", "<!-- end of table -->"
 Result = dict[str, dict[str, float]]
+PROBLEMS = {"mlp": "MLP 784-32-16-10, 2,000 images", "lenet": "LeNet-5, 1,000 images"}
 
 
 def run(script: str, folder: Path, *extra: str) -> Any:
@@ -33,79 +37,83 @@ def run(script: str, folder: Path, *extra: str) -> Any:
     return json.loads(out.read_text())
 
 
-def variance_table(name: str, found: Result) -> list[str]:
-    """Seconds, distance to the floor, memory and speed-ups on one problem."""
-    title = {
-        "mlp": "MLP 784-32-16-10, 2,000 images",
-        "lenet": "LeNet-5, 1,000 images",
-    }[name]
-    lines = [
-        f"**{title}**",
-        "",
-        "| what | seconds | floor | × floor | peak MB above model and data |",
-        "|---|---|---|---|---|",
-    ]
-    for method, row in found.items():
-        bottom = f"{row['floor']:.4f}" if "floor" in row else ""
-        ratio = f"{row['seconds'] / row['floor']:.2f}" if "floor" in row else ""
-        scaled = " (measured on fewer images, scaled)" if row.get("scaled_by", 1) != 1 else ""
-        lines.append(
-            f"| {method}{scaled} | {row['seconds']:.4f} | {bottom} | {ratio} "
-            f"| {row['peak_mb']:.0f} |"
-        )
-    lines += ["", *[f"* {line}" for line in comparisons(found)], ""]
-    return lines
+def costs(variance: dict[str, Result]) -> pd.DataFrame:
+    """Seconds, distance to the floor and memory of every method on every problem."""
+    return pd.DataFrame(
+        {
+            "title": PROBLEMS[problem],
+            "what": method
+            + (" (measured on fewer images, scaled)" if row.get("scaled_by", 1) != 1 else ""),
+            "seconds": f"{row['seconds']:.4f}",
+            "floor": f"{row['floor']:.4f}" if "floor" in row else "",
+            "× floor": f"{row['seconds'] / row['floor']:.2f}" if "floor" in row else "",
+            "peak MB above model and data": f"{row['peak_mb']:.0f}",
+        }
+        for problem, measured in variance.items()
+        for method, row in measured.items()
+    )
 
 
-def comparisons(found: Result) -> list[str]:
-    """Our speed as a multiple of the others', from the same run."""
-
-    def times(slow: str, fast: str) -> str:
-        return f"{found[slow]['seconds'] / found[fast]['seconds']:.0f}×"
-
-    lines = [
-        f"V_i, diagonal: {times('published', 'V diag')} faster than the published way; peak memory "
-        f"{found['V diag']['peak_mb'] / found['published']['peak_mb']:.2f} of its",
-        f"V_i, Kronecker: {times('laplace-torch', 'V kron')} faster than laplace-torch",
-    ]
-    if "kronfluence" in found:
-        ours = found["self-influence kron"]["seconds"]
-        lines += [
-            f"V_i, Kronecker (all C × C numbers): "
-            f"{found['kronfluence']['seconds'] / found['V kron']['seconds']:.1f}× faster than "
-            "kronfluence's self-influence (one number)",
-            f"self-influence, Kronecker: {found['kronfluence']['seconds'] / ours:.1f}× faster than "
-            "kronfluence's",
-        ]
-    return lines
-
-
-def end_table(rows: list[dict[str, float]]) -> list[str]:
+def end_to_end(rows: list[dict[str, float]]) -> pd.DataFrame:
     """End to end against N."""
-    lines = [
-        "**`sensitivity` end to end, MLP 784-500-300-10, one process**",
-        "",
-        "| N | seconds | floor | × floor | peak MB | of which results |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['n']:,} | {row['seconds']:.2f} | {row['floor']:.2f} | "
-        f"{row['seconds'] / row['floor']:.2f} | {row['peak_mb']:.0f} | {row['results_mb']:.0f} |"
+    return pd.DataFrame(
+        {
+            "N": f"{row['n']:,}",
+            "seconds": f"{row['seconds']:.2f}",
+            "floor": f"{row['floor']:.2f}",
+            "× floor": f"{row['seconds'] / row['floor']:.2f}",
+            "peak MB": f"{row['peak_mb']:.0f}",
+            "of which results": f"{row['results_mb']:.0f}",
+        }
         for row in rows
-    ]
-    return [*lines, ""]
+    )
 
 
-def step_table(rows: list[dict[str, Any]]) -> list[str]:
+def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """IVON's step beside AdamW's."""
-    lines = [
-        "**IVON's step, 10 million parameters**",
-        "",
-        "| what | milliseconds | × AdamW (foreach) |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {r['what']} | {1e3 * r['seconds']:.1f} | {r['ratio']:.2f} |" for r in rows]
-    return [*lines, ""]
+    return pd.DataFrame(
+        {
+            "what": row["what"],
+            "milliseconds": f"{1e3 * row['seconds']:.1f}",
+            "× AdamW (foreach)": f"{row['ratio']:.2f}",
+        }
+        for row in rows
+    )
+
+
+def compared(measured: Result) -> dict[str, str]:
+    """What one problem says, of one run: multiples of the floor and of the others' times."""
+    floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron")
+    row = {
+        f"{what}: × floor": f"{measured[what]['seconds'] / measured[what]['floor']:.2f}"
+        for what in floors
+    }
+
+    def faster(what: str, ours: str, slow: str, digits: int = 0) -> None:
+        if slow in measured:
+            ratio = measured[slow]["seconds"] / measured[ours]["seconds"]
+            row[what] = f"{ratio:.{digits}f}×"
+
+    faster("V diag: faster than the published way", "V diag", "published")
+    share = measured["V diag"]["peak_mb"] / measured["published"]["peak_mb"]
+    row["V diag: of the published way's peak memory"] = f"{share:.2f}"
+    faster("V kron: faster than laplace-torch", "V kron", "laplace-torch")
+    faster(
+        "V kron (C × C numbers): faster than kronfluence's self-influence (one)",
+        *("V kron", "kronfluence", 1),
+    )
+    ours = "self-influence kron"
+    faster("self-influence kron: faster than kronfluence's", ours, "kronfluence", 1)
+    return row
+
+
+def summary(variance: dict[str, Result]) -> list[str]:
+    """The table of the page."""
+    columns = {PROBLEMS[name]: compared(measured) for name, measured in variance.items()}
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for what in next(iter(columns.values())):
+        lines.append(f"| {what} | {' | '.join(c[what] for c in columns.values())} |")
+    return lines
 
 
 def machine() -> str:
@@ -131,19 +139,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         variance = run("variance", folder, *peer, *quick)
-        rows = run("end_to_end", folder, *quick)
-        step = run("ivon_step", folder)
-    lines = [machine(), ""]
-    for problem, found in variance.items():
-        lines += variance_table(problem, found)
-    lines += end_table(rows)
-    lines += step_table(step["rows"])
+        tables = {
+            "costs": costs(variance),
+            "end_to_end": end_to_end(run("end_to_end", folder, *quick)),
+            "ivon_step": ivon_step(run("ivon_step", folder)["rows"]),
+        }
+    for name, table in tables.items():
+        results.write(name, table)
+        print(table.to_string(index=False), end="\n\n")
+    lines = [machine(), "", *summary(variance)]
     readme = HERE / "README.md"
-    text = readme.read_text()
-    before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
-    readme.write_text(before + START + "\n\n" + "\n".join(lines) + "\n" + END + after)
-    print("\n".join(lines))
+    before, _, rest = readme.read_text().partition(START)
+    readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

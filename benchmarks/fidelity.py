@@ -7,6 +7,21 @@
 DIR holds one virtual environment per peer (``make peers`` sets them up); those that are not there
 are left out. Prints markdown tables: linear datamodeling score, leave-one-out, class removal,
 with seconds and peak memory (above the model and data) of every row, on one thread.
+
+* Linear datamodeling score: for each test example, Spearman's correlation over random halves of
+  its true loss after retraining with minus the sum of the influences of the examples in the
+  half; the mean over test examples, ± a standard error from resampling them. The last row is
+  another set of first weights: the ceiling.
+* Leave-one-out: Pearson, Spearman, and estimated over true total of the rises of the left-out
+  examples' own losses. "calibrated" rows come after `blr.calibrate`.
+* Class removal: test loss without each class, by `what_if`; Pearson, mean relative error, and
+  passes over the data, as they are and as a share of what retraining took. A peer's influences
+  are summed over the class.
+* "At half weight": influences at the optimum where every example counts half, which is where a
+  random half's mean is. "At effective weight": as much as a random half is worth, from the
+  leverages.
+* Peers are asked about the first 200 test examples; TRAK and TracIn get the same checkpoints as
+  our row of several. A peer that fails is a row that says why.
 """
 
 from __future__ import annotations

