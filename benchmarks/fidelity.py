@@ -2,7 +2,7 @@
 
     python -m benchmarks.fidelity [--case NAME ...] [--peers DIR] [--only PEER ...]
         [--structure diag|kron|lowrank|full ...] [--table subsets|examples|classes ...]
-        [--checkpoints K] [--limit SECONDS] [--quick] [--out TABLE.md]
+        [--checkpoints K] [--limit SECONDS] [--quick]
 
 DIR holds one virtual environment per peer (``make peers`` sets them up); those that are not there
 are left out. Prints markdown tables: linear datamodeling score, leave-one-out, class removal,
@@ -37,8 +37,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.agreement import cases, changes, influences, metrics, runner
-from benchmarks.agreement.cases import Case
+from benchmarks.agreement import changes, from_truth, influences, metrics, runner
+from benchmarks.agreement.cases import STRUCTURES, Case
 from benchmarks.agreement.runner import Answer
 from benchmarks.peers.problem import measured
 
@@ -56,29 +56,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the small case alone")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds per peer")
     parser.add_argument(
-        "--checkpoints", type=int, default=cases.CHECKPOINTS, help="of networks, for ensembles"
+        "--checkpoints", type=int, default=from_truth.CHECKPOINTS, help="of networks, for ensembles"
     )
     parser.add_argument(
-        "--structure", action="append", choices=cases.STRUCTURES, help="ours; default: all"
+        "--structure", action="append", choices=STRUCTURES, help="ours; default: all"
     )
     parser.add_argument(
         "--table", action="append", choices=TABLES, help="tables to print; default: all three"
     )
-    parser.add_argument("--out", type=Path, help="write the tables here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # what a row warns of shows in its figures
-    wanted = ["small"] if args.quick else args.case or cases.names()
-    out = args.out.open("w") if args.out else None
+    wanted = ["small"] if args.quick else args.case or from_truth.names()
     for name in wanted:
-        case = cases.load(name, args.checkpoints)
-        chosen = args.structure or cases.STRUCTURES
-        case = replace(case, structures=tuple(s for s in cases.STRUCTURES if s in chosen))
+        case = from_truth.load(name, args.checkpoints)
+        chosen = args.structure or STRUCTURES
+        case = replace(case, structures=tuple(s for s in STRUCTURES if s in chosen))
         which = args.table or TABLES
         for line in tables(case, args.peers, args.only or runner.PEERS, args.limit, which):
-            print(line, flush=True)
-            if out:  # at once, so that a long run that is stopped has shown something
-                print(line, file=out, flush=True)
+            print(line, flush=True)  # at once: a long run that is stopped has shown something
 
 
 def tables(
@@ -128,7 +124,7 @@ def attempt(name: str, call: Callable[[], T]) -> tuple[T | None, str]:
         result, seconds, peak = measured(call)
     except Exception as error:  # one row must not take the table along
         lines = str(error).strip().splitlines() or [""]
-        return None, f"{type(error).__name__}: {lines[0][:120]}"
+        return None, f"{type(error).__name__}: {lines[0][:120]}".replace("|", "/")
     return result, f"{seconds:.2f} | {peak / 2**20:.0f}"
 
 
@@ -157,7 +153,7 @@ def datamodeling(case: Case, answers: list[Answer]) -> Iterator[str]:
         yield f"| **{name}** | {score} | {spent} |"
     for one in answers:
         if one.influence is None:
-            yield f"| {one.name} | | {one.error} | |"
+            yield f"| {one.name} | | {one.error.replace('|', '/')} | |"
             continue
         score = metrics.linear_datamodeling(one.influence[:, :count], kept, losses)
         yield f"| {one.name} | {score} | {cost(one)} |"

@@ -18,16 +18,13 @@ the parameters; IVON: weight, gradient, noise, precision and momentum, 8).
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
+from measure import arguments, write
 from torch import Tensor
 
 from blr_analysis.learning_rule.optim import IVON
@@ -121,24 +118,12 @@ def measure(repeats: int, warmup: int = 3) -> list[dict[str, float | str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rows = measure(arguments.repeats)
+    given = arguments(__doc__, repeats=15, n=2)
+    rows = measure(given.repeats)
     print(f"{'10,000,360 parameters, float32, CPU':<36}{'ms':>10}{'ratio':>10}")
     for row in rows:
         print(f"{row['what']:<36}{1e3 * float(row['seconds']):>10.1f}{row['ratio']:>10.2f}")
-    if arguments.json is not None:
-        about = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": arguments.threads,
-            "repeats": arguments.repeats,
-        }
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    write(given, rows)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
+import json
+import platform
 import resource
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,3 +73,27 @@ def peak_above(call: Callable[[], object]) -> int:
     done.set()
     watcher.join()
     return max(0, highest - before)
+
+
+def arguments(doc: str | None, repeats: int, n: int) -> argparse.Namespace:
+    """Of a script about optimizers' steps; threads are set."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=n)
+    given = parser.parse_args()
+    threads(given.threads)
+    return given
+
+
+def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The rows, and on what they were measured, where ``--json`` says."""
+    if given.json is None:
+        return
+    about = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": given.threads,
+        "repeats": given.repeats,
+    }
+    given.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")

@@ -11,39 +11,34 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from cases import case
 from kronfluence.analyzer import Analyzer, prepare_model
 from kronfluence.arguments import FactorArguments, ScoreArguments
 from kronfluence.task import Task
 from measure import interleaved, peak_above, threads
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.utils.data import TensorDataset
 
 
-class Classification(Task):
-    """Cross-entropy, for kronfluence."""
+class Softmax(Task):
+    """Minus the log-probability of labels; where a Fisher is fitted, of labels that it draws."""
 
-    def compute_train_loss(
-        self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False
-    ) -> Tensor:
-        outputs = model(batch[0])
-        if not sample:
-            return F.cross_entropy(outputs, batch[1], reduction="sum")
-        with torch.no_grad():
-            drawn = torch.multinomial(outputs.detach().softmax(-1), 1).flatten()
-        return F.cross_entropy(outputs, drawn, reduction="sum")
+    def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+        x, given = batch
+        predicted = Categorical(logits=model(x))
+        return -predicted.log_prob(predicted.sample() if sample else given).sum()
 
-    def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
+    def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
         return self.compute_train_loss(batch, model)
 
 
 def main(name: str) -> None:
     threads(2)
     model, x, y = case(name)
-    data, task = TensorDataset(x, y), Classification()
+    data, task = TensorDataset(x, y), Softmax()
     model = prepare_model(model, task)
     with tempfile.TemporaryDirectory() as folder:
         analyzer = Analyzer(

@@ -14,17 +14,14 @@ to torch.optim.Adam.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import arguments, write
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, RowOptimizer, Vadam
@@ -125,29 +122,17 @@ def measure(build: Callable[[], nn.Module], repeats: int, warmup: int = 5) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    given = arguments(__doc__, repeats=30, n=1)
     rows = []
     for name, build in MODELS.items():
-        seconds = measure(build, arguments.repeats)
+        seconds = measure(build, given.repeats)
         count = sum(p.numel() for p in build().parameters())
         print(f"{f'{name}, {count:,} parameters, batch {BATCH}':<48}{'ms':>8}{'ratio':>8}")
         for what, value in seconds.items():
             ratio = value / seconds["torch Adam"]
             print(f"{what:<48}{1e3 * value:>8.1f}{ratio:>8.2f}")
             rows.append({"model": name, "what": what, "seconds": value, "ratio": ratio})
-    if arguments.json is not None:
-        about = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": arguments.threads,
-            "repeats": arguments.repeats,
-        }
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    write(given, rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,17 +97,23 @@ def published(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     return run
 
 
+def posterior(structure: str, task: Any) -> Any:
+    """A Kronecker posterior that is fitted, or a diagonal one that is given."""
+    import blr_analysis as blr
+
+    if structure == "kron":
+        return blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    params = task.parameters()
+    precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
+    return blr.Posterior(params, precision, prior_precision=1.0, n_data=task.n_data)
+
+
 def ours(structure: str, model: nn.Module, x: Tensor, y: Tensor, variance: bool | None):
     """``sensitivity``, end to end, at a posterior that is there already."""
     import blr_analysis as blr
 
     task = blr.Task(model, (x, y))
-    if structure == "kron":
-        q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
-    else:
-        params = task.parameters()
-        precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
-        q = blr.Posterior(params, precision, prior_precision=1.0, n_data=len(x))
+    q = posterior(structure, task)
     return lambda: blr.sensitivity(task, q, variance=variance, progress=False)
 
 
@@ -116,12 +123,7 @@ def v_only(structure: str, model: nn.Module, x: Tensor, y: Tensor):
     from blr_analysis.backprop.engine import QUIET, chunks
 
     task = blr.Task(model, (x, y))
-    if structure == "kron":
-        q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
-    else:
-        params = task.parameters()
-        precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
-        q = blr.Posterior(params, precision, prior_precision=1.0, n_data=len(x))
+    q = posterior(structure, task)
     return lambda: torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, QUIET)])
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.merging import sentiment_data, sentiment_rows
 from benchmarks.merging import sentiment_train as training
-from benchmarks.merging.sentiment import markdown, name_of
 from benchmarks.merging.sentiment_data import Text
 from benchmarks.merging.sentiment_ties import ties_step
-from benchmarks.merging.sentiment_train import Recipe, Texts
+from benchmarks.merging.sentiment_train import Recipe
 from blr_analysis.files import storage
 from blr_analysis.merging import merge
 
@@ -94,26 +93,6 @@ class TestTies:
         assert found["b"].tolist() == [0, 0]
 
 
-def test_texts_of_like_length_share_a_batch() -> None:
-    ids = [[1] * n for n in (3, 9, 2, 8, 3)]
-    data = Texts(ids, torch.arange(5))
-    batches = list(data.batches(2))
-    assert [b[0]["input_ids"].shape[1] for b in batches] == [3, 8, 9]
-    assert sorted(torch.cat([y for _, y in batches]).tolist()) == [0, 1, 2, 3, 4]
-    inputs, labels = data.padded([1, 2])
-    assert inputs["attention_mask"].sum(1).tolist() == [9, 2]
-    assert labels.tolist() == [1, 2]
-    shuffled = list(data.batches(2, torch.Generator().manual_seed(0)))
-    assert sorted(torch.cat([y for _, y in shuffled]).tolist()) == [0, 1, 2, 3, 4]
-
-
-def test_changed_settings_of_one_optimizer_leave_the_other_ones_files() -> None:
-    before, after = Recipe(), Recipe(ivon_lr=0.3)
-    assert before.hash("ivon") != after.hash("ivon")
-    assert before.hash("adamw") == after.hash("adamw")
-    assert before.hash("adamw") != Recipe(epochs=3).hash("adamw")
-
-
 class TestMerges:
     @pytest.fixture
     def family(
@@ -163,36 +142,3 @@ class TestMerges:
         merged = found.merged("ties", None, 0.5)["w"]
         step = ties_step(found.base, list(found.models.values()))["w"]
         torch.testing.assert_close(merged, found.base["w"] + 0.5 * step)
-
-    def test_rows_are_kept_and_made_once(self, family: tuple) -> None:
-        found, _ = family
-        made = []
-        for _ in range(2):
-            table = sentiment_rows.Table(0, "ivon", found.recipe)
-            row = table.add("x", lambda: made.append(1) or {"loss movies": 0.5})
-            assert row == {"loss movies": 0.5}
-        assert made == [1]
-        other = sentiment_rows.Table(0, "ivon", Recipe(ivon_lr=0.3))
-        assert other.rows == {}
-
-
-def test_names_of_rows() -> None:
-    assert name_of("ivon|base") == ("ivon", "base", "")
-    assert name_of("adamw|task_arithmetic||0.2") == ("adamw", "average", "")
-    assert name_of("adamw|task_arithmetic||1.0") == ("adamw", "task arithmetic, α = 1", "")
-    found = name_of("adamw|gradient_matching|fisher|best")
-    assert found == ("adamw", "gradient matching, α best", "fisher")
-
-
-def test_markdown_has_means_and_deviations() -> None:
-    import pandas as pd
-
-    columns = [f"accuracy {d}" for d in training.DOMAINS] + ["all six"]
-    rows = [
-        {"trained by": "adamw", "merge": "base", "precision": "", "alpha": None, "loss": loss}
-        | dict.fromkeys(columns, right)
-        for right, loss in ((0.8, 0.5), (0.9, 0.4))
-    ]
-    line = markdown(pd.DataFrame(rows)).splitlines()[-1]
-    assert line.startswith("| adamw | base |  |  | 85.0 ± 7.1 |")
-    assert line.endswith("| 0.450 ± 0.071 |")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
 from benchmarks import training
-from benchmarks.training_parts import MODELS, Data, auroc, scores
+from benchmarks.training_parts import MODELS, Data, scores
 
 
 def probabilities(n: int, seed: int) -> torch.Tensor:
@@ -59,11 +56,6 @@ def test_scores_by_hand() -> None:
     assert found["auroc"] == pytest.approx((2 + 2 + 1 + 1) / 8, abs=1e-12)
 
 
-def test_auroc_counts_ties_half() -> None:
-    assert auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])) == 0.5
-    assert auroc(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == (0.5 + 2) / 4
-
-
 @pytest.mark.parametrize("name", training.MAKE)
 def test_every_optimizer_trains_and_predicts(name: str) -> None:
     run, data = planned(name), images(20)
@@ -91,29 +83,3 @@ def test_residual_networks_treat_images_apart(name: str) -> None:
     before = model[0].weight.detach().clone()
     training.step(model, optimizer, x, torch.tensor([0, 1]))
     assert not torch.equal(model[0].weight, before)
-
-
-def test_a_run_is_kept_and_is_one_of_its_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BLR_CACHE", str(tmp_path))
-    first = training.result(planned("SGD"), lambda: images(20))
-
-    def gone() -> Data:
-        raise AssertionError("trained again")
-
-    assert training.result(planned("SGD"), gone) == first
-    assert json.loads(planned("SGD").path.read_text())["settings"] == training.SETTINGS["SGD"][0]
-    with pytest.raises(AssertionError, match="trained again"):
-        training.result(planned("SGD", "--epochs", "2"), gone)
-
-
-def test_table_is_mean_and_standard_deviation() -> None:
-    way = {"accuracy": 0.8, "nll": 0.5, "ece": 0.1, "brier": 0.3, "auroc": 0.7}
-    other = way | {"accuracy": 0.9}
-    rows = [
-        {"optimizer": "SGD", "ways": {"at the mean": w}, "train_nll": 0.4, "seconds_per_epoch": 2.0}
-        for w in (way, other)
-    ]
-    assert training.table(rows)[2].startswith("| SGD | at the mean | 85.00 ± 7.07 | 0.500 ± 0.000")
-    assert training.table(rows)[2].endswith("| 0.400 | 2.0 | 2 |")

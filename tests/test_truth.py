@@ -152,17 +152,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert written() == whole
 
 
-def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(tensors: dict, path: Path, metadata: dict) -> None:
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store, "save_file", fails)
-    with pytest.raises(KeyboardInterrupt):
-        store.write(tmp_path / "a.safetensors", {"x": torch.ones(1)}, {"hash": "h"})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_changed_recipe_is_computed_again(
     tiny: recipes.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,13 +167,6 @@ def test_a_changed_recipe_is_computed_again(
     assert float(after.classes.theta.norm()) < float(classes.theta.norm())
     monkeypatch.setitem(recipes.CASES, "tiny", replace(TINY, delta=2.0, loo=(9, 9), chunk=7))
     assert len(truth.load("tiny").classes) == 3  # counts and chunks change no result
-
-
-def test_relabelled_examples_get_another_target(tiny: recipes.Recipe) -> None:
-    _, y, *_ = numbers(TINY)
-    found = plan.jobs("relabel", replace(TINY, relabel=30), y, y.double())
-    assert len(found) == 30
-    assert all(new != int(y[i]) for job in found for i, new in job.relabelled.items())
 
 
 def test_what_is_missing_is_named_with_its_command(tiny: recipes.Recipe) -> None:

@@ -1,7 +1,7 @@
 """What estimates are compared with: a trained model, its data, and what retraining gave.
 
-:func:`load` asks ``benchmarks.truth`` for the retrainings that it keeps outside the repository.
-:func:`small` makes a case of its own in seconds, for trying things out.
+:mod:`benchmarks.agreement.from_truth` has those of ``benchmarks.truth``; :func:`small` makes a
+case of its own in seconds, for trying things out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from blr_analysis.likelihoods import Gaussian, Likelihood, resolve
 
 State = dict[str, Tensor]
 STRUCTURES = ("diag", "kron", "lowrank", "full")
-CHECKPOINTS = 5  # trained from other first weights, where they lead elsewhere
 
 
 @dataclass(frozen=True)
@@ -120,24 +119,6 @@ class Case:
     def size(self) -> int:
         """How many parameters."""
         return sum(p.numel() for p in self.checkpoints[0].values())
-
-
-def load(name: str, checkpoints: int = CHECKPOINTS) -> Case:
-    """A case of ``benchmarks.truth`` with at most so many trained models, or "small"."""
-    if name == "small":
-        return small()
-    from benchmarks.agreement.from_truth import case
-
-    return case(name, checkpoints)
-
-
-def names() -> list[str]:
-    """The cases whose retrainings are there."""
-    try:
-        from benchmarks.agreement.from_truth import available
-    except ImportError:
-        return ["small"]
-    return available() or ["small"]
 
 
 def retrained(

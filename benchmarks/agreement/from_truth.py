@@ -1,4 +1,4 @@
-"""Cases from the retrainings of :mod:`benchmarks.truth`."""
+"""Cases from the retrainings that :mod:`benchmarks.truth` keeps outside the repository."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import torch
 from torch import Tensor
 
 from benchmarks import truth
-from benchmarks.agreement.cases import Case, LeftOut, Removed, State, Subsets
+from benchmarks.agreement.cases import Case, LeftOut, Removed, State, Subsets, small
 from benchmarks.peers.problem import build
 from benchmarks.truth import retrain, store
 from benchmarks.truth.results import Retrained
 from blr_analysis.errors import DataError
 
 SEED = 500  # of the first model trained from other first weights
+CHECKPOINTS = 5  # trained from other first weights, where they lead elsewhere
 
 
-def available() -> list[str]:
-    """Cases with at least one kind of retraining on disk."""
-    return [name for name, counts in truth.available().items() if any(counts.values())]
+def names() -> list[str]:
+    """Cases with at least one kind of retraining on disk; "small" if there are none."""
+    return [name for name, counts in truth.available().items() if any(counts.values())] or ["small"]
 
 
-def case(name: str, checkpoints: int) -> Case:
-    """Model, data and retrainings of a case, as far as they have been computed."""
+def load(name: str, checkpoints: int = CHECKPOINTS) -> Case:
+    """Model, data and retrainings of a case, as far as they have been computed; or "small"."""
+    if name == "small":
+        return small()
     found = truth.load(name)
     recipe = found.recipe
     kind: dict[str, Any] = {"kind": "lenet"}

