@@ -63,20 +63,20 @@ class Findings:
         suspicious) and ``suspicious`` (whether the left-out prediction contradicts the label).
         """
         said = self.loo.predictions.flatten(1) if self.loo.predictions.ndim > 1 else None
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         if said is None or said.shape[1] == 1:
-            found["left_out_prediction"] = self.loo.predictions.flatten().numpy()
+            columns["left_out_prediction"] = self.loo.predictions.flatten().numpy()
         else:
             for c, column in enumerate(said.unbind(1)):
-                found[f"left_out_prediction_{c}"] = column.numpy()
-        found["left_out_loss"] = self.loo.losses.numpy()
+                columns[f"left_out_prediction_{c}"] = column.numpy()
+        columns["left_out_loss"] = self.loo.losses.numpy()
         right = self.loo.likelihood.correct(self.loo.logits, self.loo.targets)
         if right is not None:
-            found["label_quality"] = np.exp(-self.loo.losses.double().numpy())
-            found["suspicious"] = (right == 0).numpy()
-        table = self.memory.table.rename(columns={n: f"{n}_metadata" for n in (*found, *JUDGED)})
+            columns["label_quality"] = np.exp(-self.loo.losses.double().numpy())
+            columns["suspicious"] = (right == 0).numpy()
+        table = self.memory.table.rename(columns={n: f"{n}_metadata" for n in (*columns, *JUDGED)})
         after = list(table).index("region") + 1
-        for place, (name, column) in enumerate(found.items()):
+        for place, (name, column) in enumerate(columns.items()):
             table.insert(after + place, name, column)
         return table
 

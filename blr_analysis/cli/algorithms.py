@@ -45,7 +45,7 @@ def algorithms(
 
     table = table1()
     if name is not None:
-        table = table.query("algorithm == @found", local_dict={"found": row(name).algorithm})
+        table = table.query("algorithm == @wanted", local_dict={"wanted": row(name).algorithm})
     if out is not None:
         files = write_table(table, out, "table1")
         say = Teller()
@@ -60,19 +60,19 @@ def _overview(table: Any) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for column in SHOWN:
         shown.add_column(column, overflow="fold", no_wrap=column == "posterior")
-    for found in table.itertuples():
-        through = SHORT.get(found.through, found.through)
-        shown.add_row(found.algorithm, found.family, found.approximations, found.section, through)
+    for entry in table.itertuples():
+        through = SHORT.get(entry.through, entry.through)
+        shown.add_row(entry.algorithm, entry.family, entry.approximations, entry.section, through)
     return shown
 
 
-def _one(found: Any) -> Table:
+def _one(entry: Any) -> Table:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     shown.add_column(no_wrap=True)
     shown.add_column(overflow="fold")
-    for column, value in found.items():
+    for column, value in entry.items():
         text = {True: "yes", False: "no"}[value] if column == "analysable" else str(value)
         shown.add_row(str(column), text or "none")
     return shown

@@ -81,20 +81,20 @@ def merge(
     console, say = paper(), Teller()
     if out is not None:
         check_free(out.expanduser())
-    found = read_recipe(recipe)
-    for note in found.notes:
-        say(f"{found.path.name}, {note}")
-    plan = plan_folders(found.job, max_memory=memory, threads=threads)
+    parsed = read_recipe(recipe)
+    for note in parsed.notes:
+        say(f"{parsed.path.name}, {note}")
+    plan = plan_folders(parsed.job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
         check_room(out.expanduser(), plan.bytes_written)
     if dry_run or out is None:
-        show_plan(plan, found, console, tensors=tensors)
+        show_plan(plan, parsed, console, tensors=tensors)
         return
     say(f"merging {len(plan.parts)} models by {plan.method.name}")
     report = execute(
-        plan, out, max_shard_bytes=shard, documents=lambda report: documents(report, found)
+        plan, out, max_shard_bytes=shard, documents=lambda report: documents(report, parsed)
     )
     say("done")
     show_report(report, console, tensors=tensors)

@@ -58,19 +58,19 @@ def _task(script: ModuleType, name: str, path: Path) -> Task:
     if not hasattr(script, name):
         known = ", ".join(_candidates(script)) or "none"
         raise InputError(f"{str(path)!r} defines no {name!r}; its functions and tasks: {known}")
-    found = getattr(script, name)
-    if callable(found) and not isinstance(found, Task):
+    task = getattr(script, name)
+    if callable(task) and not isinstance(task, Task):
         with _blamed(path, f"{name}() in {str(path)!r} failed"):
-            found = found()
+            task = task()
         what = f"what {name}() in {str(path)!r} returned"
     else:
         what = f"{name} in {str(path)!r}"
-    if not isinstance(found, Task):
+    if not isinstance(task, Task):
         raise InputError(
-            f"{what} is of type {type(found).__name__}, expected a blr_analysis.Task: "
+            f"{what} is of type {type(task).__name__}, expected a blr_analysis.Task: "
             "Task(model, data, likelihood=...)"
         )
-    return found
+    return task
 
 
 def _candidates(script: ModuleType) -> Iterator[str]:

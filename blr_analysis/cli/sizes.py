@@ -22,9 +22,9 @@ def read_size(option: str, text: str) -> int:
     >>> read_size("--max-memory", "1.5GB"), read_size("--max-memory", "2 MiB")
     (1500000000, 2097152)
     """
-    found = NUMBER.fullmatch(text)
-    unit = UNITS.get(found[2].upper()) if found else None
-    count = float(found[1]) * unit if found and unit else 0.0
+    match = NUMBER.fullmatch(text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    count = float(match[1]) * unit if match and unit else 0.0
     if not 1 <= count < 2**63 or not math.isfinite(count):
         raise InputError(f"{option} must be a size such as 500MB, 1GB or 1GiB, got {text!r}")
     return int(count)

@@ -72,7 +72,7 @@ def run(
         posterior = Posterior.from_optimizer(optimizer, model)
         findings = investigate(task, posterior, test=test, by=None, say=say)
         removals = remove_each_class(task, posterior, test, data, seed=seed, recipe=recipe, say=say)
-        found = Group(summary(findings, about_loo=ABOUT_LOO), _removals_section(removals))
+        results = Group(summary(findings, about_loo=ABOUT_LOO), _removals_section(removals))
         files = write(findings, folder, say=say)
         files += write_table(removals.table, folder, "removals")
         files.append(
@@ -80,8 +80,8 @@ def run(
         )
         files.append(write_picture(_bars(removals), folder, "removals"))
         files.append(write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
-        files.append(write_text(as_text(found), folder, "summary.txt"))
-    show(found, console)
+        files.append(write_text(as_text(results), folder, "summary.txt"))
+    show(results, console)
     show(files_section(folder, files), console)
     show(
         Text("\nNext, the same from a script that states a task, as one of your own would:"),

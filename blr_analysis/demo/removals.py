@@ -108,6 +108,6 @@ def remove_each_class(
             data.images[kept], data.labels[kept], seed=seed, recipe=recipe, label=f"without {c}"
         )
         truth = Task(model, (data.test_images, data.test_labels))
-        found, _ = evaluated(truth, truth.parameters())
-        retrained[c] = (found.nll, float(found.accuracy or 0.0))
+        evaluation, _ = evaluated(truth, truth.parameters())
+        retrained[c] = (evaluation.nll, float(evaluation.accuracy or 0.0))
     return ClassRemovals(predicted, retrained)

@@ -217,14 +217,14 @@ def buckets(lengths: Sequence[int]) -> list[Tensor]:
     >>> [b.tolist() for b in buckets([2, 7, 8, 9, 10])]
     [[0], [1], [2, 3, 4]]
     """
-    found, stop = [], len(lengths)
+    runs, stop = [], len(lengths)
     while stop:
         start = stop
         while start and lengths[start - 1] >= ALIKE * lengths[stop - 1]:
             start -= 1
-        found.append(torch.arange(start, stop))
+        runs.append(torch.arange(start, stop))
         stop = start
-    return found[::-1]
+    return runs[::-1]
 
 
 def _add_batches(

@@ -235,8 +235,8 @@ def _read(
 
 def _tied(loaded: Pretrained, names: dict[str, str]) -> dict[str, list[str]]:
     """Every further name of a tied tensor, by its name in the files."""
-    found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for first, others in tied_names(loaded.model).items():
         stored = names[first]
-        found[stored] = [n for n in (first, *others) if n != stored]
-    return found
+        aliases[stored] = [n for n in (first, *others) if n != stored]
+    return aliases

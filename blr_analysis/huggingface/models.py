@@ -270,15 +270,15 @@ def _check_labels(config: Any, folder: Path) -> None:
 def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
     """The id that pads; a classifier of the decoder kind looks for it to find the last token."""
     known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
-    found = next((int(i) for i in known if i is not None and int(i) >= 0), None)
-    if found is None:
+    pad = next((int(i) for i in known if i is not None and int(i) >= 0), None)
+    if pad is None:
         raise ModelError(
             f"{str(folder)!r} names no padding token and no end of text: set "
             "tokenizer.pad_token and config.pad_token_id, and save them"
         )
     if config.pad_token_id is None or config.pad_token_id < 0:
-        config.pad_token_id = found
-    return found
+        config.pad_token_id = pad
+    return pad
 
 
 def _positions(model: Any) -> int:

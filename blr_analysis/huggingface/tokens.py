@@ -134,22 +134,22 @@ def _tokenised(
     truncated = 0
     for start in range(0, len(order), AT_ONCE):
         part = [texts.texts[i] for i in order[start : start + AT_ONCE]]
-        found = _ids(loaded, part, truncation=False)
-        long = [k for k, row in enumerate(found) if len(row["input_ids"]) > most]
+        encoded = _ids(loaded, part, truncation=False)
+        long = [k for k, row in enumerate(encoded) if len(row["input_ids"]) > most]
         if long:
             cut = _ids(loaded, [part[k] for k in long], truncation=True, max_length=most)
             for k, row in zip(long, cut, strict=True):
-                found[k] = row
+                encoded[k] = row
         truncated += len(long)
-        rows += found
+        rows += encoded
     return rows, truncated
 
 
 def _ids(loaded: Pretrained, part: list[tuple[str, ...]], **how: Any) -> list[dict[str, list[int]]]:
     columns = [list(column) for column in zip(*part, strict=True)]
-    found = loaded.tokenizer(*columns, verbose=False, **how)
-    names = [n for n in loaded.inputs if n in found]
-    return [{n: list(found[n][k]) for n in names} for k in range(len(part))]
+    encoded = loaded.tokenizer(*columns, verbose=False, **how)
+    names = [n for n in loaded.inputs if n in encoded]
+    return [{n: list(encoded[n][k]) for n in names} for k in range(len(part))]
 
 
 def task_of(encoded: Encoded, loaded: Pretrained, *, batch_size: int = 8) -> Task:

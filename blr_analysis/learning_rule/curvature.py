@@ -53,17 +53,17 @@ def _times_ess(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) 
 
 def _price(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     """ĥ = ess (h + δ) · (θ − m) · g, by Price's theorem (K&R 11)."""
-    found = list(torch._foreach_mul(evidence, precision))
-    torch._foreach_mul_(found, group["ess"])
-    return found
+    estimate = list(torch._foreach_mul(evidence, precision))
+    torch._foreach_mul_(estimate, group["ess"])
+    return estimate
 
 
 def _root_magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     """ĥ = √(h + δ) · |g| + γ (Möllenhoff & Khan, ICLR 2023, Algorithm 1, line 8)."""
-    found = list(torch._foreach_sqrt(precision))
-    torch._foreach_mul_(found, evidence)
-    torch._foreach_add_(found, group["damping"])
-    return found
+    estimate = list(torch._foreach_sqrt(precision))
+    torch._foreach_mul_(estimate, evidence)
+    torch._foreach_add_(estimate, group["damping"])
+    return estimate
 
 
 NO_CURVATURE = HessianEstimate("none", "none")
@@ -135,8 +135,8 @@ def hutchinson(
     tensor([ 6., 12.])
     """
     signs = _signs(theta.expand(n, *theta.shape), generator)
-    gradients, found = vmap(partial(_signed, losses, theta))(signs)
-    return gradients[0], found.mean(0)
+    gradients, diagonals = vmap(partial(_signed, losses, theta))(signs)
+    return gradients[0], diagonals.mean(0)
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -160,14 +160,14 @@ def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> 
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
     inside = group["weight_decay"] if move.damping == "prior" else 0.0
     after = {"prior": 0.0, "after root": group["weight_decay"], "eps": group.get("eps", 0.0)}
-    found = torch._foreach_add(hess, inside)
+    precision = torch._foreach_add(hess, inside)
     if move.power == 0.5:
-        torch._foreach_sqrt_(found)
+        torch._foreach_sqrt_(precision)
     elif move.power != 1:
-        torch._foreach_pow_(found, move.power)
+        torch._foreach_pow_(precision, move.power)
     if after[move.damping]:
-        torch._foreach_add_(found, after[move.damping])
-    return list(found)
+        torch._foreach_add_(precision, after[move.damping])
+    return list(precision)
 
 
 def _direction(

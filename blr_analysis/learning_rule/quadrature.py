@@ -60,9 +60,9 @@ def expected(f: DiagonalGaussian, function: Function) -> Tensor:
         def gap(before: Tensor, now: Tensor) -> Tensor:
             return (now[0] - before[0]).abs() / (1 + now[1])
 
-        found, intervals = _settled(f, reach, sums, torch.add, finish, gap)
+        integrals, intervals = _settled(f, reach, sums, torch.add, finish, gap)
     if not (torch.is_grad_enabled() and (f.mean.requires_grad or f.precision.requires_grad)):
-        return found[0]
+        return integrals[0]
 
     def share(nodes: Tensor) -> Tensor:
         z = _across(nodes, reach)
@@ -162,15 +162,15 @@ def _settled(
     wanted = math.ceil(float((2 * reach * std.clamp_min(2)).amax())) if f.mean.numel() else 1
     intervals = min(wanted, MOST // 2)
     total = whole(torch.linspace(-1, 1, intervals + 1, dtype=torch.float64))
-    found = finish(total, intervals)
+    integrals = finish(total, intervals)
     while True:
         middles = (2 * torch.arange(intervals, dtype=torch.float64) + 1) / intervals - 1
         total, intervals = join(total, whole(middles)), 2 * intervals
-        before, found = found, finish(total, intervals)
-        gaps = gap(before, found)
+        before, integrals = integrals, finish(total, intervals)
+        gaps = gap(before, integrals)
         worst = float(gaps[gaps.isfinite()].amax()) if bool(gaps.isfinite().any()) else 0.0
         if worst <= tolerance:
-            return found, intervals
+            return integrals, intervals
         if 2 * intervals > MOST:
             break
     if worst > 100 * tolerance:
@@ -182,4 +182,4 @@ def _settled(
             Inaccurate,
             stacklevel=3,
         )
-    return found, intervals
+    return integrals, intervals

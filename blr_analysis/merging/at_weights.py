@@ -154,17 +154,17 @@ def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Ten
 
 def _named(given: Any, name: str, wanted: str) -> dict[str, Any]:
     if isinstance(given, Mapping):
-        found = {str(n): v for n, v in given.items()}
+        named = {str(n): v for n, v in given.items()}
     elif isinstance(given, (list, tuple)):
-        found = {str(i): v for i, v in enumerate(given, 1)}
+        named = {str(i): v for i, v in enumerate(given, 1)}
     else:
         raise InputError(
             f"{name} must be a list, or a dict by name, of one {wanted} each, got "
             f"{type(given).__name__}"
         )
-    if not found or len(found) != len(given):
+    if not named or len(named) != len(given):
         raise InputError(f"{name} must hold at least one {wanted}, each under its own name")
-    return found
+    return named
 
 
 def _task(name: str, task: Any) -> Task:

@@ -44,16 +44,16 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
 def documents(report: MergeReport, recipe: Recipe | None = None) -> dict[str, str]:
     """The texts to be saved beside the weights, by file name."""
-    found = {
+    texts = {
         CARD: model_card(report, None if recipe is None else recipe.text),
         REPORT_CSV: report_csv(report),
         REPORT_JSON: report_json(report),
     }
     if recipe is not None:
-        found[RECIPE] = AS_RUN.format(version=package_version()) + recipe.text
+        texts[RECIPE] = AS_RUN.format(version=package_version()) + recipe.text
         if recipe.chat_template is not None:
-            found[TEMPLATE] = recipe.chat_template
-    return found
+            texts[TEMPLATE] = recipe.chat_template
+    return texts
 
 
 def model_card(report: MergeReport, recipe: str | None = None) -> str:
@@ -146,7 +146,7 @@ def report_json(report: MergeReport) -> str:
     """The figures of a merge, its settings and the fate of its files."""
     job, plan = report.plan.job, report.plan
     assert job is not None
-    found = {
+    figures = {
         "blr_analysis": package_version(),
         "method": plan.method.name,
         "formula": plan.method.formula,
@@ -176,7 +176,7 @@ def report_json(report: MergeReport) -> str:
         "shards": list(report.shards),
         "files": {name: fate.partition(" from ")[0] for name, fate in report.files.items()},
     }
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
 
 
 def shown(place: Path) -> str:

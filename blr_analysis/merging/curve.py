@@ -58,7 +58,7 @@ class MergePoint:
 
 @dataclass(frozen=True)
 class MergeCurve(Tabular, Plottable):
-    """What :func:`blr_analysis.merge_curve` found.
+    """The result of :func:`blr_analysis.merge_curve`.
 
     Attributes:
         points: every merge that was tried, in order.
@@ -227,17 +227,17 @@ def _numbers(values: Any, name: str) -> list[float]:
 def _table(values: Any, name: str = "weights") -> torch.Tensor:
     """Finite numbers, one- or two-dimensional."""
     try:
-        found = torch.as_tensor(values, dtype=torch.float64)
+        table = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} must be numbers, rows of one number per model, or a dict model → numbers, "
             f"got {values!r}"
         ) from error
-    if found.ndim not in (1, 2) or not found.numel():
-        raise InputError(f"{name} must hold at least one number, got shape {tuple(found.shape)}")
-    if not bool(torch.isfinite(found).all()):
+    if table.ndim not in (1, 2) or not table.numel():
+        raise InputError(f"{name} must hold at least one number, got shape {tuple(table.shape)}")
+    if not bool(torch.isfinite(table).all()):
         raise InputError(f"{name} must be finite, got NaN or inf")
-    return found
+    return table
 
 
 @dataclass(frozen=True)
@@ -271,11 +271,11 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
         )
     given = method if isinstance(method, (list, tuple, Mapping)) else [method]
     pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]
-    found: dict[str, Merger] = {}
+    mergers: dict[str, Merger] = {}
     for name, kind in pairs:
         if callable(kind):
             label = name if isinstance(name, str) else getattr(kind, "__name__", "own")
-            found[label] = Merger(kind)
+            mergers[label] = Merger(kind)
             continue
         row = method_of(kind)
         own = {k: v for k, v in inputs.items() if _used(k, row)}
@@ -284,15 +284,15 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
             raise InputError(f"method {row.name!r} weighs by precisions: pass precisions=")
         choice = inputs.get("normalize")
         normalize = row.normalize if choice is None else bool(choice)
-        found[str(name)] = Merger(
+        mergers[str(name)] = Merger(
             partial(merge, method=row.name, progress=False, **own),
             row.name,
             normalize,
             normalize or (row.uses_precisions and not row.uses_base_precision),
         )
-    if not found or len(found) != len(given):
+    if not mergers or len(mergers) != len(given):
         raise InputError("method must name at least one merge method, each once")
-    return found
+    return mergers
 
 
 def _used(argument: str, row: Method) -> bool:
@@ -345,15 +345,15 @@ class Trial:
         wild = next((n for n, t in state.items() if not bool(torch.isfinite(t).all())), None)
         if wild is not None:
             return self._failed(name, weights, f"{wild!r} of the merge holds NaN or inf")
-        found: list[Evaluation] = []
+        evaluations: list[Evaluation] = []
         for task_name, task in self.tasks.items():
             try:
                 with at_weights(task, state, f"the merge by {name!r}") as params:
-                    found.append(evaluated(task, params, progress=False)[0])
+                    evaluations.append(evaluated(task, params, progress=False)[0])
             except ModelError as error:  # the same task runs at the base: the weights are at fault
                 return self._failed(name, weights, f"task {task_name!r}: {error}")
-        accuracies = (math.nan if m.accuracy is None else m.accuracy for m in found)
-        return MergePoint(name, weights, tuple(m.nll for m in found), tuple(accuracies))
+        accuracies = (math.nan if m.accuracy is None else m.accuracy for m in evaluations)
+        return MergePoint(name, weights, tuple(m.nll for m in evaluations), tuple(accuracies))
 
     def _failed(self, name: str, weights: Weights, why: str) -> MergePoint:
         count = len(self.tasks)

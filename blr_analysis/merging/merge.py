@@ -230,8 +230,8 @@ def merge(
             base_precision=_path("base_precision", base_precision),
             **settings,
         )
-        found = plan_folders(job, max_memory=max_memory, threads=threads)
-        return execute(found, out, max_shard_bytes=max_shard_bytes, progress=progress)
+        plan = plan_folders(job, max_memory=max_memory, threads=threads)
+        return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
     if out is not None:
         raise InputError("out= belongs to models given as folders; a merge in memory is returned")
     parts = [

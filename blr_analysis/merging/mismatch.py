@@ -176,15 +176,15 @@ class GradientMismatch(Tabular, Plottable):
         Raises:
             InputError: no such column, or one without numbers.
         """
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for row in self.rows:
             value = row.get(column)
             if not isinstance(value, (int, float)):
                 raise InputError(
                     f"column must be one of numbers, such as 'mismatch' or 'gap', got {column!r}"
                 )
-            found[row["merge"]] = found.get(row["merge"], 0.0) + value
-        return found
+            totals[row["merge"]] = totals.get(row["merge"], 0.0) + value
+        return totals
 
     def __repr__(self) -> str:
         gaps = self.totals("gap")
@@ -263,18 +263,18 @@ def gradient_mismatch(
         >>> X = torch.eye(2)
         >>> a = blr.Task(torch.nn.Linear(2, 1, bias=False), (X, X[:, 0]), likelihood="gaussian")
         >>> own = {"weight": torch.tensor([[1.0, 0.0]])}                # the optimum of the task
-        >>> found = gradient_mismatch(a, {"weight": torch.tensor([[1.0, 2.0]])}, models=[own])
-        >>> found.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
+        >>> result = gradient_mismatch(a, {"weight": torch.tensor([[1.0, 2.0]])}, models=[own])
+        >>> result.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
         [[2.0, 2.0, 2.0]]
     """
-    found = named_tasks(tasks)
-    names = list(found)
-    homes = _homes(found, models)
-    forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, found)
+    by_name = named_tasks(tasks)
+    names = list(by_name)
+    homes = _homes(by_name, models)
+    forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, by_name)
     held_out = dict.fromkeys(names) if tests is None else _tests(tests, names)
     merges = _merges(merged)
     kept = {
-        name: at_home(name, found[name], held_out[name], homes[name], progress=progress)
+        name: at_home(name, by_name[name], held_out[name], homes[name], progress=progress)
         for name in track(names, total=len(names), label="fine-tuned models", show=progress)
     }
     rows: list[Mapping[str, Any]] = []
@@ -283,7 +283,7 @@ def gradient_mismatch(
         state, who = _made(merges[label], label), f"merged ({label})"
         total: Tree = {}
         for name in names:
-            task, test, home, h = found[name], held_out[name], kept[name], forecasts[name]
+            task, test, home, h = by_name[name], held_out[name], kept[name], forecasts[name]
             values, gradient = disturbance(name, task, test, home, state, who, h, progress=progress)
             rows.append({"merge": label, "task": name, **values})
             for n, g in gradient.items():
@@ -309,15 +309,15 @@ def _tests(tests: Any, names: Sequence[str]) -> dict[str, Task]:
     return _matched(named_tasks(tests, "tests"), names, "tests", isinstance(tests, Mapping))
 
 
-def _matched(found: dict[str, Any], names: Sequence[str], what: str, by_name: bool) -> dict:
-    if by_name and set(found) != set(names):
-        raise InputError(f"{what} are of {sorted(found)}, the tasks are {sorted(names)}")
-    if len(found) != len(names):
+def _matched(given: dict[str, Any], names: Sequence[str], what: str, by_name: bool) -> dict:
+    if by_name and set(given) != set(names):
+        raise InputError(f"{what} are of {sorted(given)}, the tasks are {sorted(names)}")
+    if len(given) != len(names):
         raise InputError(
-            f"{what} must hold one for each of the {len(names)} tasks, got {len(found)}"
+            f"{what} must hold one for each of the {len(names)} tasks, got {len(given)}"
         )
     return (
-        {n: found[n] for n in names} if by_name else dict(zip(names, found.values(), strict=True))
+        {n: given[n] for n in names} if by_name else dict(zip(names, given.values(), strict=True))
     )
 
 
@@ -342,7 +342,7 @@ def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast
     """H_t, and S_t with a posterior's prior, checked against the tasks' models."""
     names = list(tasks)
     curved = matched_precisions(precisions, names)
-    found = {}
+    forecasts = {}
     for name, given in zip(names, in_order(precisions, names), strict=True):
         h = curved[name]
         for n, p in tasks[name].parameters().items():
@@ -352,5 +352,5 @@ def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast
                     f"task's model, {tuple(h[n].shape) if n in h else 'absent'} there"
                 )
         own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
-        found[name] = Forecast(h, own)
-    return found
+        forecasts[name] = Forecast(h, own)
+    return forecasts

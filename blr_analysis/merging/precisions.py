@@ -51,8 +51,8 @@ class DiagonalPrecision:
 
     def spec(self, name: str) -> Spec | None:
         """Shape and storage of one parameter's precision; None where there is none."""
-        found = self.stored.get(name)
-        return None if found is None else self.source.specs[found]
+        key = self.stored.get(name)
+        return None if key is None else self.source.specs[key]
 
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype

@@ -122,8 +122,8 @@ def _merge(plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scrat
     for part, kind in zip(plan.parts, item.curved, strict=True):
         if kind == OWN:
             assert part.precision is not None
-            found = part.precision.read(item.name, start, stop, scratch, plan.dtype)
-            curved.append(found.to(device))
+            h = part.precision.read(item.name, start, stop, scratch, plan.dtype)
+            curved.append(h.to(device))
         else:
             curved.append(first if kind == BASE else 0.0)
     if device.type == "cpu":

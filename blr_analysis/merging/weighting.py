@@ -167,17 +167,17 @@ def suggest_weights(
             "than another; check that base, models and precisions belong together"
         )
     if each:
-        found = torch.linalg.lstsq(gram, pull[:, None], driver="gelsd").solution[:, 0]
+        alphas = torch.linalg.lstsq(gram, pull[:, None], driver="gelsd").solution[:, 0]
     else:
         along = gram.sum()
-        found = torch.full_like(pull, float(pull.sum() / along) if along > 0 else 0.0)
+        alphas = torch.full_like(pull, float(pull.sum() / along) if along > 0 else 0.0)
 
     def excess(weights: Tensor) -> float:
         return max(0.0, float(0.5 * weights @ gram @ weights - weights @ pull) - best)
 
     one = torch.ones_like(pull)
     return SuggestedWeights(
-        dict(zip(states, found.tolist(), strict=True)), *map(excess, (found, one / size, one))
+        dict(zip(states, alphas.tolist(), strict=True)), *map(excess, (alphas, one / size, one))
     )
 
 
@@ -189,16 +189,16 @@ def data_precision(precision: Any, name: str) -> State:
     """
     if isinstance(precision, Posterior):
         prior = precision.prior.within(precision.record)
-        found = {n: (precision.precision(n) - prior.of(n)).clamp_min(0) for n in precision.mean}
+        data_part = {n: (precision.precision(n) - prior.of(n)).clamp_min(0) for n in precision.mean}
     else:
-        found = state_of(precision, name)
-    for n, h in found.items():
+        data_part = state_of(precision, name)
+    for n, h in data_part.items():
         if not h.is_floating_point() or not bool((torch.isfinite(h) & (h >= 0)).all()):
             raise InputError(
                 f"{name}: the precision of {n!r} must be finite and at least 0 everywhere; it is "
                 "a sum of squares over the examples of the task"
             )
-    return found
+    return data_part
 
 
 def in_order(precisions: Any, names: Sequence[str]) -> list[Any]:
@@ -227,7 +227,9 @@ def matched_precisions(precisions: Any, names: Sequence[str]) -> dict[str, State
     return {n: data_precision(p, f"precisions[{n!r}]") for n, p in given}
 
 
-def _covered(start: State, states: Mapping[str, State], found: Mapping[str, State]) -> list[str]:
+def _covered(
+    start: State, states: Mapping[str, State], curvatures: Mapping[str, State]
+) -> list[str]:
     """The tensors that every precision covers, after a check of names and shapes."""
     for who, state in {"the base": start, **{f"model {n!r}": s for n, s in states.items()}}.items():
         if set(state) != set(start):
@@ -240,8 +242,8 @@ def _covered(start: State, states: Mapping[str, State], found: Mapping[str, Stat
                 )
             if not bool(torch.isfinite(t).all()):
                 raise InputError(f"{who}: {n!r} holds NaN or inf")
-    names = {n for c in found.values() for n in c}
-    for who, curvature in found.items():
+    names = {n for c in curvatures.values() for n in c}
+    for who, curvature in curvatures.items():
         if set(curvature) != names:
             raise InputError(
                 f"the precisions cover different tensors: that of {who!r} lacks "

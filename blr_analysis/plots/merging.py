@@ -263,8 +263,8 @@ def _of_task(point: Any, measure: str, t: int) -> float:
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:
-    found = np.array(values, dtype=float)
-    return np.where(np.isfinite(found), found, np.nan)
+    numbers = np.array(values, dtype=float)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _scale(ax: Axes, measure: str, values: np.ndarray) -> None:

@@ -164,10 +164,10 @@ class ExponentialFamily(ABC):
         for key, rank in self.ranks.items():
             value = given[key]
             if not isinstance(value, Tensor) or value.ndim < rank:
-                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
                     f"{key} of {type(self).__name__} must be a tensor of {rank} dimensions or "
-                    f"more, got {found}"
+                    f"more, got {got}"
                 )
         widths = {key: given[key].shape[-1] for key, rank in self.ranks.items() if rank}
         if len(set(widths.values())) > 1:
@@ -179,9 +179,9 @@ class ExponentialFamily(ABC):
     def _check_point(self, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
         """Raise :class:`InputError` unless ``given`` is keyed by these names."""
         if not isinstance(given, Mapping) or set(given) != set(wanted):
-            found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+            got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
             raise InputError(
-                f"{type(self).__name__} takes a dictionary of {', '.join(wanted)}, got {found}"
+                f"{type(self).__name__} takes a dictionary of {', '.join(wanted)}, got {got}"
             )
 
 

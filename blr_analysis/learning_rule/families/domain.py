@@ -20,8 +20,8 @@ def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
     and no matrices.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{name} must be a tensor of floating-point numbers, got {found}")
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{name} must be a tensor of floating-point numbers, got {got}")
     if value.dtype in HALF and not half:
         raise InputError(f"{name} must be in single or double precision, got {value.dtype}")
     if value.ndim < rank:
@@ -79,8 +79,8 @@ def same_dtype(**given: Tensor) -> None:
     """Raise unless all of these tensors have one dtype and one device."""
     kinds = {name: (value.dtype, value.device) for name, value in given.items()}
     if len(set(kinds.values())) > 1:
-        found = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
-        raise InputError(f"{' and '.join(kinds)} must agree in dtype and device, got {found}")
+        got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
+        raise InputError(f"{' and '.join(kinds)} must agree in dtype and device, got {got}")
 
 
 def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
@@ -90,8 +90,8 @@ def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
     is broadcast within a point. θ may be of lower precision, or of integers.
     """
     if not isinstance(theta, Tensor) or theta.is_complex():
-        found = theta.dtype if isinstance(theta, Tensor) else type(theta).__name__
-        raise InputError(f"{name} must be a tensor of real numbers, got {found}")
+        got = theta.dtype if isinstance(theta, Tensor) else type(theta).__name__
+        raise InputError(f"{name} must be a tensor of real numbers, got {got}")
     if theta.ndim < rank or not go_together(theta.shape, like.shape, rank):
         shape = ", ".join(["...", *map(str, like.shape[like.ndim - rank :])])
         raise InputError(

@@ -234,8 +234,8 @@ class Marginal:
             return self._entropy_on_the_line()
         positive_int("n", n)
         draws = self.components.sample(n, generator=generator).movedim(-2, 0)
-        found = torch.stack([self.log_prob(part).mean(0) for part in draws], -1)
-        return -(self.weights * found).sum(-1)
+        log_probs = torch.stack([self.log_prob(part).mean(0) for part in draws], -1)
+        return -(self.weights * log_probs).sum(-1)
 
     def _entropy_on_the_line(self, nodes: int = 16) -> Tensor:
         """Gauss–Legendre on panels as narrow as the narrowest component there asks for."""

@@ -152,14 +152,14 @@ class Product(ExponentialFamily):
 
     def _total(self, number: Callable[[str, ExponentialFamily], Tensor]) -> Tensor:
         """The sum over factors and over their parts of a number per copy."""
-        found = []
+        sums = []
         for name, factor in self.factors.items():
             value, parts = number(name, factor), len(_shape(factor)) - self.copies
-            found.append(value.flatten(value.ndim - parts).sum(-1) if parts else value)
+            sums.append(value.flatten(value.ndim - parts).sum(-1) if parts else value)
         try:
-            return sum(found[1:], start=found[0])
+            return sum(sums[1:], start=sums[0])
         except RuntimeError as error:
-            shapes = dict(zip(self.factors, (tuple(x.shape) for x in found), strict=True))
+            shapes = dict(zip(self.factors, (tuple(x.shape) for x in sums), strict=True))
             raise InputError(f"the factors' points do not go together: {shapes}") from error
 
     def _split(self, given: Mapping[str, Tensor]) -> dict[str, Natural]:

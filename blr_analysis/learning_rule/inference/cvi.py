@@ -159,10 +159,10 @@ def look(problem: Problem, sites: Natural) -> State[FullGaussian]:
         InputError: the sites make no positive definite precision.
     """
     q = problem.posterior(sites)
-    found, values = aims(
+    goal, values = aims(
         latent(q, problem.design), problem.targets, problem.likelihood, problem.expectation
     )
-    return State(sites, q, found, float(values.sum() - q.kl(problem.prior)))
+    return State(sites, q, goal, float(values.sum() - q.kl(problem.prior)))
 
 
 def step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
@@ -240,12 +240,12 @@ def start(problem: Problem, *, near: bool) -> State[FullGaussian]:
     """
     if near:
         try:
-            found = look(problem, _near_the_mode(problem))
+            state = look(problem, _near_the_mode(problem))
         except InputError:  # a precision that is not positive definite, or values out of range
             pass
         else:
-            if math.isfinite(found.elbo):
-                return found
+            if math.isfinite(state.elbo):
+                return state
     return look(problem, _no_sites(problem))
 
 
@@ -265,19 +265,19 @@ def _near_the_mode(problem: Problem) -> Natural:
         return float(fit + problem.prior.log_prob(theta))
 
     q, theta = problem.prior, problem.prior.mean
-    best, found = height(theta), _no_sites(problem)
+    best, sites = height(theta), _no_sites(problem)
     for _ in range(STARTS):
         widths = latent(q, problem.design).precision.clamp_min(1.0)
         narrow = DiagonalGaussian(problem.design @ theta, widths)
-        found, _ = aims(narrow, problem.targets, problem.likelihood, problem.expectation)
-        q = problem.posterior(found)
+        sites, _ = aims(narrow, problem.targets, problem.likelihood, problem.expectation)
+        q = problem.posterior(sites)
         tried = (theta + 0.5**k * (q.mean - theta) for k in range(HALVINGS))
         higher = next((t for t in tried if height(t) > best), theta)
         before, theta = best, higher
         best = height(theta)
         if best - before < 1:
             break
-    return found
+    return sites
 
 
 def run(

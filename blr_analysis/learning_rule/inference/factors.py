@@ -217,8 +217,8 @@ def linear(noise_variance: float) -> Factor:
 def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
     """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or what is wrong."""
     if not isinstance(values, Tensor) or values.is_complex():
-        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise DataError(f"{name} must be a real tensor, got {found}")
+        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(f"{name} must be a real tensor, got {got}")
     if values.ndim != ndim or not values.numel():
         shape = "[" + ", ".join(("N", "D")[:ndim]) + "]"
         raise DataError(f"{name} must be a non-empty tensor {shape}, got {tuple(values.shape)}")

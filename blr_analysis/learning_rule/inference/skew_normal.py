@@ -154,8 +154,8 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
     expectation = {k: v.detach().requires_grad_() for k, v in q.expectation.items()}
     with torch.enable_grad():
         elbo = SkewNormal.from_expectation(expectation).elbo(log_joint)
-        found = torch.autograd.grad(elbo, list(expectation.values()))
-    gradient = dict(zip(expectation, found, strict=True))
+        slopes = torch.autograd.grad(elbo, list(expectation.values()))
+    gradient = dict(zip(expectation, slopes, strict=True))
     return SkewNormal.from_natural(add(q.natural, scale(gradient, rho)))
 
 

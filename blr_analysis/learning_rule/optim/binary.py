@@ -118,14 +118,14 @@ class STE(BinaryOptimizer):
         self._set_up(self._accepted(row), locals())
 
     def _accepted(self, given: Row | str) -> Row:
-        found = super()._accepted(given)
-        if found.look.noisy or found.curvature == GAUSS_NEWTON:
+        accepted = super()._accepted(given)
+        if accepted.look.noisy or accepted.curvature == GAUSS_NEWTON:
             raise InputError(
-                f"STE cannot move its latent weights by {found.algorithm}: take a row that needs "
+                f"STE cannot move its latent weights by {accepted.algorithm}: take one that needs "
                 "the gradient alone, such as SGD or Adam"
             )
-        name = "STE" if found.algorithm == "SGD" else f"STE with {found.algorithm}"
-        return replace(found, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN)
+        name = "STE" if accepted.algorithm == "SGD" else f"STE with {accepted.algorithm}"
+        return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN)
 
     def _look(
         self, theta: Tensor, group: Group, generator: torch.Generator | None

@@ -99,12 +99,12 @@ class Draw:
     def evidence(self) -> list[tuple[Tensor, str, Tensor | None]]:
         """Parameter, method, and what the curvature estimate needs beside the gradient."""
         noises = dict(zip(self.params, self.noises, strict=False))
-        found = []
+        evidence = []
         for param, group in zip(self.params, self.groups, strict=True):
             method = group["hess_approx"]
             source = self.given.get(param) if method in GIVEN else None
-            found.append((param, method, noises[param] if method == "price" else source))
-        return found
+            evidence.append((param, method, noises[param] if method == "price" else source))
+        return evidence
 
     @property
     def numel(self) -> int:

@@ -97,15 +97,17 @@ class Dropout(RowOptimizer):
         self._set_up(self._accepted(row), locals())
 
     def _accepted(self, given: Row | str) -> Row:
-        found = super()._accepted(given)
-        curvature = found.curvature
+        accepted = super()._accepted(given)
+        curvature = accepted.curvature
         if curvature.method == "gradsq":  # (z g / π₁)², where Eq. 43 has z g² / π₁
             curvature = HessianEstimate(curvature.name, curvature.method, _times_keep)
         return replace(
-            found,
-            algorithm="dropout" if found.algorithm == "SGD" else f"dropout with {found.algorithm}",
+            accepted,
+            algorithm="dropout"
+            if accepted.algorithm == "SGD"
+            else f"dropout with {accepted.algorithm}",
             family=ROWS["dropout"].family,
-            look=replace(AT_DROPPED_OUT_MEAN, noisy=found.look.noisy),
+            look=replace(AT_DROPPED_OUT_MEAN, noisy=accepted.look.noisy),
             curvature=curvature,
         )
 

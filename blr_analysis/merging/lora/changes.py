@@ -85,38 +85,38 @@ def changes_of(
     Raises:
         ModelError: the adapter does not fit the base, or its effect cannot be told exactly.
     """
-    found = group(adapter.specs, adapter.name)
-    for name, key in found.copies.items():
-        if not same_bytes(adapter, key, adapter, found.whole[name]):
+    grouped = group(adapter.specs, adapter.name)
+    for name, key in grouped.copies.items():
+        if not same_bytes(adapter, key, adapter, grouped.whole[name]):
             raise ModelError(
                 f"{adapter.name!r} holds two versions of {name!r} that differ: save it again."
             )
-    tied = _drop_tied_heads(settings, found, adapter, base)
+    tied = _drop_tied_heads(settings, grouped, adapter, base)
     own = translate(
-        [*(f"{module}.weight" for module in found.matrices), *found.whole], base.specs, folder
+        [*(f"{module}.weight" for module in grouped.matrices), *grouped.whole], base.specs, folder
     )
-    _check(settings, found, own, adapter, base, folder)
-    _refuse_tied(settings, found, own, tied, base, folder)
-    changes = {own[name]: AdapterChange(whole=key) for name, key in found.whole.items()}
-    for module in found.matrices:
+    _check(settings, grouped, own, adapter, base, folder)
+    _refuse_tied(settings, grouped, own, tied, base, folder)
+    changes = {own[name]: AdapterChange(whole=key) for name, key in grouped.whole.items()}
+    for module in grouped.matrices:
         name = own[f"{module}.weight"]
-        low_rank = _low_rank(settings, found, module, name, adapter, base, folder)
+        low_rank = _low_rank(settings, grouped, module, name, adapter, base, folder)
         changes[name] = replace(changes.get(name, AdapterChange()), low_rank=low_rank)
     return changes
 
 
 def _low_rank(
     settings: Settings,
-    found: Grouped,
+    grouped: Grouped,
     module: str,
     name: str,
     adapter: Source,
     base: Source,
     folder: str,
 ) -> LoraUpdate:
-    parts, rank, shape = found.matrices[module], settings.rank(module), base.specs[name].shape
+    parts, rank, shape = grouped.matrices[module], settings.rank(module), base.specs[name].shape
     a, b = adapter.specs[parts["A"]].shape, adapter.specs[parts["B"]].shape
-    straight = (*b, *a) == (*shape[:1], rank, rank, *shape[1:]) and module not in found.embeddings
+    straight = (*b, *a) == (*shape[:1], rank, rank, *shape[1:]) and module not in grouped.embeddings
     turned = (*b, *a) == (*shape[1:], rank, rank, *shape[:1])
     if len(shape) != 2 or not (straight or turned):
         raise ModelError(
@@ -160,7 +160,7 @@ def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> b
 
 def _check(
     settings: Settings,
-    found: Grouped,
+    grouped: Grouped,
     own: Mapping[str, str],
     adapter: Source,
     base: Source,
@@ -174,27 +174,27 @@ def _check(
                 f"{some(odd)} of {source.name!r}: expected floating-point weights, not quantized "
                 f"ones in {source.specs[odd[0]].dtype}"
             )
-    for name, key in found.whole.items():
+    for name, key in grouped.whole.items():
         mine, theirs = adapter.specs[key].shape, base.specs[own[name]].shape
         if mine != theirs:
             raise ModelError(
                 f"{key!r} of {adapter.name!r} has shape {list(mine)}, the base's {list(theirs)}: "
                 "resize the base first, as it was for training"
             )
-    for module in found.matrices:
+    for module in grouped.matrices:
         if not settings.targets(module):
             raise ModelError(
                 f"{folder!r} holds matrices for {module!r}, which target_modules does not name"
             )
         bias = f"{own[f'{module}.weight'].removesuffix('weight')}bias"
-        if settings.bias != "none" and bias in base.specs and f"{module}.bias" not in found.whole:
+        if settings.bias != "none" and bias in base.specs and f"{module}.bias" not in grouped.whole:
             raise ModelError(
                 f"{folder!r} has bias={settings.bias!r}, but holds no bias of {module!r}: "
                 "save the adapter again"
             )
     for module in settings.modules_to_save:
         inside = [f".{module}." in f".{name}" for name in base.specs]
-        if any(inside) and not any(f".{module}." in f".{name}" for name in found.whole):
+        if any(inside) and not any(f".{module}." in f".{name}" for name in grouped.whole):
             raise ModelError(
                 f"{folder!r} names {module!r} in modules_to_save and holds no tensor of it: "
                 "save the adapter again"
@@ -244,7 +244,9 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     return sorted(".".join(w) + "." for w in words if w)
 
 
-def _drop_tied_heads(settings: Settings, found: Grouped, adapter: Source, base: Source) -> set[str]:
+def _drop_tied_heads(
+    settings: Settings, grouped: Grouped, adapter: Source, base: Source
+) -> set[str]:
     """Forget what the file says of an output layer that the base does not store, where it says
     the same of the embedding.
 
@@ -252,28 +254,28 @@ def _drop_tied_heads(settings: Settings, found: Grouped, adapter: Source, base: 
         The weights of the embeddings of which it does.
     """
     tied = set()
-    lost = [n for n in found.whole if _layer(n) in OUTPUTS and not near(n, base.specs)]
+    lost = [n for n in grouped.whole if _layer(n) in OUTPUTS and not near(n, base.specs)]
     for head in lost:
-        for name in (n for n in found.whole if _layer(n) in INPUTS and near(n, base.specs)):
-            if same_bytes(adapter, found.whole[head], adapter, found.whole[name]):
+        for name in (n for n in grouped.whole if _layer(n) in INPUTS and near(n, base.specs)):
+            if same_bytes(adapter, grouped.whole[head], adapter, grouped.whole[name]):
                 tied.add(name)
-                del found.whole[head]
+                del grouped.whole[head]
                 break
-    for head in [m for m in found.matrices if not near(f"{m}.weight", base.specs)]:
-        for module in found.embeddings:
-            one, other = found.matrices[head], found.matrices[module]
+    for head in [m for m in grouped.matrices if not near(f"{m}.weight", base.specs)]:
+        for module in grouped.embeddings:
+            one, other = grouped.matrices[head], grouped.matrices[module]
             pairs = ((one["A"], other["B"]), (one["B"], other["A"]))
             turned = all(torch.equal(adapter.tensor(x), adapter.tensor(y).T) for x, y in pairs)
             if turned and settings.scaling(head) == settings.scaling(module):
                 tied.add(f"{module}.weight")
-                del found.matrices[head]
+                del grouped.matrices[head]
                 break
     return tied
 
 
 def _refuse_tied(
     settings: Settings,
-    found: Grouped,
+    grouped: Grouped,
     own: Mapping[str, str],
     tied: set[str],
     base: Source,
@@ -296,8 +298,10 @@ def _refuse_tied(
     if settings.task_type is None and headless:
         return
     saved = [f".{module}." for module in settings.modules_to_save]
-    changed = {f"{module}.weight" for module in found.embeddings}
-    changed |= {n for n in found.whole if _layer(n) in INPUTS and any(s in f".{n}" for s in saved)}
+    changed = {f"{module}.weight" for module in grouped.embeddings}
+    changed |= {
+        n for n in grouped.whole if _layer(n) in INPUTS and any(s in f".{n}" for s in saved)
+    }
     for name in sorted(own[n] for n in changed - tied):
         alike = [
             n for n, s in base.specs.items() if n != name and s.shape == base.specs[name].shape

@@ -158,24 +158,24 @@ def group(keys: Iterable[str], file: str) -> Grouped:
     Raises:
         ModelError: a name that is none of PEFT's, or a module of which a matrix is missing.
     """
-    found, odd = Grouped(), []
+    grouped, odd = Grouped(), []
     for key in sorted(keys):
         name = key.removeprefix(PREFIX)
         part = PART.fullmatch(name)
         if part is not None:
-            found.matrices[part["module"]][part["letter"]] = key
-            found.embeddings |= {part["module"]} if part["embedding"] else set()
+            grouped.matrices[part["module"]][part["letter"]] = key
+            grouped.embeddings |= {part["module"]} if part["embedding"] else set()
         elif name == key or "lora_" in name or "trainable_tokens" in name:
             odd.append(key)
         elif ".modules_to_save." in name:
-            found.copies[name.replace(".modules_to_save.", ".")] = key
+            grouped.copies[name.replace(".modules_to_save.", ".")] = key
         elif ".original_module." not in name:  # which has no effect while the adapter is on
-            found.whole[name.replace(".base_layer.", ".")] = key
-    odd += [key for parts in found.matrices.values() if len(parts) < 2 for key in parts.values()]
+            grouped.whole[name.replace(".base_layer.", ".")] = key
+    odd += [key for parts in grouped.matrices.values() if len(parts) < 2 for key in parts.values()]
     if odd:
         raise ModelError(
             f"{file!r} holds {some(odd)}: no pairs of {PREFIX}<module>.lora_A.weight and .lora_B."
         )
-    for name in found.copies.keys() - found.whole.keys():
-        found.whole[name] = found.copies.pop(name)
-    return found
+    for name in grouped.copies.keys() - grouped.whole.keys():
+        grouped.whole[name] = grouped.copies.pop(name)
+    return grouped

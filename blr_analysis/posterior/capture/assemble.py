@@ -195,13 +195,13 @@ def _data_part(definition: str) -> str:
 
 def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
     """How slowly the second moment forgets: one number, or one per distinct setting."""
-    found = set()
+    betas = set()
     for group in (slot.group for slot in slots):
         if "betas" in group:
-            found.add(float(group["betas"][1]))
+            betas.add(float(group["betas"][1]))
         elif "beta2" in group or "alpha" in group:
-            found.add(float(group.get("beta2", group.get("alpha"))))
-    return min(found) if len(found) == 1 else sorted(found) or None
+            betas.add(float(group.get("beta2", group.get("alpha"))))
+    return min(betas) if len(betas) == 1 else sorted(betas) or None
 
 
 def _plain(value: Any) -> Any:

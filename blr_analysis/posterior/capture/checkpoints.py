@@ -154,8 +154,10 @@ def _values(saved: Saved, model: nn.Module) -> dict[str, Tensor]:
 def _prefix(aliases: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> str:
     """What the checkpoint puts before every name, such as ``model.`` or ``_orig_mod.``."""
     first, *_ = aliases.values()
-    found = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
-    for prefix in sorted(found, key=len):
+    prefixes = {
+        key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")
+    }
+    for prefix in sorted(prefixes, key=len):
         if all(any(prefix + a in weights for a in names) for names in aliases.values()):
             return prefix
     return ""

@@ -158,10 +158,10 @@ def _complaint(
     if unknown:
         return f"the model has no parameters {some(unknown)}"
     sizes = [len(group["params"]) for group in groups]
-    found = [len(run) for run in order.groups]
-    if found != sizes:
-        k = next((k for k, (a, b) in enumerate(zip(found, sizes, strict=False)) if a != b), 0)
-        return f"groups of {found} parameters (group {k}: {some(order.groups[k])})"
+    counts = [len(run) for run in order.groups]
+    if counts != sizes:
+        k = next((k for k, (a, b) in enumerate(zip(counts, sizes, strict=False)) if a != b), 0)
+        return f"groups of {counts} parameters (group {k}: {some(order.groups[k])})"
     if len(set(order.names)) != sum(sizes):
         return "a name occurs twice"
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:

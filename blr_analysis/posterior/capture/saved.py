@@ -135,9 +135,9 @@ def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
         )
     )
     if not whole:
-        found = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else type(optimizer)
+        held = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else type(optimizer)
         raise StorageError(
             f"{str(path)!r} holds no optimizer's state_dict ('state' and 'param_groups'); it "
-            f"holds {found}."
+            f"holds {held}."
         )
     return optimizer
