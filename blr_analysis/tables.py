@@ -427,7 +427,8 @@ def top_influence_table(top: Any) -> pd.DataFrame:
     effect           "helpful" (leaving it out hurts) or "harmful"
     rank             1 for the strongest of its test example and effect
     train            position of the training example
-    influence        rise of the test loss without it, nats
+    influence        rise of the test loss without it, nats; where it was asked for normalized,
+                     the column is called normalized_influence (√nats) or cosine
     test_target, …   target and prediction of both (not for sequences)
     …                metadata of the training example
     ================ ========================================================
@@ -440,7 +441,7 @@ def top_influence_table(top: Any) -> pd.DataFrame:
         "effect": (["helpful"] * k + ["harmful"] * k) * n_test,
         "rank": list(range(1, k + 1)) * (2 * n_test),
         "train": train,
-        "influence": torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
+        top.pairs.quantity: torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
     }
     for side, indices in (("test", test), ("train", train)):
         for name, values in top.pairs.described(indices, test=side == "test").items():

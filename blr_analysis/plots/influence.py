@@ -83,7 +83,11 @@ def plot_influence(
             _thumbnail(ax, image_of(images, int(index)), float(at))
     rise = "rise of the test loss" if result.pairs.measure == "loss" else "rise"
     unit = " [nats]" if result.pairs.measure == "loss" else f" of {result.pairs.measure}"
-    ax.set_xlabel(f"{rise}{unit} without the training example\n← it harms      it helps →")
+    if result.pairs.quantity == "influence":
+        what = f"{rise}{unit} without the training example"
+    else:
+        what = result.pairs.quantity.replace("_", " ")
+    ax.set_xlabel(f"{what}\n← it harms      it helps →")
     ax.set_ylabel("training example")
     ax.set_title(_title(result, test, names))
     if test_images is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.checks import instance
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import (
     leverage,
@@ -201,3 +201,24 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
     return posterior.on(task, same_data=same_data)
+
+
+def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
+    """The posteriors of one training run, each checked against the task; of one, a list of it.
+
+    Raises:
+        InputError, PosteriorError: an empty list; as :func:`fitted`, naming which of them it is.
+    """
+    if not isinstance(posterior, list | tuple):
+        return [fitted(task, posterior)]
+    if not posterior:
+        raise InputError("posterior is an empty list; give the posteriors of one training run")
+    checked = []
+    for k, q in enumerate(posterior):
+        try:
+            checked.append(fitted(task, q))
+        except (InputError, PosteriorError) as error:
+            raise type(error)(f"posterior[{k}]: {error}") from error
+        if checked[k].form.shapes != checked[0].form.shapes:
+            raise PosteriorError(f"posterior[{k}] has other parameters than [0]: take one run's")
+    return checked

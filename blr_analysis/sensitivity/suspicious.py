@@ -27,12 +27,12 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import predict
 from blr_analysis.checks import instance, one_of, positive_int
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
-from blr_analysis.sensitivity.scores import Scores, fitted, sensitivity
+from blr_analysis.sensitivity.scores import Scores, all_fitted, sensitivity
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -161,7 +161,7 @@ def suspicious(
         >>> int(wrong.gain.argmax()), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
         (7, 'label', True)
     """
-    qs = _posteriors(task, posterior)
+    qs = all_fitted(task, posterior)
     instance("duplicates", duplicates, bool, "True or False")
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"share must be above 0 and at most 1, got {share!r}")
@@ -262,23 +262,6 @@ def judged(
         for p, k in zip(best.tolist(), which.tolist(), strict=True)
     ]
     return words, torch.argsort(best, stable=True)
-
-
-def _posteriors(task: Task, given: Any) -> list[Posterior]:
-    if isinstance(given, Posterior):
-        return [fitted(task, given)]
-    if not isinstance(given, Sequence) or not given:
-        raise InputError(
-            "posterior must be a blr_analysis.Posterior, or a list of those of one training run, "
-            f"got {'an empty list' if isinstance(given, Sequence) else type(given).__name__}"
-        )
-    posteriors = []
-    for k, q in enumerate(given):
-        try:
-            posteriors.append(fitted(task, q))
-        except (InputError, PosteriorError) as error:
-            raise type(error)(f"posterior[{k}]: {error}") from error
-    return posteriors
 
 
 def twins(

@@ -127,6 +127,58 @@ def test_the_diagonal_is_the_self_influence(structure: str, dtype: torch.dtype) 
     assert relative(found.mT, found.matrix) < 200 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("memory_budget", [None, 1])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_normalized_influence(world: World, structure: str, memory_budget: int | None) -> None:
+    q = world.posterior(structure)
+    options = dict(memory_budget=memory_budget, **QUIET)
+    own, theirs = (
+        (g @ covariance(q) * g).sum(1).sqrt() for g in (world.gradients, world.test_gradients)
+    )
+    relative_influence = world.truth(q) / own[:, None]
+    found = blr.influence(world.task, q, world.test, normalize=True, **options)
+    assert relative(found, relative_influence) < EXACT
+    cosine = blr.influence(world.task, q, world.test, normalize="cosine", **options)
+    assert relative(cosine, relative_influence / theirs) < EXACT and float(cosine.abs().max()) <= 1
+    top = blr.top_influence(world.task, q, world.test, k=3, normalize=True, **options)
+    torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
+    assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
+    assert "normalized" in top.plot().get_xlabel()
+    with pytest.raises(InputError, match="add up"):
+        found.group()
+
+
+@pytest.mark.parametrize("normalize", [True, "cosine"])
+def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -> None:
+    x, model = normal(6, 4), nn.Linear(4, 3, bias=False).double()
+    x[2] = 0
+    task = blr.Task(model, (x, labels(6)))
+    q = blr.fit_laplace(task, prior_precision=1.0, **QUIET)
+    found = blr.influence(task, q, task, normalize=normalize, **QUIET)
+    assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("memory_budget", [None, 1])
+def test_several_checkpoints_are_averaged(
+    world: World, normalize: bool, memory_budget: int | None
+) -> None:
+    """Each at its own weights."""
+    worlds = [World(mlp(seed=seed), normal(47, 4), 3, 7) for seed in (3, 4, 5)]
+    forms = ("kron", "diag", "kron")
+    qs = [w.posterior(form) for w, form in zip(worlds, forms, strict=True)]
+    options = dict(normalize=normalize, memory_budget=memory_budget, **QUIET)
+    each = [blr.influence(world.task, q, world.test, **options).matrix for q in qs]
+    if not normalize:
+        for w, q, one in zip(worlds, qs, each, strict=True):
+            assert relative(one, w.truth(q)) < EXACT
+    mean = torch.stack(each).mean(0)
+    found = blr.influence(world.task, qs, world.test, **options)
+    assert relative(found, mean) < 1e-13 and "3 checkpoints" in repr(found)
+    top = blr.top_influence(world.task, qs, world.test, k=40, **options)
+    torch.testing.assert_close(top.helpful_values, mean.mT.sort(descending=True).values)
+
+
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "images", "words_tied"])
 def test_rotating_either_side_is_the_same(name: str, turned: bool, monkeypatch) -> None:
@@ -552,6 +604,7 @@ def test_a_bad_test_task(
         ({"measure": "margins"}, "measure"),
         ({"measure": lambda f, y: f}, "measure"),
         ({"measure": lambda f, y: 1.0}, "measure"),
+        ({"normalize": "self"}, "normalize"),
     ],
 )
 def test_bad_arguments(world: World, posterior: blr.Posterior, options: dict, words: str) -> None:
@@ -591,6 +644,22 @@ def test_a_posterior_of_something_else(world: World, posterior: blr.Posterior) -
         blr.influence(world.task, other, world.test, **QUIET)
     with pytest.raises(InputError, match="posterior"):
         blr.influence(world.task, None, world.test, **QUIET)  # type: ignore[arg-type]
+    with pytest.raises(PosteriorError, match=r"posterior\[1\].*n_data=41"):
+        blr.influence(world.task, [posterior, other], world.test, **QUIET)
+    part = {n: posterior.variance(n) for n in list(posterior.mean)[:2]}
+    frozen = blr.Posterior(
+        {n: posterior.mean[n] for n in part},
+        part,
+        prior_precision=1e-9,
+        n_data=40,
+        record={"fixed": list(posterior.mean)[2:]},
+    )
+    with pytest.raises(PosteriorError, match="other parameters"):
+        blr.influence(world.task, [posterior, frozen], world.test, **QUIET)
+    with pytest.raises(InputError, match="empty list"):
+        blr.influence(world.task, [], world.test, **QUIET)
+    with pytest.raises(InputError, match="one posterior"):
+        blr.influence(world.task, [posterior] * 2, world.test, projection=8, **QUIET)
 
 
 def test_an_influence_that_overflows() -> None:

@@ -320,7 +320,7 @@ class TestBadInput:
 
     def test_posteriors(self, fitted: tuple[blr.Task, blr.Posterior]) -> None:
         task, q = fitted
-        with pytest.raises(InputError, match="got an empty list"):
+        with pytest.raises(InputError, match="empty list"):
             blr.suspicious(task, [])
         with pytest.raises(InputError, match="got int"):
             blr.suspicious(task, 3)  # type: ignore[arg-type]

@@ -5,14 +5,17 @@ influence function of Koh & Liang (ICML 2017) with the learned covariance as inv
 
     influence[i, j] = ∇ℓ_jᵀ Σ ∇ℓ_i ≈ ℓ_j(without i) − ℓ_j
 
-Positive: leaving i out hurts j, i helps. Σ includes the prior and example i itself.
+Positive: leaving i out hurts j, i helps. Σ includes the prior and example i itself. Divided by the
+root of the self-influence ∇ℓ_iᵀ Σ ∇ℓ_i it is the change of j for a given change of the model
+(ℓ-RelatIF: Barshan, Brunet & Dziugaite, AISTATS 2020): examples that are wrong or unlike the others
+move the model most, and with it every test loss; normalized, they no longer lead every list.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +26,9 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.corrections import check_finite, self_influence
 from blr_analysis.sensitivity.influence.blocks import (
+    DEFAULT_MEMORY,
     Budget,
     Cotangent,
     Piece,
@@ -45,10 +49,12 @@ from blr_analysis.sensitivity.influence.results import (
     check_k,
     joined,
 )
-from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.task import Task
 
 Measure = str | Callable[[Tensor, Tensor], Tensor]
+Normalize = bool | str
+NORMALIZE = {False: "influence", True: "normalized_influence", "cosine": "cosine"}
 WIDE = 4096  # test examples whose projected influence is computed at once
 SAMPLE = 64  # training examples that tell how large gradients are in each direction
 PROBE = (256, 16)  # training and test examples whose exact influence measures a projection
@@ -57,10 +63,11 @@ PROBE = (256, 16)  # training and test examples whose exact influence measures a
 @torch.inference_mode(False)  # also where the caller switched it on
 def influence(
     task: Task,
-    posterior: Posterior = None,  # type: ignore[assignment]
+    posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
     test_task: Task = None,  # type: ignore[assignment]
     *,
     measure: Measure = "loss",
+    normalize: Normalize = False,
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -73,10 +80,16 @@ def influence(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data.
+        posterior: learned on those data; or a list of those of several checkpoints or seeds of one
+            training run, the last one last: the mean of what each says at its own weights, for as
+            many times the cost. It agrees better with retraining than any one of them.
         test_task: the examples whose loss is asked about, under the same model and likelihood.
         measure: "loss", or a function of outputs ``[B, C]`` and targets giving one number per
             test example, whose rise is computed instead (``lambda f, y: f.softmax(-1)[:, 3]``).
+        normalize: True divides by √(∇ℓ_iᵀ Σ ∇ℓ_i) of the training example, for finding what a
+            prediction rests on (which source, which fact); the sign stays, the unit is √nats, and
+            sums over groups no longer mean anything. "cosine" divides by the test example's root
+            as well, so that numbers compare across test examples, between -1 and 1.
         projection: None: exact. K: from K random projections of each gradient, for models whose
             gradients do not fit in memory test example by test example, or for more test
             examples than multiplications allow. Unbiased; the error falls as 1/√K, is measured
@@ -97,12 +110,14 @@ def influence(
     Raises:
         PosteriorError: a posterior of another model or number of examples, or a test task of
             another model (other classes, other layers).
-        InputError: a test task of another likelihood, a projection below 1, a measure that does
-            not give one number per example, an answer larger than the machine's memory.
+        InputError: a test task of another likelihood, a projection below 1 or of several
+            posteriors, a measure that does not give one number per example, an answer larger than
+            the machine's memory.
         DataError: NaN or inf inputs, targets out of range.
         ModelError: NaN or inf outputs, an influence that overflows.
 
-    Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2.
+    Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2; normalized: Barshan, Brunet &
+    Dziugaite, "RelatIF", AISTATS 2020, ℓ-RelatIF.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -114,26 +129,30 @@ def influence(
         >>> matrix.shape, matrix.top(2).helpful.shape, matrix.group(by="target").values.shape
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
-    work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
-    _check_room(task.n_data, work.test_task.n_data, next(iter(work.q.mean.values())).element_size())
+    works = _works(
+        task, posterior, test_task, measure, normalize, projection, generator, memory_budget
+    )
+    n_test = works[-1].test_task.n_data
+    _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
     matrix: Tensor | None = None
-    for piece in work.pieces(progress):
+    for piece in _mean(works, progress):
         if matrix is None:
-            matrix = piece.values.new_empty((task.n_data, work.test_task.n_data), device="cpu")
+            matrix = piece.values.new_empty((task.n_data, n_test), device="cpu")
         rows, columns = (slice(int(i[0]), int(i[-1]) + 1) for i in (piece.train, piece.test))
         matrix[rows, columns] = piece.values
     assert matrix is not None
-    return Influence.of(matrix, work.about())
+    return Influence.of(matrix, works[-1].about(len(works)))
 
 
 @torch.inference_mode(False)
 def top_influence(
     task: Task,
-    posterior: Posterior = None,  # type: ignore[assignment]
+    posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
     test_task: Task = None,  # type: ignore[assignment]
     *,
     k: int = SHOWN,
     measure: Measure = "loss",
+    normalize: Normalize = False,
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -159,12 +178,60 @@ def top_influence(
         >>> top.helpful.shape, top.table.shape[0]
         (torch.Size([30, 2]), 120)
     """
-    work = _Work.of(task, posterior, test_task, measure, projection, generator, memory_budget)
+    works = _works(
+        task, posterior, test_task, measure, normalize, projection, generator, memory_budget
+    )
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
-    for piece in work.pieces(progress):
+    for piece in _mean(works, progress):
         blocks.setdefault(int(piece.test[0]), Best(k)).add(piece.train, piece.values)
-    return joined(list(blocks.values()), work.about())
+    return joined(list(blocks.values()), works[-1].about(len(works)))
+
+
+def _works(
+    task: Task,
+    posterior: Any,
+    test_task: Any,
+    measure: Measure,
+    normalize: Normalize,
+    projection: int | None,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+) -> list[_Work]:
+    """One for each posterior, which share the memory; arguments checked."""
+    qs = all_fitted(task, posterior)
+    where = _tested(test_task, task, qs[-1])
+    if not isinstance(normalize, bool) and normalize != "cosine":
+        raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
+    if projection is not None:
+        positive_int("projection", projection)
+        if len(qs) > 1:
+            raise InputError("projection= takes one posterior; leave it out, or add up the parts")
+    if memory_budget is not None:
+        positive_int("memory_budget", memory_budget)
+    if len(qs) > 1:
+        memory_budget = max(1, (memory_budget or DEFAULT_MEMORY) // len(qs))
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    instance("generator", generator, torch.Generator, "a torch.Generator")
+    words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
+    cotangent = cotangent_of(measure)
+    return [
+        _Work(task, q, where, cotangent, words, normalize, projection, generator, memory_budget)
+        for q in qs
+    ]
+
+
+def _mean(works: list[_Work], progress: bool | None) -> Iterator[Piece]:
+    """Piece by piece the mean over the posteriors: all cut the matrix at the same places."""
+    shown = [progress, *[False] * (len(works) - 1)]
+    each = [work.scaled(show) for work, show in zip(works, shown, strict=True)]
+    for first, *others in zip(*each, strict=True):
+        for other in others:
+            first.values.add_(other.values)
+        if others:
+            first.values.div_(len(works))
+        yield first
 
 
 @dataclass
@@ -176,37 +243,45 @@ class _Work:
     test_task: Task
     cotangent: Cotangent
     measure: str
+    normalize: Normalize
     size: int | None
     generator: torch.Generator
     memory_budget: int | None
     error: ProjectionError | None = None
 
-    @classmethod
-    def of(
-        cls,
-        task: Task,
-        posterior: Any,
-        test_task: Any,
-        measure: Measure,
-        projection: int | None,
-        generator: torch.Generator | None,
-        memory_budget: int | None,
-    ) -> _Work:
-        q = fitted(task, posterior)
-        where = _tested(test_task, task, q)
-        if projection is not None:
-            positive_int("projection", projection)
-        if memory_budget is not None:
-            positive_int("memory_budget", memory_budget)
-        if generator is None:
-            generator = torch.Generator().manual_seed(0)
-        instance("generator", generator, torch.Generator, "a torch.Generator")
-        words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
-        size = projection
-        return cls(task, q, where, cotangent_of(measure), words, size, generator, memory_budget)
+    def about(self, checkpoints: int) -> Pairs:
+        return Pairs(
+            self.task,
+            self.q,
+            self.test_task,
+            self.error,
+            self.measure,
+            NORMALIZE[self.normalize],
+            checkpoints,
+        )
 
-    def about(self) -> Pairs:
-        return Pairs(self.task, self.q, self.test_task, self.error, self.measure)
+    def scaled(self, progress: bool | None) -> Iterator[Piece]:
+        """The pieces, normalized where that is asked for."""
+        if not self.normalize:
+            yield from self.pieces(progress)
+            return
+        roots = self._roots(self.task, loss_gradient)
+        others = self._roots(self.test_task, self.cotangent) if self.normalize == "cosine" else None
+        for piece in self.pieces(progress):
+            piece.values.div_(roots[piece.train, None].to(piece.values))
+            if others is not None:
+                piece.values.div_(others[piece.test].to(piece.values))
+            yield piece
+
+    def _roots(self, task: Task, cotangent: Cotangent) -> Tensor:
+        """√(gᵀ Σ g) of every example, on the CPU; where there is no gradient, 1."""
+        chunking = Chunking(memory_budget=self.memory_budget, progress=False)
+        squares = [
+            self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
+            for chunk in chunks(task, self.q.mean, chunking, columns=1)
+        ]
+        roots = torch.cat(squares).clamp_min(0).sqrt()
+        return torch.where(roots > 0, roots, 1)
 
     def exact(self, progress: bool | None, **where: Tensor) -> Iterator[Piece]:
         return pieces(

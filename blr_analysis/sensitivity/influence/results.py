@@ -50,13 +50,27 @@ class ProjectionError:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The two tasks that an influence is between, and how it was computed."""
+    """The two tasks that an influence is between, and how it was computed.
+
+    Attributes:
+        quantity: "influence", "normalized_influence" or "cosine".
+        checkpoints: of how many posteriors it is the mean; ``posterior`` is the last.
+    """
 
     task: Task = field(repr=False)
     posterior: Posterior = field(repr=False)
     test_task: Task = field(repr=False)
     error: ProjectionError | None = None
     measure: str = "loss"
+    quantity: str = "influence"
+    checkpoints: int = 1
+
+    def __str__(self) -> str:
+        """What sets it apart from the plain influence of one posterior; usually nothing."""
+        words = [] if self.quantity == "influence" else [self.quantity]
+        if self.checkpoints > 1:
+            words.append(f"mean of {self.checkpoints} checkpoints")
+        return ", ".join(words)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Target and prediction of these examples, by forward passes; empty for sequences."""
@@ -129,8 +143,11 @@ class Influence(Tensor, Tabular):
             by: one group per value of "target" (default) or of a metadata column.
 
         Raises:
-            InputError: a selection of nothing, no such column, or both arguments.
+            InputError: a selection of nothing, no such column, both arguments, or normalized
+                influence, whose sums mean nothing.
         """
+        if self.pairs.quantity != "influence":
+            raise InputError("only plain influences add up to a group's; leave normalize= out")
         groups = groups_of(self.pairs, selection, by)
         values = torch.stack([self.matrix[rows].sum(0) for rows in groups.values()])
         sizes = torch.tensor([len(rows) for rows in groups.values()])
@@ -142,6 +159,11 @@ class Influence(Tensor, Tabular):
         See :func:`blr_analysis.plots.plot_influence` for the options.
         """
         return make_plot(self, ax, test=test, **options)
+
+    def __repr__(self, **options: Any) -> str:
+        text = super().__repr__(**options)
+        about = str(self.pairs) if hasattr(self, "pairs") else ""
+        return f"{text[:-1]}, {about})" if about else text
 
     def __deepcopy__(self, memo: Any) -> Influence:
         return Influence.of(self.matrix.clone(), self.pairs)
@@ -156,7 +178,7 @@ class TopInfluence(Tabular):
 
     Attributes:
         helpful: their indices ``[N_test, k]``: leaving them out raises the test loss most.
-        helpful_values: influence ``[N_test, k]`` in nats, falling.
+        helpful_values: influence ``[N_test, k]`` in nats (or normalized), falling.
         harmful: indices ``[N_test, k]``: leaving them out lowers the test loss most.
         harmful_values: influence ``[N_test, k]``, rising from the most negative. With few
             training examples of one sign, the last of either list are of the other.
