@@ -116,7 +116,7 @@ class Term(ABC):
         shares = []
         for examples in slices(b, b if room is None else room // (2 * self.n_columns * each)):
             gradients = self.part(examples).jacobian()
-            flat = {n: g.to(dtype).flatten(2) for n, g in gradients.items()}
+            flat = {n: g.to(dtype).reshape(*g.shape[:2], -1) for n, g in gradients.items()}
             shares.append(
                 torch.cat(
                     [

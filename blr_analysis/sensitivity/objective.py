@@ -74,19 +74,21 @@ class Objective:
         size = norm(slope) + norm(pull)
         return Point(params, value, gradient, norm(gradient) / size if size > 0 else 0.0)
 
-    def precision(self, params: Tree, *, memory_budget: int | None = None) -> Operator:
-        """v ↦ S v at these weights, S = Σ J_iᵀ Λ_i J_i + diag(δ) of the changed data."""
+    def precision(
+        self, params: Tree, *, kind: str = "ggn", memory_budget: int | None = None
+    ) -> Operator:
+        """v ↦ S v at these weights, S = Σ J_iᵀ Λ_i J_i + diag(δ), or Σ ∇²ℓ_i + diag(δ)."""
         curvatures = [
-            Curvature(task, params, indices=indices, memory_budget=memory_budget)
+            Curvature(task, params, indices=indices, kind=kind, memory_budget=memory_budget)
             for task, indices in self.parts
         ]
 
         def times(v: Tree) -> Tree:
-            found = self.prior.times(v)
+            total = self.prior.times(v)
             for curvature in curvatures:
                 product = curvature.product(v, progress=False)
-                found = {n: x + product[n] for n, x in found.items()}
-            return found
+                total = {n: x + product[n] for n, x in total.items()}
+            return total
 
         return times
 

@@ -14,7 +14,7 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.descent import AcceptedMove
+from blr_analysis.sensitivity.minimise import AcceptedMove
 from blr_analysis.views import Plottable, make_table
 
 

@@ -22,8 +22,8 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
+from blr_analysis.sensitivity.minimise import on_a_copy, train
 from blr_analysis.sensitivity.observation import check_outputs, check_test, measured
-from blr_analysis.sensitivity.optimum import descend, on_a_copy
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -191,9 +191,10 @@ def _default(
     under = on_a_copy(task)
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
-        found = descend(under, delta, structure=structure, tolerance=tolerance, max_steps=max_steps)
+        end = train(under, delta, structure=structure, tolerance=tolerance, max_steps=max_steps)
         q = fit_laplace(under, structure=structure, prior_precision=delta, **settings)
-        return under, q, {"residual": found.residual, "converged": found.converged}
+        residual = end.point.residual
+        return under, q, {"residual": residual, "converged": residual <= tolerance}
 
     return trained
 

@@ -3,7 +3,7 @@
 An estimate from V_i linearises the model and the losses of all others around m. For the handful of
 examples whose removal moves the model far, that is what it gets wrong; and they make up most of
 the total. Each of them is left out by quasi-Newton moves from m that know the posterior
-(:mod:`blr_analysis.sensitivity.descent`), and a real forward pass gives its outputs.
+(:mod:`blr_analysis.sensitivity.minimise`), and a real forward pass gives its outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.descent import Descent, descend
+from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import changed
 from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task

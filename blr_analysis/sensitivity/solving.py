@@ -16,7 +16,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.descent import Descent, add, descend
+from blr_analysis.sensitivity.minimise import Descent, add, descend
 from blr_analysis.sensitivity.objective import changed, dot, whole
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task

@@ -25,8 +25,8 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.minimise import on_a_copy, train, write
 from blr_analysis.sensitivity.observation import check_outputs
-from blr_analysis.sensitivity.optimum import Optimum, descend, on_a_copy, write
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
@@ -132,16 +132,16 @@ def subset_posterior(
     weight, settled = float(keep), True
     if effective:
         weight, settled = weighing.effective(float(keep), max(COARSE, tolerance), progress)
-    end = weighing.moved(weight, tolerance)
+    residual = weighing.moved(weight, tolerance)
     fit = weighing.fit(weight)
-    found = {
+    subset = {
         "keep": float(keep),
         "weight": weight,
         "effective": effective,
-        "residual": end.residual,
-        "converged": end.converged and settled,
+        "residual": residual,
+        "converged": residual <= tolerance and settled,
     }
-    _warn(end, settled, tolerance)
+    _warn(residual, settled, tolerance)
     return Posterior(
         fit.mean,
         fit.form,
@@ -151,7 +151,7 @@ def subset_posterior(
             **fit.record,
             "source": "subset",
             "definition": "S = diag(prior_precision) + weight * sum_i J_i^T Lambda_i J_i",
-            "subset": found,
+            "subset": subset,
         },
     )
 
@@ -176,14 +176,16 @@ class _Weighing:
         size = sum(p.numel() for p in task.parameters().values())
         self.preconditioner = "full" if size <= SMALL else "kron"
 
-    def moved(self, weight: float, tolerance: float) -> Optimum:
-        return descend(
+    def moved(self, weight: float, tolerance: float) -> float:
+        """The residual that was reached."""
+        end = train(
             self.task,
             self.prior / weight,
             structure=self.preconditioner,
             tolerance=tolerance,
             max_steps=self.max_steps,
         )
+        return end.point.residual
 
     def fit(self, weight: float) -> Posterior:
         """N(m, (w GGN + δ)⁻¹) at the present weights: w (GGN + δ/w)."""
@@ -199,8 +201,8 @@ class _Weighing:
         traces = torch.zeros(2, dtype=torch.float64)
         for chunk in chunks(self.task, q.mean, self.chunking):
             lambdas = chunk.likelihood.hessian(chunk.outputs, chunk.targets)
-            height = lambdas @ q.form.gram(chunk.jacobian_terms())
-            once, twice = (_trace(h) for h in (height, height @ height))
+            leverage = lambdas @ q.form.gram(chunk.jacobian_terms())
+            once, twice = (_trace(h) for h in (leverage, leverage @ leverage))
             traces += torch.tensor([once, twice], dtype=torch.float64)
         return float(traces[1] / traces[0]) if float(traces[0]) > 0 else 0.0
 
@@ -253,10 +255,10 @@ def _check(keep: Any, tolerance: Any) -> None:
         raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
 
 
-def _warn(end: Optimum, settled: bool, tolerance: float) -> None:
-    if not end.converged:
+def _warn(residual: float, settled: bool, tolerance: float) -> None:
+    if not residual <= tolerance:
         warnings.warn(
-            f"the descent to the subsets' optimum ended at a residual of {end.residual:.1e}, not "
+            f"the descent to the subsets' optimum ended at a residual of {residual:.1e}, not "
             f"{tolerance:.0e}; raise max_steps or tolerance, or check that the posterior's "
             "prior_precision is the one of training",
             RuntimeWarning,

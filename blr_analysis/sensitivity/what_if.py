@@ -6,7 +6,7 @@ NeurIPS 2023), in the posterior's own structure; no example that stays is visite
     m^{\\G} = m + (S − S_G)⁻¹ Σ_{i∈G} J_iᵀ e_i,     S_G = Σ_{i∈G} J_iᵀ Λ_i J_i
 
 ``solver="cg"``: a descent on the objective of the changed data that starts at m, with the learned
-S − S_G as preconditioner (:mod:`blr_analysis.sensitivity.descent`), for a few passes over them.
+S − S_G as preconditioner (:mod:`blr_analysis.sensitivity.minimise`), for a few passes over them.
 
 Real forward passes at m^{\\G} follow. Adding is the same with the sign turned, relabelling a
 removal plus an addition.
@@ -28,7 +28,7 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.descent import Descent
+from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.perturbed import ByClass, WhatIf
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select

@@ -12,6 +12,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.sensitivity.objective import changed
 
 DELTA = 2.0
@@ -229,7 +230,7 @@ def test_relabelled_examples_have_their_new_targets() -> None:
     x, y = digits(30)
     task = blr.Task(network(), (x, y), batch_size=4)
     labels = {7: 1, 2: 9, 29: 0}
-    data = changed(task, DELTA, leaving=torch.tensor([0, 1]), labels=labels)
+    data = changed(task, Prior.of_any(DELTA), leaving=torch.tensor([0, 1]), labels=labels)
     assert data.n_data == 28
     new = y.clone()
     for i, label in labels.items():
