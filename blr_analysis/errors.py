@@ -41,3 +41,7 @@ class StorageError(BLRError, OSError):
 
 class DeviceError(BLRError, RuntimeError):
     """A device was asked for that this machine does not have."""
+
+
+class InitialPrecisionWarning(UserWarning):
+    """More than half of the precision that an optimizer learned is still what it began with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from blr_analysis.audit.pictures import figure_of
 from blr_analysis.audit.summary import as_text, grid, note, section
 from blr_analysis.demo.removals import IVON_DIAGONAL, ClassRemovals, remove_each_class
 from blr_analysis.demo.training import RECIPE, Digits, TrainingRecipe, load, train
+from blr_analysis.errors import InitialPrecisionWarning
 from blr_analysis.learning_rule.optim import IVON
 from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import Posterior
@@ -69,7 +71,9 @@ def run(
         data = load(seed)
         model, optimizer, monitor = _train(data, seed, recipe, say)
         task, test = tasks(model, data)
-        posterior = Posterior.from_optimizer(optimizer, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InitialPrecisionWarning)  # TrainingRecipe says so
+            posterior = Posterior.from_optimizer(optimizer, model)
         findings = investigate(task, posterior, test=test, by=None, say=say)
         removals = remove_each_class(task, posterior, test, data, seed=seed, recipe=recipe, say=say)
         results = Group(summary(findings, about_loo=ABOUT_LOO), _removals_section(removals))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import instance, path_of, positive_int
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior import capture, loading, rounding
@@ -19,6 +20,11 @@ from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device
+
+STILL_INITIAL = (
+    "more than half of the optimizer's hess is still hess_init, not the data's (record"
+    "['initial_share']): train longer, with a smaller beta2, or with IVON(..., steps=)"
+)
 
 
 class Posterior:
@@ -87,10 +93,11 @@ class Posterior:
 
     def __repr__(self) -> str:
         size = sum(t.numel() for t in self.mean.values())
-        kind = self.record.get("kind", "given")
+        kind, share = self.record.get("kind", "given"), self.record.get("initial_share")
+        start = "" if share is None else f", initial_share={share:.2g}"
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r})"
+            f"n_data={self.n_data}, kind={kind!r}{start})"
         )
 
     @property
@@ -168,6 +175,8 @@ class Posterior:
     @torch.inference_mode(False)  # also where the caller switched it on
     def _of(cls, captured: capture.Captured, model: nn.Module) -> Posterior:
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
+        if (captured.record.get("initial_share") or 0.0) > 0.5:
+            warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=5)  # 2: decorators
         return cls(
             captured.mean,
             captured.precision,

@@ -11,6 +11,7 @@ stands beside the training loss, and the examples that shape the model show them
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from blr_analysis.backprop.engine import Chunking, predict
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import DataError, InputError, PosteriorError
+from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
 from blr_analysis.sensitivity.observation import (
@@ -181,7 +182,9 @@ class Monitor(Plottable):
         return dict(self.rows[-1])
 
     def _posterior(self, source: Source) -> Posterior:
-        made = source() if callable(source) else source
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
+            made = source() if callable(source) else source
         q = fitted(self.task, made)
         for name, values in q.mean.items():
             if not bool(torch.isfinite(values).all()):

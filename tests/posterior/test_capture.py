@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ivon
@@ -13,9 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
-from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.errors import (
+    InitialPrecisionWarning,
+    InputError,
+    ModelError,
+    OptimizerError,
+    PosteriorError,
+)
+from blr_analysis.learning_rule.optim import IVON, OGN
 from blr_analysis.posterior.capture import from_optimizer
+from blr_analysis.posterior.gaussian import Posterior
 
 N, DELTA = 200, 3.0
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -550,3 +559,51 @@ def test_weights_that_are_not_finite_name_their_parameter(value: float) -> None:
         model.norm.weight[1] = value
     with pytest.raises(ModelError, match=r"'norm\.weight' has 1 entries"):
         from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
+
+
+# ---------------------------------------------------------------- how much of h is its start
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.8, 1.0])
+def test_the_share_of_the_start_is_how_much_h_moves_with_it(beta2: float) -> None:
+    """OGN's h is linear in its start, and at lr = 0 its gradients do not depend on it."""
+    learned = []
+    for start in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = OGN(
+            model.parameters(), 0.0, N, model=model, hess_init=start, beta2=beta2, weight_decay=0.1
+        )
+        train_ivon(optimizer, model)
+        learned.append(from_optimizer(optimizer, model))
+    low, high = learned
+    for name in low.precision:
+        change = (high.precision[name] - low.precision[name]) / N
+        torch.testing.assert_close(change, torch.full_like(change, low.record["initial_share"]))
+
+
+@pytest.mark.parametrize("kind", [ivon.IVON, IVON])
+def test_a_precision_that_is_mostly_its_start_is_said_to_be(kind: Any, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1, ess=N, beta2=0.9)
+    train_ivon(optimizer, model)  # 5 steps
+    with pytest.warns(InitialPrecisionWarning, match="initial_share") as seen:
+        q = Posterior.from_optimizer(optimizer, model)
+    assert [w.filename for w in seen] == [__file__]
+    assert q.record["initial_share"] == pytest.approx(0.9**5)
+    assert "initial_share=0.59" in repr(q)
+    q.save(tmp_path / "q.safetensors")
+    assert repr(Posterior.load(tmp_path / "q.safetensors")) == repr(q)
+    train_ivon(optimizer, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Posterior.from_optimizer(optimizer, model).record["initial_share"] == 0.9**10
+
+
+def test_a_parameter_without_a_step_is_all_start() -> None:
+    model = Net()
+    model.register_parameter("idle", nn.Parameter(torch.ones(1000, dtype=torch.float64)))
+    optimizer = IVON(model.parameters(), lr=0.1, ess=N, beta2=0.1)
+    train_ivon(optimizer, model)
+    share = from_optimizer(optimizer, model).record["initial_share"]
+    assert share == pytest.approx(1000 / sum(p.numel() for p in model.parameters()), rel=1e-3)

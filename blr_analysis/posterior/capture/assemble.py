@@ -111,6 +111,7 @@ def assemble(
             **({} if outside is None else {"prior_outside": Prior.of_any(outside).record}),
             "step": max(counts) if counts else None,
             "beta2": _beta2(slots),
+            **({"initial_share": initial_share(slots)} if reader.scaled else {}),
             "state_dtypes": sorted(
                 {str(s.state[reader.key].dtype) for s in slots if s.name in learned}
             ),
@@ -202,6 +203,20 @@ def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
         elif "beta2" in group or "alpha" in group:
             betas.add(float(group.get("beta2", group.get("alpha"))))
     return min(betas) if len(betas) == 1 else sorted(betas) or None
+
+
+def initial_share(slots: Sequence[Slot]) -> float | None:
+    """The weight β₂ᵗ of ``hess_init`` in h after t steps, averaged over all entries.
+
+    None where the optimizer counts no steps. Without a step, h is all start.
+    """
+    shares = 0.0
+    for slot in slots:
+        count = steps(slot.state, slot.group) if slot.state else 0.0
+        if count is None:
+            return None
+        shares += float(slot.group["beta2"]) ** count * slot.value.numel()
+    return shares / sum(slot.value.numel() for slot in slots)
 
 
 def _plain(value: Any) -> Any:

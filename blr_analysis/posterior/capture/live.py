@@ -97,7 +97,8 @@ def from_optimizer(
     parameter_order(optimizer, model)
     groups: list[dict[str, Any]] = optimizer.param_groups
     held = {id(p) for group in groups for p in group["params"]}
-    flat = split_flat(groups, [[p.shape for p in group["params"]] for group in groups])
+    shapes = [[p.shape for p in group["params"]] for group in groups]
+    flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
     slots = [
         Slot(
             names[id(p)], p.detach(), optimizer.state.get(p, {}) if flat is None else flat[k][i], g

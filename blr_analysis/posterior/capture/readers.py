@@ -205,13 +205,14 @@ def is_state(state: object) -> bool:
 
 
 def split_flat(
-    groups: Sequence[State], shapes: Sequence[Sequence[torch.Size]]
+    groups: Sequence[State], shapes: Sequence[Sequence[torch.Size]], step: int | None = None
 ) -> list[list[dict[str, Any]]] | None:
     """States per parameter from ``ivon-opt``'s flat vectors per group; None for other layouts.
 
     ``ivon-opt`` keeps one ``hess`` and one ``momentum`` vector in each group: that group's
     parameters one after the other, the frozen ones included, counted from the start of the
-    group. Vectors that no step has changed give empty states.
+    group. Vectors that no step has changed give empty states. Its state dict does not say how many
+    steps were taken, the live optimizer (``step``) does.
 
     Raises:
         OptimizerError: a vector's length is not that of the group's parameters.
@@ -231,5 +232,7 @@ def split_flat(
                 f"{[tuple(size) for size in sizes]} have {sum(numels)}."
             )
         pieces = zip(torch.split(group["hess"], numels), sizes, strict=True)
-        result.append([{"hess": piece.view(size)} if touched else {} for piece, size in pieces])
+        result.append(
+            [{"hess": piece.view(size), "step": step} if touched else {} for piece, size in pieces]
+        )
     return result
