@@ -14,8 +14,8 @@ from blr_analysis.checks import instance, path_of
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files import storage
 from blr_analysis.huggingface.models import read_config
+from blr_analysis.posterior import write_captured
 from blr_analysis.posterior.capture import from_checkpoint
-from blr_analysis.posterior.precision_files import write_captured
 
 FOLDER = "precision"
 

@@ -27,7 +27,7 @@ from blr_analysis.backprop.loss import batch_gradient
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.posterior.laplace import curvature_root
+from blr_analysis.posterior import curvature_root
 from blr_analysis.task import Task
 
 KINDS = ("fisher_mc", "fisher_emp", "ggn", "squared_minibatch")

@@ -17,9 +17,8 @@ from blr_analysis.huggingface.data import Texts, class_indices, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
 from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, read_config
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
+from blr_analysis.posterior import check_dtype, write_precision
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.precision_files import write_precision
-from blr_analysis.posterior.rounding import check_dtype
 
 KINDS = {
     "mc": "fisher_mc",

@@ -18,18 +18,16 @@ from torch import nn
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
 from blr_analysis.files import Folder
+from blr_analysis.posterior import check_dtype, n_data_of, write_captured
 from blr_analysis.posterior.capture import (
     HALF,
     HALF_REASON,
     Captured,
     from_optimizer,
     parameter_order,
+    reader_of,
     unwrap,
 )
-from blr_analysis.posterior.capture.readers import reader_of
-from blr_analysis.posterior.checks import n_data_of
-from blr_analysis.posterior.precision_files import write_captured
-from blr_analysis.posterior.rounding import check_dtype
 
 DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "

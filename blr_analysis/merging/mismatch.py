@@ -15,7 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated, evaluated_gradient
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
 from blr_analysis.merging.weighting import in_order, matched_precisions
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular

@@ -19,9 +19,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, storage
 from blr_analysis.files.records import checked_diagonal
-from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.checks import n_data_of
-from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior import Posterior, Prior, n_data_of, take_off
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class DiagonalPrecision:
         else:
             own = values.to(dtype, copy=True)
         if prior:
-            own.sub_(prior)
-            own.masked_fill_(own.abs() <= 4 * torch.finfo(values.dtype).eps * prior, 0.0)
+            take_off(own, prior, values.dtype, roundings=4)
         return own.mul_(self.scale) if self.scale != 1 else own
 
     def __hash__(self) -> int:

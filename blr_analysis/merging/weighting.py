@@ -21,7 +21,7 @@ from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError
 from blr_analysis.merging.at_weights import State, named_states, state_of
 from blr_analysis.merging.methods import method_of
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior import Posterior
 
 
 def default_weights(method: str, n_models: int) -> list[float]:

@@ -1,6 +1,25 @@
 """What was learned: the posterior, where it comes from, and how it is kept."""
 
+from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.laplace import curvature_root, fit_laplace
+from blr_analysis.posterior.precision_files import (
+    read_precision_record,
+    write_captured,
+    write_precision,
+)
+from blr_analysis.posterior.prior import Prior, take_off
+from blr_analysis.posterior.stored import check_dtype
 
-__all__ = ["Posterior", "fit_laplace"]
+__all__ = [
+    "Posterior",
+    "Prior",
+    "check_dtype",
+    "curvature_root",
+    "fit_laplace",
+    "n_data_of",
+    "read_precision_record",
+    "take_off",
+    "write_captured",
+    "write_precision",
+]

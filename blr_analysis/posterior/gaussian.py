@@ -15,7 +15,7 @@ from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
-from blr_analysis.posterior import capture, loading, rounding
+from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
@@ -345,7 +345,7 @@ class Posterior:
             (tensor([1.5000, 3.0000]), 1.0)
         """
         place = path_of(path)
-        tensors, record = rounding.encode_as(self.form, self.prior, dtype)
+        tensors, record = stored.encode(self.form, self.prior, dtype)
         stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
         if not mean and set(tensors) != set(self.mean):
             raise InputError(
@@ -377,7 +377,7 @@ class Posterior:
         cls,
         path: str | os.PathLike[str],
         *,
-        model: loading.Model | None = None,
+        model: stored.Model | None = None,
         prior_precision: Given | None = None,
     ) -> Posterior:
         """Read what :meth:`save` wrote, or a precision folder that lies beside a model.
@@ -393,5 +393,5 @@ class Posterior:
                 for a precision that has one, or no prior where the data say nothing.
         """
         place = os.fspath(path_of(path))
-        mean, form, prior, n_data, rest = loading.load_parts(place, model, prior_precision)
+        mean, form, prior, n_data, rest = stored.load_parts(place, model, prior_precision)
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)

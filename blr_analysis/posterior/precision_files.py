@@ -35,7 +35,7 @@ from blr_analysis.files.records import FIELDS, checked_diagonal
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.checks import n_data_of, real_tensors
 from blr_analysis.posterior.prior import Prior
-from blr_analysis.posterior.rounding import encode_as
+from blr_analysis.posterior.stored import encode
 from blr_analysis.posterior.structures import Diagonal
 
 KINDS = (
@@ -115,7 +115,7 @@ def write_precision(
             "prior_precision is said to be inside the tensors and prior_outside outside of them: "
             "give one of the two"
         )
-    stored, about = encode_as(Diagonal(held), inside, dtype)
+    stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
     if model is not None:
         record["model_sha256"] = fingerprint(Folder.open(path_of(model)), progress=False)

@@ -22,6 +22,13 @@ Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def take_off(total: Tensor, delta: float, stored: torch.dtype, *, roundings: int = 1) -> Tensor:
+    """H = S − δ, in place of S; 0 where no more is left than some roundings of δ in S as it was
+    ``stored``."""
+    left = total.sub_(delta)
+    return left.masked_fill_(left.abs() <= roundings * torch.finfo(stored).eps * delta, 0.0)
+
+
 @dataclass(frozen=True)
 class Prior:
     """δ by parameter name; under None, for all of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint
 from blr_analysis.posterior.capture.live import from_optimizer, parameter_order, unwrap
+from blr_analysis.posterior.capture.readers import reader_of
 
 __all__ = [
     "HALF",
@@ -13,6 +14,7 @@ __all__ = [
     "from_checkpoint",
     "from_optimizer",
     "parameter_order",
+    "reader_of",
     "tied_names",
     "unwrap",
 ]
