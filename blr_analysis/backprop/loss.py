@@ -43,6 +43,11 @@ class Evaluation:
     def accuracy(self) -> float | None:
         return None if self.correct is None else float(self.correct.double().nanmean())
 
+    def row(self, name: str) -> dict[str, float]:
+        """Columns ``{name}_nll`` and ``{name}_accuracy``, NaN for None, of a table."""
+        accuracy = math.nan if self.accuracy is None else self.accuracy
+        return {f"{name}_nll": self.nll, f"{name}_accuracy": accuracy}
+
 
 @dataclass(frozen=True)
 class SequenceEvaluation(Evaluation):

@@ -4,7 +4,7 @@
 
 r_i(τ): what leave-one-out with τ V_i says that example i's own loss rises by without it.
 r_i: the same by a descent on all other examples, or by an exact solve, the cavity with all other
-examples' whole curvature (:mod:`blr_analysis.sensitivity.exact_removal`). The sum stands for the
+examples' whole curvature (:mod:`blr_analysis.sensitivity.removal`). The sum stands for the
 total over all N examples: the probe is drawn at random with chances π_i that grow with the
 estimated rise, and w_i = 1/π_i (Horvitz & Thompson, 1952), so that the examples that make up the
 total are in the probe. ψ(x) = min(½, max(−½, x)) (Huber, 1964) is a mean over the examples that
@@ -23,22 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import taken
-from blr_analysis.sensitivity.exact_removal import Removals, descended_removals, exact_removals
+from blr_analysis.sensitivity.corrections import bound_of, check_finite, left_out_by, taken
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
-from blr_analysis.sensitivity.probe import Estimate, draw
+from blr_analysis.sensitivity.removal import Removals, descended_removals, exact_removals
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.task import Task
 
 WAYS = ("auto", "descent", *KINDS)
+UNIFORM = 0.1  # of the probe's chances are shared out equally, whatever the estimate says
 PASSES = 40  # over the data, for each example of a descent
-ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale
 AGREEING = 0.5  # |log ratio| up to which ψ is linear
 WIDEST = 64.0  # |log τ| that is searched
 HALVINGS = 70
@@ -152,9 +151,7 @@ def calibrate(
         weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
     exact = None
     if kind in ("auto", "descent"):
-        exact = descended_removals(
-            task, q, chosen, passes=PASSES, tolerance=ROUGH, progress=progress
-        )
+        exact = descended_removals(task, q, chosen, passes=PASSES, progress=progress)
         if kind == "auto" and float(exact.indefinite.double().mean()) > 0.5:
             exact = None
         kind = "descent" if exact is not None else "ggn"
@@ -173,7 +170,7 @@ def calibrate(
     usable = _usable(exact, rise, estimate(1.0))
     scale = matching(estimate, weight, rise, usable)
     earlier = float(q.record.get("calibration", {}).get("scale", 1.0))
-    found = {
+    calibration = {
         "scale": scale * earlier,
         "correction": word,
         "kind": kind,
@@ -194,7 +191,7 @@ def calibrate(
         form.zeros().plus(form, 1 / scale),
         prior_precision=posterior.prior,
         n_data=posterior.n_data,
-        record={**posterior.record, "calibration": found},
+        record={**posterior.record, "calibration": calibration},
     )
 
 
@@ -205,6 +202,74 @@ def _given(indices: Any, n_data: int) -> Tensor:
     if len(set(chosen)) < len(chosen):
         raise InputError("indices names an example more than once")
     return torch.tensor(chosen)
+
+
+def draw(rise: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Examples at random, and w_i = 1/π_i: the chances π_i grow with the estimated rise.
+
+    A tenth of the chances is shared out equally. Systematic sampling in a random order: the
+    chances are exact, and no example comes twice.
+    """
+    size = rise.clamp_min(0)
+    if not float(size.sum()) > 0:
+        raise PosteriorError(
+            "no example's loss would rise without it: all prediction errors are 0, and nothing "
+            "tells the posterior's scale"
+        )
+    size = (1 - UNIFORM) * size / size.sum() + UNIFORM / len(size)
+    chance = _chances(size, count)
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    order = torch.randperm(len(size), generator=source, device=source.device).cpu()
+    start = torch.rand(1, generator=source, device=source.device, dtype=torch.float64).cpu()
+    steps = (chance[order].cumsum(0) + start).floor()
+    steps[-1] = max(float(steps[-1]), float(count))  # rounding
+    hit = torch.diff(steps, prepend=torch.zeros(1, dtype=torch.float64)) >= 1
+    chosen = order[hit].sort().values
+    return chosen, 1 / chance[chosen]
+
+
+def _chances(size: Tensor, count: int) -> Tensor:
+    """π_i = min(1, c · size_i) with Σ π_i = count."""
+    sure = torch.zeros_like(size, dtype=torch.bool)
+    for _ in range(len(size)):
+        left = count - int(sure.sum())
+        rest = size[~sure].sum()
+        chance = torch.where(sure, 1.0, left * size / rest if left else torch.zeros_like(size))
+        over = (chance >= 1) & ~sure
+        if not bool(over.any()):
+            return chance
+        sure |= over
+    return torch.ones_like(size)
+
+
+class Estimate:
+    """r_i(τ) of the probe, ``[K]`` in float64."""
+
+    def __init__(
+        self, task: Task, q: Posterior, chosen: Tensor, word: str, chunking: Chunking
+    ) -> None:
+        parts = []
+        for chunk in chunks(task, q.mean, chunking, indices=chosen):
+            v = q.form.gram(chunk.jacobian_terms())
+            check_finite(v)
+            parts.append(tuple(t.cpu() for t in (chunk.outputs, chunk.targets, v)))
+        f, y, v = (torch.cat(p) for p in zip(*parts, strict=True))
+        self._likelihood = task.likelihood.at(chosen)
+        self._outputs, self._variance = f.double(), v.double()
+        self._targets = y.double() if y.is_floating_point() else y
+        self._word, self._bound = word, bound_of(q)
+        self._before = self._likelihood.nll(self._outputs, self._targets)
+
+    def rise(self, outputs: Tensor) -> Tensor:
+        """The loss at these outputs over the one before, in nats."""
+        return self._likelihood.nll(outputs.double(), self._targets) - self._before
+
+    def __call__(self, scale: float) -> Tensor:
+        v = scale * self._variance
+        after, _, _ = left_out_by(
+            self._word, self._outputs, self._targets, v, self._likelihood, self._bound
+        )
+        return self.rise(after)
 
 
 def matching(estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor) -> float:

@@ -30,7 +30,7 @@ from blr_analysis.sensitivity.corrections import (
     prediction_variance,
     taken,
 )
-from blr_analysis.sensitivity.refinement import refined
+from blr_analysis.sensitivity.removal import descended_removals
 from blr_analysis.sensitivity.results import LeftOut
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.sensitivity.sequences import sequence_leave_one_out
@@ -200,9 +200,9 @@ def leave_one_out(
     if refine:
         change = likelihood.nll(after, targets) - likelihood.nll(before, targets)
         rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
-        alone = refined(task, q, rows, progress=progress)
-        done = rows[alone.found]
-        after[done] = alone.outputs[alone.found]
+        alone = descended_removals(task, q, rows, progress=progress)
+        done = rows[~alone.indefinite]
+        after[done] = alone.outputs[~alone.indefinite]
         if len(done) < refine:
             warnings.warn(
                 f"{refine - len(done)} of {refine} examples keep their estimate: the model is too "

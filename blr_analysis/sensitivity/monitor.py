@@ -22,22 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import Chunking, predict
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
-from blr_analysis.sensitivity.observation import (
-    MEASURES,
-    Observation,
-    check_outputs,
-    check_test,
-    mean,
-    measured,
-    observe,
+from blr_analysis.sensitivity.corrections import (
+    bound_of,
+    left_out_by,
+    prediction_variance,
+    self_influence,
+    taken,
 )
-from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
+from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_outputs, check_test, fitted
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular, make_table
 
@@ -46,6 +45,7 @@ COLUMNS = (
     *("train_nll", "train_accuracy", "loo_nll", "loo_accuracy", "test_nll", "test_accuracy"),
     *("mean_deviation", "mean_self_influence", "max_leverage", "seconds"),
 )
+MEASURES = ("deviation", "self_influence", "leverage", "loss", "left_out_loss")
 KEPT = ("deviation", "self_influence")
 Source = Posterior | Callable[[], Posterior]
 
@@ -173,8 +173,11 @@ class Monitor(Plottable):
         with _resting(self.task.model):
             q = self._posterior(posterior)
             seen = observe(self.task, q, self.indices, self.correction, self._chunking)
-            tested = measured("test", self.test, q.mean, self._chunking.progress)
-        row = {"epoch": epoch, **_means(seen), **tested, "seconds": perf_counter() - start}
+            tested = {"test_nll": math.nan, "test_accuracy": math.nan}
+            if self.test is not None:
+                show = self._chunking.progress
+                tested = evaluated(self.test, q.mean, progress=show)[0].row("test")
+        row = {"epoch": epoch, **seen.row, **tested, "seconds": perf_counter() - start}
         for name in self.keep:
             self._kept[name].append(getattr(seen, name).float())
         self.rows.append({name: row[name] for name in COLUMNS})
@@ -323,16 +326,84 @@ class Histories(Tabular):
     metadata: Mapping[str, list[Any]]
 
 
-def _means(seen: Observation) -> dict[str, float]:
-    return {
-        "train_nll": mean(seen.loss),
-        "train_accuracy": mean(seen.correct),
-        "loo_nll": mean(seen.left_out_loss),
-        "loo_accuracy": mean(seen.left_out_correct),
-        "mean_deviation": mean(seen.deviation),
-        "mean_self_influence": mean(seen.self_influence),
-        "max_leverage": float(seen.leverage.max()),
-    }
+@dataclass(frozen=True)
+class Observation:
+    """Measures ``[n]`` of the examples, on the CPU; as in :class:`Scores` and :class:`LeaveOneOut`.
+
+    Where there are too many outputs for V_i, deviation and leverage are NaN, and the left-out loss
+    is ℓ_i + g_iᵀ Σ g_i, to first order, without hits.
+    """
+
+    before: Evaluation
+    left_out: Evaluation
+    deviation: Tensor
+    self_influence: Tensor
+    leverage: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        return self.before.losses
+
+    @property
+    def left_out_loss(self) -> Tensor:
+        return self.left_out.losses
+
+    @property
+    def row(self) -> dict[str, float]:
+        """What the monitor says of an epoch."""
+        return {
+            **self.before.row("train"),
+            **self.left_out.row("loo"),
+            "mean_deviation": float(self.deviation.double().mean()),
+            "mean_self_influence": float(self.self_influence.double().mean()),
+            "max_leverage": float(self.leverage.max()),
+        }
+
+
+def observe(
+    task: Task,
+    q: Posterior,
+    indices: Tensor,
+    correction: str,
+    chunking: Chunking,
+) -> Observation:
+    """Watch these examples of the task at the posterior's mean."""
+    variance = (c := n_outputs(task, q.mean)) <= MOST_OUTPUTS
+    word = taken(q, correction)
+    columns = c if variance else 1
+    passes = chunks(task, q.mean, chunking, columns=columns, indices=indices, label="monitor")
+    parts = [_with_variance(task, q, chunk, word) if variance else _without(task, q, chunk)
+             for chunk in passes]  # fmt: skip
+    f, y, after, influence, levers = (torch.cat(p) for p in zip(*parts, strict=True))
+    likelihood = task.likelihood.at(indices)
+    loss = likelihood.nll(f, y)
+    nothing = torch.full_like(loss, torch.nan)
+    return Observation(
+        before=Evaluation(loss, likelihood.correct(f, y)),
+        left_out=Evaluation(
+            likelihood.nll(after, y) if variance else loss + influence,
+            likelihood.correct(after, y) if variance else None,
+        ),
+        deviation=likelihood.distance(f, after) if variance else nothing,
+        self_influence=influence,
+        leverage=levers if variance else nothing,
+    )
+
+
+def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[Tensor, ...]:
+    likelihood, f, y = chunk.likelihood, chunk.outputs, chunk.targets
+    e = likelihood.error(f, y)
+    v = prediction_variance(q, chunk)
+    influence = torch.einsum("bc,bcd,bd->b", e, v, e)
+    after, levers, _ = left_out_by(word, f, y, v, likelihood, bound_of(q))
+    return tuple(t.cpu() for t in (f, y, after, influence, levers))
+
+
+def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
+    e = chunk.likelihood.error(chunk.outputs, chunk.targets)
+    influence = self_influence(q, chunk, e)
+    f = chunk.outputs.cpu()
+    return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
 
 
 def _epoch(epoch: Any) -> int:
@@ -356,8 +427,9 @@ def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    chosen = sorted(set(found := chosen_indices(examples, n_data, "examples")))
-    if not chosen or len(chosen) < len(found):
+    named = chosen_indices(examples, n_data, "examples")
+    chosen = sorted(set(named))
+    if not chosen or len(chosen) < len(named):
         what = "none of the examples" if not chosen else "an example more than once"
         raise InputError(f"examples names {what}; give a number, or each index once")
     return torch.tensor(chosen)
@@ -369,7 +441,7 @@ def _test_task(test: Any, task: Task) -> Task:
     test = test.with_model(task)
     try:
         with _resting(task.model):
-            predict(test, task.parameters(), progress=False)
+            evaluated(test, task.parameters(), progress=False)
     except DataError as error:
         raise DataError(f"the test task does not fit the model: {error}") from error
     return test

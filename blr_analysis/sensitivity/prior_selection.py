@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
@@ -23,7 +24,7 @@ from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
-from blr_analysis.sensitivity.observation import check_outputs, check_test, measured
+from blr_analysis.sensitivity.scores import check_outputs, check_test
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -231,12 +232,15 @@ def _measured(
 ) -> dict[str, float]:
     loo = leave_one_out(under, q, correction=correction, **settings)
     mean = q.on(under).mean
+    tested = {"test_nll": math.nan, "test_accuracy": math.nan}
+    if test is not None:
+        tested = evaluated(test.with_model(under), mean, progress=False)[0].row("test")
     return {
-        **measured("train", under, mean),
+        **evaluated(under, mean, progress=False)[0].row("train"),
         "loo_nll": loo.nll,
         "loo_accuracy": math.nan if loo.accuracy is None else loo.accuracy,
         "max_leverage": float(loo.leverage.max()),
-        **measured("test", None if test is None else test.with_model(under), mean),
+        **tested,
     }
 
 

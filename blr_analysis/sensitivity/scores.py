@@ -222,3 +222,35 @@ def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
         if checked[k].form.shapes != checked[0].form.shapes:
             raise PosteriorError(f"posterior[{k}] has other parameters than [0]: take one run's")
     return checked
+
+
+def check_outputs(task: Any, who: str) -> None:
+    """Raise :class:`InputError` unless this is a task with one output vector per example."""
+    instance("task", task, Task, "a blr_analysis.Task")
+    if task.likelihood.is_sequence:
+        raise InputError(
+            f"{who} takes one output vector per example, the likelihood {task.likelihood.name!r} "
+            "has one per token; use leave_one_out(task, posterior) instead"
+        )
+
+
+def check_test(test: Any, task: Task) -> None:
+    """Raise unless the held-out examples can be run and judged as the training examples are.
+
+    Raises:
+        InputError: no task, or one of another likelihood.
+        PosteriorError: its model has other parameters.
+    """
+    instance("test", test, Task, "a blr_analysis.Task with the examples to measure on")
+    mine, theirs = task.likelihood, test.likelihood
+    if not mine.judged_by(theirs):
+        raise InputError(
+            f"the test task has the likelihood {theirs!r}, the training task {mine!r}; build them "
+            "with the same one"
+        )
+    shapes = [{n: p.shape for n, p in t.model.named_parameters()} for t in (task, test)]
+    if shapes[0] != shapes[1]:
+        raise PosteriorError(
+            "the test task is of another model: its parameters have other names or shapes; build "
+            "it with the model that is trained"
+        )

@@ -26,8 +26,7 @@ from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.minimise import on_a_copy, train, write
-from blr_analysis.sensitivity.observation import check_outputs
-from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.sensitivity.scores import check_outputs, fitted
 from blr_analysis.task import Task
 
 SMALL = 300  # parameters: up to here the full structure preconditions the descent

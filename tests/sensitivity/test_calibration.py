@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET
-from blr_analysis.sensitivity.exact_removal import exact_removals
-from blr_analysis.sensitivity.probe import draw
+from blr_analysis.sensitivity.calibration import draw
+from blr_analysis.sensitivity.removal import exact_removals
 from blr_analysis.tables import calibration_table
 
 DELTA = 1.0

@@ -1,9 +1,15 @@
-"""What one example's output would be without it, by the exact curvature and no structure.
+"""Single examples truly left out, one at a time: by exact solves, or by a few moves.
 
-    f_i + J_i (H − ∇²ℓ_i)⁻¹ J_iᵀ e_i,    H = Σ_j ∇²ℓ_j + diag(δ)
+    exact     f_i + J_i (H − ∇²ℓ_i)⁻¹ J_iᵀ e_i,    H = Σ_j ∇²ℓ_j + diag(δ)
 
 (or the Gauss–Newton form J_jᵀ Λ_j J_j for ∇²ℓ_j): the cavity with the curvature of all other
 examples as it is, by matrix-free conjugate gradients. Several examples share a sweep.
+
+Descended: nothing is linearised. For the handful of examples whose removal moves the model far,
+the linearisation of the model and of all other losses around m is what an estimate gets wrong;
+and they make up most of the total. Quasi-Newton moves from m that know the posterior
+(:mod:`blr_analysis.sensitivity.minimise`) leave each out, and a real forward pass gives its
+outputs.
 """
 
 from __future__ import annotations
@@ -21,23 +27,31 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.curvature import Precision, cg
-from blr_analysis.sensitivity.refinement import refined
+from blr_analysis.sensitivity.minimise import Descent, descend
+from blr_analysis.sensitivity.objective import changed
+from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task
 
 HELD = 512 * 2**20  # bytes of vectors over the parameters, where the user names no bound
+PASSES = 12  # over the data, for each example of a descent
+ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale
 VECTORS = 8  # of the size of the parameters, per example: what conjugate gradients hold
 
 
 @dataclass(frozen=True)
 class Removals:
-    """Some examples, each left out exactly; ``[K]``, on the CPU.
+    """Some examples, each left out; ``[K]``, on the CPU.
 
     Attributes:
         outputs: of each without it, ``[K, C]``.
-        residual: of the conjugate gradients, relative, in the preconditioner's norm.
+        residual: of the conjugate gradients, in the preconditioner's norm, or what one more move
+            of the descent would be; relative to the first.
         converged: whether the residual fell below the tolerance.
-        indefinite: where the curvature without the example was found not to be positive.
-        iterations: of conjugate gradients, summed over the groups that were solved together.
+        indefinite: where it cannot be left out: the curvature without it was found not to be
+            positive, or (of descents) m is so far from the minimum of its own objective that the
+            moves would show the training that goes on. The outputs of those descents are at m.
+        iterations: of conjugate gradients, summed over the groups that were solved together, or
+            passes that each descent was allowed.
         passes: sweeps over the training data.
     """
 
@@ -63,7 +77,7 @@ def exact_removals(
     size = sum(m.numel() * m.element_size() for m in q.mean.values())
     together = max(1, (chunking.memory_budget or HELD) // (VECTORS * size))
     precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=chunking.memory_budget)
-    found: list[tuple[Tensor, ...]] = []
+    solutions: list[tuple[Tensor, ...]] = []
     iterations = 0
     groups = indices.split(together)
     for group in track(groups, total=len(groups), label="exact solves", show=chunking.progress):
@@ -90,8 +104,8 @@ def exact_removals(
         iterations += solved.iterations
         outputs = _moved(task, q, group, solved.x)
         parts = (outputs, solved.residual, solved.converged, solved.indefinite)
-        found.append(tuple(t.cpu() for t in parts))
-    outputs, residual, converged, indefinite = (torch.cat(p) for p in zip(*found, strict=True))
+        solutions.append(tuple(t.cpu() for t in parts))
+    outputs, residual, converged, indefinite = (torch.cat(p) for p in zip(*solutions, strict=True))
     passes = precision.curvature.passes
     return Removals(outputs, residual, converged, indefinite, iterations, passes)
 
@@ -101,19 +115,28 @@ def descended_removals(
     q: Posterior,
     indices: Tensor,
     *,
-    passes: int,
-    tolerance: float,
+    passes: int = PASSES,
+    tolerance: float = ROUGH,
     progress: bool | None = None,
 ) -> Removals:
-    """The same with nothing linearised: by quasi-Newton moves on the other examples.
-
-    An example that was not taken out, for want of a minimum to start from, is ``indefinite``.
-    """
-    found = refined(task, q, indices, passes=passes, progress=progress)
-    residual = found.decrement.sqrt()
-    return Removals(
-        found.outputs, residual, residual <= tolerance, ~found.found, passes, found.passes
-    )
+    """Take each of these examples out by at most so many passes over the others."""
+    own = own_slope(task, q)
+    outputs, drifting = [], torch.zeros(len(indices), dtype=torch.bool)
+    left, spent = torch.ones(len(indices), dtype=torch.float64), 1.0
+    for k, row in enumerate(track(indices, total=len(indices), label="descents", show=progress)):
+        alone = row.reshape(1)
+        params, drifting[k] = q.mean, drifts(q, own, loss_and_gradient(task, q.mean, alone)[0])
+        if not drifting[k]:
+            descent = Descent.start(changed(task, q.prior, leaving=alone), dict(q.mean), q.form)
+            descend(descent, steps=None, passes=passes, tolerance=1.0)
+            params, spent = descent.point.params, spent + descent.passes
+            first = descent.moves[0].decrement
+            left[k] = descent.moves[-1].decrement / first if first > 0 else 0.0
+        with torch.no_grad(), task.evaluation():
+            f, _ = task.run(task.fetch(alone), params, alone)
+        outputs.append(f.cpu())
+    residual = left.sqrt()
+    return Removals(torch.cat(outputs), residual, residual <= tolerance, drifting, passes, spent)
 
 
 def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> Tensor:
