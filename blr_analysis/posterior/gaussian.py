@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import instance, path_of, positive_int
+from blr_analysis.checks import instance, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
+from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device
@@ -218,6 +219,54 @@ class Posterior:
             noise[name] = drawn.normal_(generator=generator).to(m.device)
         draw = self.form.root_solve(noise)
         return {name: m + draw[name] for name, m in self.mean.items()}
+
+    @torch.inference_mode(False)  # also where the caller switched it on
+    def predict(
+        self,
+        task: Task,
+        draws: int = 10,
+        *,
+        generator: torch.Generator | None = None,
+        chunk_size: int | None = None,
+        progress: bool | None = None,
+    ) -> Predictions:
+        """What the posterior predicts for a task's examples, of training or test.
+
+            p(y | x) = ∫ p(y | f_θ(x)) q(θ) dθ  ≈  1/K Σ_k p(y | f_θₖ(x)),   θₖ ~ q
+
+        Args:
+            task: the model with the examples to predict; any number of them.
+            draws: K; 0: the one network at the posterior's mean.
+            generator: draws the networks; None: torch's global one.
+            chunk_size: examples at a time, instead of the task's ``batch_size``.
+            progress: None shows a bar on a terminal when the work is long.
+
+        Returns:
+            ``mean`` ``[N, C]``, ``losses``, ``nll``, ``accuracy``, ``calibration_error``. Class
+            weights and smoothing are no part of the loss here; of sequences there are losses per
+            token alone.
+
+        Raises:
+            InputError: ``draws`` or ``chunk_size`` is no count.
+            PosteriorError: it belongs to another model.
+            ModelError, DataError: as :meth:`Task.run`.
+
+        Example:
+            >>> import torch
+            >>> model = nn.Linear(2, 3)
+            >>> task = Task(model, (torch.eye(2), torch.tensor([0, 2])))
+            >>> mean = {n: p.detach() for n, p in model.named_parameters()}
+            >>> q = Posterior(mean, {n: torch.ones_like(p) for n, p in mean.items()},
+            ...               prior_precision=1.0, n_data=2)
+            >>> q.predict(task, draws=4).mean.sum(1)
+            tensor([1., 1.])
+        """
+        q = self.on(task, same_data=False)
+        number = 0 if whole(draws) == 0 else positive_int("draws", draws)
+        if chunk_size is not None:
+            positive_int("chunk_size", chunk_size)
+        networks = (q.sample(generator=generator) for _ in range(number)) if number else [q.mean]
+        return averaged(task, networks, number, chunk_size=chunk_size, progress=progress)
 
     def log_density(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = −½ (θ−m)ᵀS(θ−m) + ½ log|S| − (P/2) log 2π, in nats.

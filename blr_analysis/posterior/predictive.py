@@ -1,0 +1,146 @@
+"""What a posterior predicts: the model's answers, averaged over weights drawn from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood, TokenCategorical
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+
+BINS = 15
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """p(y | x) averaged over draws of the weights, for every example, on the CPU.
+
+    Attributes:
+        mean: E[y | x], probabilities, means or rates ``[N, C]``; None for sequences.
+        losses: −log p(y_i | x_i) in nats, ``[N]``; of sequences one per token, ``[tokens]``. NaN
+            where the target is ignored.
+        targets: ``[N]`` or ``[N, C]``; None for sequences.
+        draws: how many networks were averaged; 0: one, at the posterior's mean.
+    """
+
+    mean: Tensor | None
+    losses: Tensor
+    targets: Tensor | None
+    draws: int
+    likelihood: Likelihood
+
+    def __repr__(self) -> str:
+        said = {"accuracy": self.accuracy, "calibration_error": self.calibration_error}
+        more = "".join(f", {name}={x:.4g}" for name, x in said.items() if x is not None)
+        return f"Predictions({len(self.losses):,}, draws={self.draws}, nll={self.nll:.4g}{more})"
+
+    @property
+    def nll(self) -> float:
+        """The mean of ``losses``, in nats per example (of sequences: per token)."""
+        return float(self.losses.double().nanmean())
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the most probable answers; None for regression and sequences."""
+        judged = self._judged()
+        return None if judged is None else float(judged[1].mean())
+
+    @property
+    def calibration_error(self) -> float | None:
+        """ECE = Σ_b (n_b / n) |accuracy_b − confidence_b| over 15 equal bins of confidence, the
+        probability of the answer; None for regression and sequences."""
+        judged = self._judged()
+        if judged is None:
+            return None
+        confidence, right = judged
+        bins = (confidence * BINS).long().clamp(max=BINS - 1)
+        sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, bins, right - confidence)
+        return float(sums.abs().sum() / len(right))
+
+    def _judged(self) -> tuple[Tensor, Tensor] | None:
+        """Confidence in every answer that counts, and whether it is right."""
+        if self.mean is None or self.targets is None or not self.likelihood.is_classification:
+            return None
+        p = self.mean.double()
+        if isinstance(self.likelihood, Bernoulli):
+            confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (self.targets > 0.5)
+            return confidence.flatten(), right.flatten().double()
+        confidence, said = p.max(-1)
+        truth = self.targets.argmax(-1) if self.targets.ndim == 2 else self.targets
+        counts = ~self.losses.isnan()
+        return confidence[counts], (said == truth)[counts].double()
+
+
+def averaged(
+    task: Task,
+    networks: Iterable[Mapping[str, Tensor]],
+    draws: int,
+    *,
+    chunk_size: int | None = None,
+    progress: bool | None = None,
+) -> Predictions:
+    """The task's predictions averaged over ``networks``, parameters by name; 0 draws count as one.
+
+    One network is held at a time, and N × C probabilities (of sequences N × T losses).
+
+    Raises:
+        ModelError, DataError: as :meth:`Task.run`.
+    """
+    scored, passes = _scored_by(task.likelihood), max(draws, 1)
+    order = torch.arange(task.n_data).split(chunk_size or task.batch_size)
+    means: list[Tensor] = []
+    log_p: list[Tensor] = []
+    targets: list[Tensor] = []
+    dtype = torch.float64
+    visits = ((k, i, params) for k, params in enumerate(networks) for i in range(len(order)))
+    shown = track(visits, total=passes * len(order), label="predictions", show=progress)
+    with torch.no_grad(), task.evaluation():
+        for k, i, params in shown:
+            f, y = task.run(task.fetch(order[i]), params, order[i])
+            dtype, found = f.dtype, -_losses(scored, f, y).double().cpu()
+            if k == 0:
+                log_p.append(found)
+                targets.append(y.cpu())
+            else:
+                log_p[i] = torch.logaddexp(log_p[i], found)
+            if scored.is_sequence:
+                continue
+            mean = scored.mean(f).cpu() / passes
+            if k == 0:
+                means.append(mean)
+            else:
+                means[i] += mean
+    losses = math.log(passes) - torch.cat(log_p)
+    whole = not scored.is_sequence
+    return Predictions(
+        mean=torch.cat(means) if whole else None,
+        losses=losses.to(dtype),
+        targets=torch.cat(targets) if whole else None,
+        draws=draws,
+        likelihood=scored,
+    )
+
+
+def _scored_by(likelihood: Likelihood) -> Likelihood:
+    """Without weights and smoothing, which are how a model is trained and not what it predicts."""
+    kind = likelihood.kind
+    if isinstance(kind, Categorical):
+        return Categorical(ignore_index=kind.ignore_index)
+    return Bernoulli() if isinstance(kind, Bernoulli) else kind
+
+
+def _losses(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """−log p of every example that counts, of sequences of every token; NaN for ignored examples,
+    tokens that are ignored are left out."""
+    if isinstance(likelihood, TokenCategorical):
+        return likelihood.token_nll(f, y)[likelihood.counted(y)]
+    losses = likelihood.nll(f, y)
+    ignored = likelihood.ignore_index if isinstance(likelihood, Categorical) else None
+    if ignored is None or y.ndim == 2:
+        return losses
+    return losses.masked_fill(y == ignored, torch.nan)

@@ -1,0 +1,174 @@
+"""Predictions averaged over a posterior, against integrals and scores done by other means."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from contracts import fitted
+from models import mlp
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError, PosteriorError
+
+N = 40
+
+
+def data(seed: int = 0, n: int = N) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def task_of(**given: Any) -> blr.Task:
+    return blr.Task(mlp().double(), data(), **{"batch_size": 16, **given})
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
+def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
+    task = task_of()
+    q = fitted(task, structure, 5 if structure == "lowrank" else None)
+    found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1), chunk_size=7)
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.zeros(N, 3, dtype=torch.float64)
+    for _ in range(3):
+        draw = q.sample(generator=generator)
+        probs += torch.func.functional_call(task.model, draw, (data()[0],)).softmax(-1) / 3
+    torch.testing.assert_close(found.mean, probs.detach())
+    y = data()[1]
+    torch.testing.assert_close(found.losses, -probs.gather(1, y[:, None]).squeeze(1).log().detach())
+    assert found.nll == pytest.approx(nn.functional.nll_loss(probs.log(), y).item())
+    assert found.accuracy == pytest.approx((probs.argmax(1) == y).double().mean().item())
+    metric = pytest.importorskip("torchmetrics.classification")
+    ece = metric.MulticlassCalibrationError(3, n_bins=15)(probs.detach(), y)
+    assert found.calibration_error == pytest.approx(float(ece), rel=1e-5)
+    assert f"nll={found.nll:.4g}" in repr(found)
+    assert "draws=3" in repr(found)
+
+
+def test_no_draws_is_the_mean_on_other_data_too() -> None:
+    q = fitted(task_of(), "diag", None)
+    test = blr.Task(mlp().double(), data(1, 11))
+    with torch.no_grad():
+        expected = test.model(data(1, 11)[0]).softmax(-1)
+    found = q.predict(test, draws=0)
+    torch.testing.assert_close(found.mean, expected)
+    assert found.draws == 0
+
+
+def test_linear_regression_in_closed_form() -> None:
+    """y ~ N(x m, σ² + x Σ xᵀ), approached by many draws."""
+    x = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+    y = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    precision = torch.tensor([[4.0, 10.0]], dtype=torch.float64)
+    mean = model.weight.detach().clone()
+    q = blr.Posterior({"weight": mean}, {"weight": precision}, prior_precision=1.0, n_data=2)
+    task = blr.Task(model, (x, y), likelihood=blr.Gaussian(variance=0.3))
+    found = q.predict(task, draws=4000, generator=torch.Generator().manual_seed(0))
+    spread = (0.3 + x.square() @ (1 / precision).mT).sqrt().squeeze(1)
+    exact = -torch.distributions.Normal(x @ mean.squeeze(0), spread).log_prob(y)
+    torch.testing.assert_close(found.losses, exact, rtol=0, atol=0.05)
+    torch.testing.assert_close(found.mean.squeeze(1), x @ mean.squeeze(0), rtol=0, atol=0.05)
+    assert found.accuracy is found.calibration_error is None
+
+
+def test_how_a_model_was_trained_is_no_part_of_what_it_predicts() -> None:
+    plain, task = (
+        task_of(),
+        task_of(
+            likelihood=nn.CrossEntropyLoss(
+                weight=torch.tensor([1.0, 5.0, 9.0]), label_smoothing=0.2
+            )
+        ),
+    )
+    q = fitted(plain, "diag", None)
+    assert q.predict(task, 0).nll == pytest.approx(q.predict(plain, 0).nll)
+
+
+def test_ignored_targets_do_not_count() -> None:
+    x, y = data()
+    ignored = y.clone()
+    ignored[: N // 2] = -100
+    model = mlp().double()
+    likelihood = nn.CrossEntropyLoss(ignore_index=-100)
+    q = fitted(task_of(), "diag", None)
+    some = q.predict(blr.Task(model, (x, ignored), likelihood=likelihood), 0)
+    half = q.predict(blr.Task(model, (x[N // 2 :], y[N // 2 :])), 0)
+    assert some.nll == pytest.approx(half.nll)
+    assert some.accuracy == half.accuracy
+    assert some.calibration_error == pytest.approx(half.calibration_error)
+
+
+def test_two_classes_by_one_logit() -> None:
+    x = data()[0]
+    y = (x[:, 0] > 0).double()
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    mean = {n: p.detach() for n, p in model.named_parameters()}
+    q = blr.Posterior(
+        mean, {n: torch.ones_like(p) for n, p in mean.items()}, prior_precision=1.0, n_data=N
+    )
+    one = q.predict(blr.Task(model, (x, y[:, None]), likelihood="bernoulli"), 0)
+    wide = nn.Linear(4, 2, dtype=torch.float64)  # logits 0 and f: the same model
+    with torch.no_grad():
+        wide.weight.copy_(torch.stack([torch.zeros(4), model.weight[0]]))
+        wide.bias.copy_(torch.stack([torch.zeros(()), model.bias[0]]))
+    means = {n: p.detach() for n, p in wide.named_parameters()}
+    r = blr.Posterior(
+        means, {n: torch.ones_like(p) for n, p in means.items()}, prior_precision=1.0, n_data=N
+    )
+    two = r.predict(blr.Task(wide, (x, y.long())), 0)
+    assert one.nll == pytest.approx(two.nll)
+    assert one.accuracy == two.accuracy
+    assert one.calibration_error == pytest.approx(two.calibration_error)
+
+
+def test_tokens_each_have_a_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()
+    ids, y = torch.randint(7, (5, 6)), torch.randint(7, (5, 6))
+    y[0, 3:] = -100
+    mean = {n: p.detach() for n, p in model.named_parameters()}
+    q = blr.Posterior(
+        mean, {n: torch.ones_like(p) for n, p in mean.items()}, prior_precision=1.0, n_data=5
+    )
+    found = q.predict(
+        blr.Task(model, (ids, y), likelihood="tokens"),
+        2,
+        generator=torch.Generator().manual_seed(0),
+    )
+    generator = torch.Generator().manual_seed(0)
+    draws = [q.sample(generator=generator) for _ in range(2)]
+    probs = sum(torch.func.functional_call(model, d, (ids,)).softmax(-1) / 2 for d in draws)
+    expected = nn.functional.nll_loss(probs.log().flatten(0, 1), y.flatten(), reduction="none")
+    torch.testing.assert_close(found.losses, expected[y.flatten() != -100].detach())
+    assert found.mean is None
+    assert len(found.losses) == 27
+
+
+@pytest.mark.parametrize("wrong", [{"draws": -1}, {"draws": 1.5}, {"chunk_size": 0}])
+def test_bad_counts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        fitted(task_of(), "diag", None).predict(task_of(), **wrong)
+
+
+def test_another_model() -> None:
+    with pytest.raises(PosteriorError, match="another model"):
+        fitted(task_of(), "diag", None).predict(blr.Task(nn.Linear(4, 3).double(), data()))
+
+
+def test_the_model_and_the_global_generator_are_left_alone() -> None:
+    task = task_of()
+    task.model.train()
+    before, state = task.model.state_dict(), torch.get_rng_state()
+    copy = {n: p.clone() for n, p in before.items()}
+    q = fitted(task, "diag", None)
+    with torch.inference_mode():
+        q.predict(task, generator=torch.Generator().manual_seed(0), draws=2)
+    assert task.model.training
+    assert all(torch.equal(p, copy[n]) for n, p in task.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert math.isfinite(q.predict(task).nll)
