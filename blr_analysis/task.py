@@ -14,6 +14,7 @@ comes in and out.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,7 @@ from blr_analysis.data import (
     versions,
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
-from blr_analysis.likelihoods import Likelihood, Loss, Weighted, resolve
+from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
 
 
 class Task:
@@ -108,6 +109,7 @@ class Task:
         self.forward: Forward = forward or default_forward
         self.metadata = read_metadata(metadata, self.n_data)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
+        self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
 
     def __len__(self) -> int:
@@ -236,7 +238,17 @@ class Task:
                 f"{error}; check that data, forward= and the posterior belong to this model"
             ) from error
         self._overwrites = versions(batch) != before
-        return checked(outputs, targets, self.likelihood, indices)
+        outputs, targets = checked(outputs, targets, self.likelihood, indices)
+        if not self._looked_at:
+            normalised = self.likelihood.looks_normalised(outputs.detach())
+            self._looked_at = normalised or len(outputs) >= SEVERAL
+            if normalised:
+                warnings.warn(
+                    "the model's outputs look like probabilities, and are read as logits; leave "
+                    "its softmax or sigmoid out, or give a loss of probabilities as likelihood=",
+                    stacklevel=2,
+                )
+        return outputs, targets
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -271,6 +283,8 @@ def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
         w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"weights must be numbers, one per example: {error}") from error
+    if likelihood.is_sequence:
+        raise InputError("weights= are for one target per example, not for sequences")
     if w.shape != (n_data,):
         raise InputError(f"weights of shape {tuple(w.shape)} for {n_data} examples; give one each")
     if not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.base import SEVERAL, Likelihood
 from blr_analysis.likelihoods.categorical import Categorical
 from blr_analysis.likelihoods.functions import Function
 from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
@@ -35,6 +35,7 @@ from blr_analysis.likelihoods.weighted import Weighted
 
 __all__ = [
     "BY_NAME",
+    "SEVERAL",
     "Bernoulli",
     "Categorical",
     "CausalLM",

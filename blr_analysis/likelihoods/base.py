@@ -10,6 +10,8 @@ from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
 
+SEVERAL = 10  # examples, from which on outputs tell whether they are logits
+
 
 class Likelihood(ABC):
     """One exponential-family likelihood: its error e, Hessian Λ, loss, mean and samples.
@@ -71,6 +73,10 @@ class Likelihood(ABC):
     def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         """ẽ ``[B, C]`` with E[ẽ ẽᵀ] = Λ over labels ``drawn`` by :meth:`resample`."""
         return self.error(outputs, drawn)
+
+    def looks_normalised(self, outputs: Tensor) -> bool:
+        """Whether these outputs look like probabilities, where the likelihood takes logits."""
+        return False
 
     def join(self, outputs: Any) -> Any:
         """What a model returned as one tensor, where this likelihood takes several."""

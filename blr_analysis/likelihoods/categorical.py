@@ -86,6 +86,9 @@ class Categorical(Likelihood):
         if self.weight is not None and len(self.weight) != c:
             raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
 
+    def looks_normalised(self, outputs: Tensor) -> bool:
+        return bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-4).all())
+
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         if targets.shape == outputs.shape and targets.is_floating_point():
             return _soft(targets.to(outputs.dtype))

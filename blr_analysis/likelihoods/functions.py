@@ -25,8 +25,9 @@ class Function(Likelihood):
 
     Args:
         loss: what it says of an example must not depend on the others in the batch, and must
-            have a second derivative. The objective is the SUM over the examples: for a training
-            loss that is their mean, with an L2 penalty ``weight_decay``, δ = N · weight_decay.
+            have a second derivative; it is called on any device, in float32 or float64. The
+            objective is the SUM over the examples: for a training loss that is their mean, with
+            an L2 penalty ``weight_decay``, δ = N · weight_decay.
         like: the likelihood that says what targets look like, what is predicted and what is right.
             None: targets are taken as they are, the outputs are the prediction.
 
@@ -79,13 +80,16 @@ class Function(Likelihood):
         """The losses of a batch, [B], each the same alone, with curvature somewhere."""
         try:
             losses = self.loss(outputs, targets)
-            alone = self.loss(outputs[:1], targets[:1])
+            first = targets[:1].cpu()
+            first = first.double() if first.is_floating_point() else first
+            alone = self.loss(outputs[:1].cpu().double(), first)
         except BLRError:
             raise
         except Exception as error:  # the user's own code
             raise InputError(
                 f"the loss {self!r} failed on outputs {tuple(outputs.shape)} and targets "
-                f"{tuple(targets.shape)}: {type(error).__name__}: {error}"
+                f"{tuple(targets.shape)}, or on the first of them on the CPU in float64 (use "
+                f"w.to(outputs) on its constants): {type(error).__name__}: {error}"
             ) from error
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -95,7 +99,7 @@ class Function(Likelihood):
             )
         if not bool(torch.isfinite(losses).all()):
             raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
-        if not torch.allclose(alone, losses[:1], rtol=CLOSE, atol=CLOSE):
+        if not torch.allclose(alone, losses[:1].to(alone), rtol=CLOSE, atol=CLOSE):
             raise InputError("the loss of an example depends on the others; leave out batch means")
         drawn = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         for f in (outputs, drawn.to(outputs)):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import DataError, InputError, ModelError
-from blr_analysis.likelihoods.base import Likelihood, numbers, per_output
+from blr_analysis.likelihoods.base import SEVERAL, Likelihood, numbers, per_output
 
 
 class _Independent(Likelihood):
@@ -61,6 +61,11 @@ class Bernoulli(_Independent):
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
         self._weights(outputs)
+
+    def looks_normalised(self, outputs: Tensor) -> bool:
+        """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
+        low, high = (float(x) for x in outputs.aminmax())
+        return len(outputs) >= SEVERAL and 0 <= low < 0.1 and 0.9 < high <= 1
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         if not bool(((targets >= 0) & (targets <= 1)).all()):

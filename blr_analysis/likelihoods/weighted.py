@@ -89,6 +89,9 @@ class Weighted(Likelihood):
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         self._plain.check_values(targets, outputs)
 
+    def looks_normalised(self, outputs: Tensor) -> bool:
+        return self._plain.looks_normalised(outputs)
+
     def join(self, outputs: Any) -> Any:
         return self._plain.join(outputs)
 

@@ -1,0 +1,246 @@
+"""What the analyses say of models trained by weighted, smoothed and other losses, against
+retraining and against the same data with every example as often as its weight says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracles import relative
+from parts import normal
+from sklearn import datasets
+from test_losses import focal
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import blr_analysis as blr
+from blr_analysis.likelihoods import Categorical, Function
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CLASS_WEIGHTS = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64)
+LOSSES: dict[str, tuple[object, Loss]] = {
+    "plain": ("categorical", lambda f, y: cross_entropy(f, y, reduction="none")),
+    "weights of 15": (
+        nn.CrossEntropyLoss(CLASS_WEIGHTS),
+        lambda f, y: cross_entropy(f, y, CLASS_WEIGHTS, reduction="none"),
+    ),
+    "smoothing 0.2": (
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        lambda f, y: cross_entropy(f, y, label_smoothing=0.2, reduction="none"),
+    ),
+    "focal": (Function(focal, like=Categorical()), focal),
+}
+
+
+def minimum(objective: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """Newton's, with halved steps while the objective rises."""
+    for _ in range(100):
+        gradient = torch.func.grad(objective)(theta)
+        if float(gradient.norm()) < 1e-8:
+            return theta
+        step = torch.linalg.solve(torch.func.hessian(objective)(theta), gradient)
+        while float(objective(theta - step)) > float(objective(theta)) + 1e-10:
+            step = step / 2
+        theta = theta - step
+    raise AssertionError("no minimum")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
+    """The total rise of a logistic regression's loss, each example left out and trained anew."""
+    likelihood, loss = LOSSES[name]
+    x, y = (torch.tensor(t) for t in datasets.load_iris(return_X_y=True))
+    x = (x - x.mean(0)) / x.std(0)
+    n, delta = len(x), 0.1
+
+    def outputs(theta: Tensor, x: Tensor) -> Tensor:
+        return x @ theta[:12].view(3, 4).T + theta[12:]
+
+    def trained(keep: Tensor, start: Tensor) -> Tensor:
+        def objective(t: Tensor) -> Tensor:
+            return loss(outputs(t, x[keep]), y[keep]).sum() + delta / 2 * t.square().sum()
+
+        return minimum(objective, start)
+
+    best = trained(torch.ones(n, dtype=torch.bool), torch.zeros(15, dtype=torch.float64))
+    alone = [loss(outputs(trained(torch.arange(n) != i, best), x[[i]]), y[[i]]) for i in range(n)]
+    rise = torch.cat(alone) - loss(outputs(best, x), y)
+
+    model = nn.Linear(4, 3).double()
+    model.weight.data, model.bias.data = best[:12].view(3, 4).clone(), best[12:].clone()
+    task = blr.Task(model, (x, y), likelihood=likelihood)  # type: ignore[arg-type]
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
+    loo = blr.leave_one_out(task, q, progress=False)
+    estimate = loo.losses - loo.losses_before
+    assert float(estimate.sum() / rise.sum()) == pytest.approx(1, abs=0.02)
+    assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
+
+
+def twice(weighted: bool) -> tuple[blr.Task, Tensor]:
+    """Data with whole weights, or with every example as often; and the copies' originals."""
+    x, y = normal(12, 3), torch.arange(12) % 3
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    w = torch.tensor([1, 2, 3, 1, 4, 1, 1, 2, 5, 1, 1, 3])
+    if weighted:
+        return blr.Task(model, (x, y), weights=w, batch_size=5), torch.arange(12)
+    rows = torch.arange(12).repeat_interleave(w)
+    return blr.Task(model, (x[rows], y[rows])), rows
+
+
+def both(**options) -> tuple[tuple[blr.Task, blr.Posterior, Tensor], ...]:
+    pairs = []
+    for weighted in (True, False):
+        task, rows = twice(weighted)
+        q = blr.fit_laplace(task, prior_precision=0.5, progress=False, **options)
+        pairs.append((task, q, rows))
+    return tuple(pairs)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("curvature", ["ggn", "exact"])
+def test_weights_are_copies_to_the_posterior(structure: str, curvature: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Hessian is negative in places
+        (_, q, _), (_, copies, _) = both(structure=structure, curvature=curvature)
+    g = {n: normal(*m.shape, seed=4) for n, m in q.mean.items()}
+    ours, theirs = q.form.solve(g), copies.form.solve(g)
+    assert all(relative(ours[n], theirs[n]) < 1e-10 for n in g)
+
+
+def test_weights_are_copies_to_drawn_labels() -> None:
+    task, _ = twice(True)
+    options = {"structure": "full", "prior_precision": 0.5, "progress": False}
+    exact = blr.fit_laplace(task, **options)
+    drawn = blr.fit_laplace(task, curvature="mc_fisher", samples=4000, **options)
+    g = {n: torch.ones_like(m) for n, m in exact.mean.items()}
+    ours, theirs = exact.precision_product(g), drawn.precision_product(g)
+    assert all(relative(ours[n], theirs[n]) < 0.1 for n in g)
+
+
+@pytest.mark.parametrize("change", ["remove", "relabel"])
+@pytest.mark.parametrize("solver", ["posterior", "cg"])
+def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:
+    found = []
+    for task, q, rows in both(structure="full"):
+        chosen = [i for i, row in enumerate(rows.tolist()) if row in (1, 4)]
+        asked = {"remove": chosen} if change == "remove" else {"relabel": dict.fromkeys(chosen, 0)}
+        found.append(blr.what_if(task, q, solver=solver, progress=False, **asked))
+    ours, copies = found
+    assert all(relative(p, copies.parameters[n]) < 1e-6 for n, p in ours.parameters.items())
+    assert ours.before.loss == pytest.approx(copies.before.loss)
+    assert ours.accuracy is not None
+
+
+def test_weights_are_copies_to_influence() -> None:
+    (task, q, _), (copied, copies, rows) = both(structure="full")
+    test = blr.Task(task.model, (normal(5, 3, seed=8), torch.arange(5) % 3))
+    ours = blr.influence(task, q, test, progress=False)
+    theirs = blr.influence(copied, copies, test, progress=False)
+    summed = torch.zeros_like(ours).index_add(0, rows, theirs)
+    assert relative(ours, summed) < 1e-10
+
+
+def test_weighted_examples_are_known_by_their_indices() -> None:
+    task, _ = twice(True)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
+    scores = blr.sensitivity(task, q, progress=False)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    again = blr.sensitivity(task.subset(order), _as_if(q, task.subset(order)), progress=False)
+    for name in ("losses", "self_influence", "leverage", "error"):
+        assert relative(getattr(again, name), getattr(scores, name)[order]) < 1e-12
+    loo = blr.leave_one_out(task, q, progress=False)
+    with_scores = blr.leave_one_out(task, q, scores=scores, chunk_size=5, progress=False)
+    assert relative(with_scores.losses, loo.losses) < 1e-12
+    w = torch.tensor([1.0, 2, 3, 1, 4, 1, 1, 2, 5, 1, 1, 3])
+    plain = cross_entropy(scores.outputs, scores.targets, reduction="none")
+    assert relative(scores.losses, w * plain) < 1e-12
+
+
+def _as_if(q: blr.Posterior, task: blr.Task) -> blr.Posterior:
+    return blr.Posterior(
+        q.mean, q.form, prior_precision=q.prior, n_data=task.n_data, record=q.record
+    )
+
+
+def small(likelihood, targets: Tensor, outputs: int, head: nn.Module | None = None) -> blr.Task:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs), *([head] if head else [])]
+    model = nn.Sequential(*layers).double()
+    return blr.Task(model, (normal(len(targets), 3), targets), likelihood=likelihood)
+
+
+class MeanVariance(nn.Module):
+    def forward(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = f.chunk(2, -1)
+        return mean, log_variance.exp()
+
+
+TASKS: dict[str, Callable[[], blr.Task]] = {
+    "class weights": lambda: small(
+        nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1), torch.arange(12) % 3, 3
+    ),
+    "soft targets": lambda: small("categorical", normal(12, 3, seed=2).softmax(-1), 3),
+    "ignored": lambda: small(nn.CrossEntropyLoss(ignore_index=0), torch.arange(12) % 3, 3),
+    "focal": lambda: small(Function(focal, like=Categorical()), torch.arange(12) % 3, 3),
+    "function": lambda: small(focal, torch.arange(12) % 3, 3),
+    "pos_weight": lambda: small(
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), torch.arange(12) % 2, 1
+    ),
+    "huber": lambda: small(nn.HuberLoss(), normal(12, 2, seed=2), 2),
+    "variances": lambda: small(nn.GaussianNLLLoss(), normal(12, 1, seed=2), 2, MeanVariance()),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
+    """Left-out outputs against the dense formula; the rest answers with finite numbers."""
+    task = TASKS[name]()
+    quiet = {"progress": False}
+    q = blr.fit_laplace(task, structure=structure, prior_precision=3.0, **quiet)
+    scores = blr.sensitivity(task, q, **quiet)
+    f, y, v = scores.outputs, scores.targets, scores.variance
+    assert v is not None
+    e, hessian = task.likelihood.error(f, y), task.likelihood.hessian(f, y)
+    cavity = torch.linalg.solve(torch.eye(f.shape[1]).to(f) - v @ hessian, v)
+    loo = blr.leave_one_out(task, q, correction="cavity", **quiet)
+    told = torch.tensor([word == "cavity" for word in loo.correction])
+    after = f + torch.einsum("bcd,bd->bc", cavity, e)
+    assert bool(told.any())
+    assert relative(loo.logits[told], after[told]) < 1e-9
+    result = blr.what_if(task, q, remove=[1, 5], **quiet)
+    numbers = [loo.losses, scores.deviation, blr.influence(task, q, task, **quiet)]
+    numbers += [torch.tensor(result.nll), blr.suspicious(task, q, **quiet).gain]
+    assert all(bool(torch.isfinite(x).all()) for x in numbers if x is not None)
+    assert len(scores.table) == len(loo.table) == 12
+
+
+def test_examples_of_ignored_classes_do_not_count() -> None:
+    task = TASKS["ignored"]()
+    q = blr.fit_laplace(task, structure="full", prior_precision=3.0, progress=False)
+    loo = blr.leave_one_out(task, q, progress=False)
+    ignored = loo.targets == 0
+    assert bool((loo.losses[ignored] == 0).all())
+    right = (loo.predictions == loo.targets)[~ignored]
+    assert loo.accuracy == pytest.approx(float(right.double().mean()))
+
+
+@pytest.mark.parametrize(("head", "likelihood"), [("softmax", "categorical"), ("sig", "bernoulli")])
+def test_probabilities_given_as_logits_are_warned_of_once(head: str, likelihood: str) -> None:
+    x, y = 5 * normal(20, 2), torch.arange(20) % 2
+    last = nn.Softmax(-1) if head == "softmax" else nn.Sigmoid()
+    model = nn.Sequential(nn.Linear(2, 2 if head == "softmax" else 1), last)
+    nn.init.normal_(model[0].weight, std=3.0, generator=torch.Generator().manual_seed(0))
+    task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=10)
+    with pytest.warns(UserWarning, match="look like probabilities") as seen:
+        blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = blr.Task(nn.Sequential(model[0]), (x, y), likelihood=likelihood)
+        blr.fit_laplace(logits, structure="diag", prior_precision=1.0, progress=False)
