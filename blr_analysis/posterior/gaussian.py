@@ -32,7 +32,7 @@ class Posterior:
     """q(θ) = N(m, S⁻¹) over a model's trainable parameters, by their own names.
 
     S includes the prior: S = diag(δ) + Σ_i (the examples' shares), for the objective
-    Σ_i ℓ_i(θ) + ½ θᵀ diag(δ) θ, a SUM over the n_data training examples.
+    Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀), a SUM over the n_data training examples.
 
     Args:
         mean: m, one tensor per parameter name (tied tensors once).
@@ -41,6 +41,8 @@ class Posterior:
         prior_precision: δ: one number, or a number or tensor per name.
         n_data: N, the number of examples behind S.
         record: where it came from; kept in saved files.
+        initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
+            fine-tune; None: 0.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -62,13 +64,14 @@ class Posterior:
         prior_precision: Given | Prior,
         n_data: int,
         record: Mapping[str, Any] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
         if isinstance(precision, Structure):
             self.form: Structure = precision
         else:
             self.form = Diagonal(real_tensors("precision", precision))
-        self.prior = Prior.of_any(prior_precision)
+        self.prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
         if record is not None:
             instance("record", record, Mapping, "a dict")
@@ -96,9 +99,11 @@ class Posterior:
         size = sum(t.numel() for t in self.mean.values())
         kind, share = self.record.get("kind", "given"), self.record.get("initial_share")
         start = "" if share is None else f", initial_share={share:.2g}"
+        choice = self.record.get("prior_choice")
+        found = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r}{start})"
+            f"n_data={self.n_data}, kind={kind!r}{start}{found})"
         )
 
     @property
@@ -110,6 +115,11 @@ class Posterior:
     def prior_precision(self) -> Any:
         """δ: one number, or a dict with a number or tensor by name."""
         return self.prior.given
+
+    @property
+    def initial(self) -> Mapping[str, Tensor] | None:
+        """θ₀, the prior's mean; None: 0."""
+        return self.prior.mean
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -324,7 +334,7 @@ class Posterior:
         moved = object.__new__(Posterior)
         moved.mean = {n: m.to(target, kind) for n, m in self.mean.items()}
         moved.form = self.form.to(target, kind)
-        moved.prior, moved.n_data = self.prior, self.n_data
+        moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
         moved.record = self.record
         return moved
 
@@ -396,6 +406,9 @@ class Posterior:
         place = path_of(path)
         tensors, record = stored.encode(self.form, self.prior, dtype)
         stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
+        stored_means |= {f"{n}.initial": m for n, m in (self.initial or {}).items()}
+        if not mean and self.initial is not None:
+            raise InputError("mean=False would lose the prior's mean: leave mean out")
         if not mean and set(tensors) != set(self.mean):
             raise InputError(
                 "mean=False writes one precision per weight: this posterior is "

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
@@ -29,7 +31,8 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures import KINDS, Fit, Structure
+from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
@@ -48,7 +51,8 @@ def fit_laplace(
     task: Task,
     *,
     structure: str = "kron",
-    prior_precision: Given | Prior,
+    prior_precision: Given | Prior | None = None,
+    initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
     samples: int = 1,
     rank: int | None = None,
@@ -61,12 +65,18 @@ def fit_laplace(
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
 
     The objective is the SUM of losses, so with a loss averaged over N examples and an L2 penalty
-    ``weight_decay``, δ = N · weight_decay.
+    ``weight_decay`` (torch's SGD and Adam), δ = N · weight_decay. The decoupled decay of AdamW is
+    no L2 term: leave ``prior_precision`` out, and δ is found.
 
     Args:
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), or "full" (P up to 20,000).
-        prior_precision: δ > 0, a number, or one per parameter name (number or tensor).
+        prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: found
+            from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
+            Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
+            of the data); ``record["prior_choice"]`` says how.
+        initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
+            a fine-tune; None: 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
             "mc_fisher", or "exact", the Hessian of the loss, by products with all P unit vectors
             ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
@@ -81,6 +91,7 @@ def fit_laplace(
             the task's own batches).
 
     Raises:
+        PosteriorError: an ``initial`` of another model, or no δ to be found.
         InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full" or
             "exact", "ggn" for sequences, "exact" for "kron" or "lowrank".
         ModelError: nothing to train, NaN, BatchNorm in training mode.
@@ -96,30 +107,43 @@ def fit_laplace(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters()
-    prior = _checked(task, params, structure, prior_precision, curvature, samples, rank, tolerance)
+    given = Prior({None: 1.0}) if prior_precision is None else prior_precision
+    prior = _checked(task, params, structure, given, curvature, samples, rank, tolerance)
+    prior = prior.around(initial, params)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
     chunking = Chunking(chunk_size, memory_budget, progress)
+    columns, count = _columns(task, curvature, samples, generator)
+
+    def passes(label: str) -> Iterator[list[Term]]:
+        swept = chunks(task, params, chunking, columns=count, label=label)
+        return (chunk.terms(columns(chunk)) for chunk in swept)
+
+    fit = Fit(
+        params,
+        passes,
+        prior,
+        label=curvature,
+        gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
+        padded=task.likelihood.is_sequence,
+        rank=rank,
+        tolerance=tolerance,
+    )
+    kronecker: Structure | None = None
+    choice: dict[str, Any] = {}
+    if prior_precision is None:
+        kronecker, _ = Kronecker.fitted(fit)
+        slope, _ = loss_and_gradient(task, params)
+        delta, found = chosen_prior(kronecker, prior.gap(params), slope)
+        prior = Prior({None: delta}, prior.mean)
+        choice = {"prior_choice": {"delta": delta, **found}}
     if curvature == "exact":
         form, more = _exact(task, params, KINDS[structure], prior, chunking)
     else:
-        columns, count = _columns(task, curvature, samples, generator)
-
-        def passes(label: str) -> Iterator[list[Term]]:
-            swept = chunks(task, params, chunking, columns=count, label=label)
-            return (chunk.terms(columns(chunk)) for chunk in swept)
-
-        fit = Fit(
-            params,
-            passes,
-            prior,
-            label=curvature,
-            gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
-            padded=task.likelihood.is_sequence,
-            rank=rank,
-            tolerance=tolerance,
-        )
-        form, more = KINDS[structure].fitted(fit)
+        if kronecker is not None and structure == "kron":
+            form, more = kronecker, {}
+        else:
+            form, more = KINDS[structure].fitted(replace(fit, prior=prior))
         form = form.plus_prior(prior)
     record = {
         "kind": RECORDED[curvature],
@@ -141,7 +165,7 @@ def fit_laplace(
         form,
         prior_precision=prior,
         n_data=task.n_data,
-        record=record | more,
+        record=record | more | choice,
     )
 
 
@@ -185,7 +209,7 @@ def _columns(
     task: Task, curvature: str, samples: int, generator: torch.Generator | None
 ) -> tuple[Columns, int | None]:
     likelihood = task.likelihood
-    if curvature == "ggn":
+    if curvature in ("ggn", "exact"):
         return lambda chunk: curvature_root(chunk), None
     if curvature == "empirical_fisher":
         return lambda chunk: chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1

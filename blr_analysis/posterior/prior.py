@@ -1,6 +1,7 @@
-"""δ, the prior's precision: a number for all parameters, or a number or tensor for each, read once.
+"""The prior, read once: its precision δ, a number for all parameters, or a number or tensor for
+each, and its mean θ₀, 0 where nothing else is known.
 
-objective  Σ_i ℓ_i(θ) + ½ θᵀ diag(δ) θ
+objective  Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
 >>> prior = Prior.read({"w": torch.tensor([1.0, 4.0]), "b": 2.0}, {"w": (2,), "b": ()})
 >>> prior.smallest, (prior / 2).of("b"), prior.times({"w": torch.ones(2), "b": torch.ones(())})
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError
 
 Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
@@ -31,9 +33,14 @@ def take_off(total: Tensor, delta: float, stored: torch.dtype, *, roundings: int
 
 @dataclass(frozen=True)
 class Prior:
-    """δ by parameter name; under None, for all of them."""
+    """δ by parameter name; under None, for all of them.
+
+    Attributes:
+        mean: θ₀ by parameter name; None: 0.
+    """
 
     entries: Mapping[str | None, float | Tensor]
+    mean: Mapping[str, Tensor] | None = None
 
     @classmethod
     def of_any(cls, given: Given | Prior) -> Prior:
@@ -106,10 +113,46 @@ class Prior:
             n: v.detach().to(params[n]) if isinstance(v, Tensor) and n is not None else v
             for n, v in self.entries.items()
         }
-        return Prior(placed)
+        mean = None if self.mean is None else {n: m.to(params[n]) for n, m in self.mean.items()}
+        return Prior(placed, mean)
+
+    def around(self, initial: Mapping[str, Tensor] | None, params: Mapping[str, Tensor]) -> Prior:
+        """The same precision around the first weights, or the base model, that a user gave.
+
+        Raises:
+            PosteriorError: they are another model's, by name or shape, or not finite.
+        """
+        initial = self.mean if initial is None else initial
+        if initial is None:
+            return self
+        if not isinstance(initial, Mapping):
+            raise PosteriorError(
+                f"initial must be a state dict, got {type(initial).__name__}; pass "
+                "model.state_dict() as it was before training"
+            )
+        held = {n: tuple(t.shape) for n, t in initial.items() if isinstance(t, Tensor)}
+        if wrong := [
+            f"{n} {held.get(n, 'absent')}, not {tuple(p.shape)}"
+            for n, p in params.items()
+            if held.get(n) != tuple(p.shape)
+        ]:
+            raise PosteriorError(
+                f"initial belongs to another model: {some(wrong)}; pass the state dict of this "
+                "model as it was before training"
+            )
+        mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
+        for name, m in mean.items():
+            if not bool(torch.isfinite(m).all()):
+                raise PosteriorError(f"initial holds NaN or inf in {name!r}")
+        return Prior(self.entries, mean)
+
+    def gap(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """θ − θ₀."""
+        m = self.mean
+        return {n: p if m is None else p - m[n] for n, p in params.items()}
 
     def __truediv__(self, divisor: float) -> Prior:
-        return Prior({n: v / divisor for n, v in self.entries.items()})
+        return Prior({n: v / divisor for n, v in self.entries.items()}, self.mean)
 
     def within(self, record: Mapping[str, Any]) -> Prior:
         """As it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
@@ -133,7 +176,7 @@ class Prior:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The entries that have a number per weight."""
+        """δ of the entries that have a number per weight."""
         return {
             n: v
             for n, v in self.entries.items()

@@ -108,11 +108,11 @@ def load_parts(path: str, model: Model | None, prior_precision: Given | None) ->
     mean = _mean_of(model, form.shapes, record, path) if mean is None else mean
     form = _placed(form, mean, wide=bare or bool(record.get("rounded")))
     kept = record.get("prior_outside")
-    outside = None if kept is None else Prior.of_any(kept)
+    outside = None if kept is None else Prior(Prior.of_any(kept).entries, prior.mean)
     if prior_precision is not None:
         given = Prior.read(prior_precision, form.shapes)
         if form.per_weight is not None and prior.is_zero:
-            outside = given
+            outside = Prior(given.entries, prior.mean)
         elif form.per_weight is None or not given.equals(prior, form.shapes):
             raise PosteriorError(
                 f"{path!r} holds a precision with its prior in it; leave prior_precision out"
@@ -142,7 +142,9 @@ def _decode(
         mean = None if bare else {n: tensors[f"{n}.mean"] for n in names}
         form = KINDS[record["structure"]].read(tensors, record, names)
         per_weight = {n: tensors[n + PER_WEIGHT] for n in names if n + PER_WEIGHT in tensors}
-        prior = Prior({**Prior.of_any(record["prior_precision"]).entries, **per_weight})
+        initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
+        entries = {**Prior.of_any(record["prior_precision"]).entries, **per_weight}
+        prior = Prior(entries, initial or None)
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(

@@ -95,7 +95,7 @@ class Objective:
 
 def whole(task: Task, prior: Prior) -> Objective:
     """That of a task as it is."""
-    return Objective(((task, torch.arange(task.n_data)),), prior)
+    return Objective(((task, torch.arange(task.n_data)),), prior, prior.mean)
 
 
 def changed(
@@ -118,7 +118,7 @@ def changed(
         parts.append((added, torch.arange(added.n_data)))
     if labels:
         parts.append((with_labels(task, labels), torch.arange(len(labels))))
-    return Objective(tuple(parts), prior)
+    return Objective(tuple(parts), prior, prior.mean)
 
 
 def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:

@@ -1,0 +1,162 @@
+"""δ that nobody named: exact at a regularised minimum, else what the data and the weights say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import mlp
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import PosteriorError
+from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.structures import Diagonal
+
+N = 120
+
+
+def classes(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
+    noise = 1.5 * torch.randn(N, 3, generator=g, dtype=torch.float64)
+    y = (x @ torch.randn(4, 3, generator=g, dtype=torch.float64) + noise).argmax(1)
+    return x.to(dtype), y
+
+
+def minimised(model: nn.Module, x: Tensor, y: Tensor, delta: float, start: dict[str, Tensor]):
+    """Trained by L-BFGS on the mean loss with an L2 penalty towards ``start``."""
+    for p in model.parameters():
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        named = model.named_parameters()
+        penalty = sum((p - start.get(n, 0)).square().sum() for n, p in named)
+        loss = nn.functional.cross_entropy(model(x), y) + delta / N / 2 * penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(("delta", "seed"), [(0.1, 0), (3.0, 1), (50.0, 2)])
+def test_the_penalty_of_a_converged_model_is_found(
+    delta: float, seed: int, around: bool, structure: str
+) -> None:
+    x, y = classes(seed)
+    model = nn.Linear(4, 3).double()
+    start = {n: torch.full_like(p, 0.3) for n, p in model.state_dict().items()} if around else {}
+    task = blr.Task(minimised(model, x, y, delta, start), (x, y))
+    q = blr.fit_laplace(task, structure=structure, initial=start or None, progress=False)
+    assert q.prior_precision == pytest.approx(delta, rel=1e-3)
+    about = q.record["prior_choice"]
+    assert about["rule"] == "stationarity" and about["explained"] > 0.999
+    same = blr.fit_laplace(task, structure=structure, prior_precision=q.prior_precision)
+    for name in q.mean:
+        assert torch.allclose(q.variance(name), same.variance(name), rtol=1e-3)
+
+
+@pytest.mark.parametrize("curvature", ["empirical_fisher", "mc_fisher", "exact"])
+def test_the_penalty_is_found_by_any_curvature(curvature: str) -> None:
+    x, y = classes(3)
+    task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 2.0, {}), (x, y))
+    kind = "full" if curvature == "exact" else "kron"
+    q = blr.fit_laplace(task, structure=kind, curvature=curvature, progress=False)
+    assert q.prior_precision == pytest.approx(2.0, rel=1e-3)
+
+
+def test_both_rules_against_dense_algebra() -> None:
+    g = torch.Generator().manual_seed(0)
+    h, d, slope = (torch.randn(30, generator=g, dtype=torch.float64) for _ in range(3))
+    h = 10 * h.square()
+    slope = -2.0 * d + 0.3 * h.sqrt() * slope
+    delta, about = chosen_prior(Diagonal({"w": h}), {"w": d}, {"w": slope})
+    assert about["rule"] == "stationarity"
+    assert float(d @ ((slope + delta * d) / (h + delta))) == pytest.approx(0, abs=1e-9)
+    evidence = about["evidence"]
+    assert evidence * float(d @ d) == pytest.approx(float((h / (h + evidence)).sum()))
+    assert about["apart"] == pytest.approx(max(delta / evidence, evidence / delta))
+    assert 0 < about["explained"] < 1
+
+
+def test_without_a_pull_of_the_prior_the_evidence_decides() -> None:
+    h, d = torch.tensor([5.0, 1.0]), torch.tensor([1.0, -1.0])
+    delta, about = chosen_prior(Diagonal({"w": h}), {"w": d}, {"w": torch.zeros(2)})
+    assert about["rule"] == "evidence" and about["stationarity"] is None
+    assert delta == chosen_prior(Diagonal({"w": h}), {"w": d}, None)[0] == about["evidence"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_network_stopped_early_gets_a_prior_between_the_extremes(seed: int) -> None:
+    x, y = classes(seed, torch.float32)
+    model = mlp(seed=seed).float()
+    first = {n: p.clone() for n, p in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    q = blr.fit_laplace(blr.Task(model, (x, y)), initial=first, progress=False)
+    about = q.record["prior_choice"]
+    assert 1e-3 < q.prior_precision < 1e3 and q.prior_precision == about[about["rule"]]
+    assert about["rule"] in repr(q)
+
+
+def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None:
+    x, y = classes(5)
+    start = {"weight": torch.full((3, 4), 0.5), "bias": torch.ones(3)}
+    task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 4.0, start), (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=4.0, initial=start, progress=False)
+    q.save(tmp_path / "q.safetensors")
+    for held in (q, blr.Posterior.load(tmp_path / "q.safetensors"), q.to("cpu", torch.float32)):
+        assert held.initial is not None
+        assert torch.equal(held.initial["weight"].double(), start["weight"].double())
+    without = torch.arange(N) >= 12
+    left = blr.Task(
+        minimised(nn.Linear(4, 3).double(), x[without], y[without], 4.0 * N / 108, start), (x, y)
+    )
+    gone = blr.what_if(task, q, remove=~without, steps="converge", solver="cg", progress=False)
+    for name, p in left.parameters().items():
+        assert torch.allclose(gone.parameters[name], p, atol=1e-5)
+    assert gone.posterior.initial is not None
+
+
+def test_a_rounded_diagonal_keeps_the_priors_mean(tmp_path: Path) -> None:
+    mean = {"w": torch.ones(3)}
+    q = blr.Posterior(mean, mean, prior_precision=0.5, n_data=3, initial={"w": torch.arange(3.0)})
+    q.save(tmp_path / "q", dtype=torch.bfloat16)
+    back = blr.Posterior.load(tmp_path / "q")
+    assert back.initial is not None and torch.equal(back.initial["w"], torch.arange(3.0))
+    with pytest.raises(blr.errors.InputError, match="prior's mean"):
+        q.save(tmp_path / "bare", mean=False)
+
+
+@pytest.mark.parametrize(
+    ("initial", "word"),
+    [
+        ({"weight": torch.zeros(3, 4)}, "bias"),
+        ({"weight": torch.zeros(4, 3), "bias": torch.zeros(3)}, "another model"),
+        ({"weight": torch.full((3, 4), float("nan")), "bias": torch.zeros(3)}, "NaN"),
+        ([torch.zeros(3)], "state dict"),
+    ],
+)
+def test_an_initial_of_another_model_is_refused(initial: object, word: str) -> None:
+    x, y = classes(0)
+    task = blr.Task(nn.Linear(4, 3).double(), (x, y))
+    with pytest.raises(PosteriorError, match=word):
+        blr.fit_laplace(task, prior_precision=1.0, initial=initial)  # type: ignore[arg-type]
+
+
+def test_weights_that_never_moved_tell_nothing() -> None:
+    x, y = classes(0)
+    model = nn.Linear(4, 3).double()
+    with pytest.raises(PosteriorError, match="initial"):
+        blr.fit_laplace(blr.Task(model, (x, y)), initial=model.state_dict(), progress=False)
