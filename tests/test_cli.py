@@ -275,12 +275,16 @@ def test_loo(here: Path, capsys: pytest.CaptureFixture[str], correction: str) ->
     }
 
 
-def test_fit_is_fit_laplace(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("loo", "script.py:make_task", "--fit", "full", "--prior-precision", "0.5")
-    code, out, _ = run(capsys, *argv)
+@pytest.mark.parametrize("delta", [0.5, None])
+def test_fit_is_fit_laplace(
+    delta: float | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = () if delta is None else ("--prior-precision", str(delta))
+    code, out, err = run(capsys, "loo", "script.py:make_task", "--fit", "full", *named)
     assert code == 0
     task, _, _ = inputs()
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.5)
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta)
+    assert (f"{q.prior_precision:.3g}, found" in err) == (delta is None)
     assert cells(out, "leave-one-out estimate")[1] == f"{blr.leave_one_out(task, q).nll:.4f}"
 
 
@@ -419,10 +423,9 @@ def test_only_selections_of_analysed_columns_need_the_analyses(
         ("nothing", "No such command"),
         ("loo script.py:make_task --nothing", "--nothing"),
         ("loo script.py:make_task", "Posterior.from_optimizer"),
-        ("audit script.py:make_task", "--fit kron --prior-precision"),
+        ("audit script.py:make_task", "--fit kron"),
         ("loo script.py:make_task -p q.safetensors --fit kron", "not both"),
         ("loo script.py:make_task -p q.safetensors --prior-precision 1", "belongs to --fit"),
-        ("loo script.py:make_task --fit kron", "needs --prior-precision"),
         ("loo script.py:make_task --fit kron --prior-precision -1", "above 0"),
         ("loo script.py:make_task --fit none --prior-precision 1", "'kron'"),
         ("loo script.py:make_task -p gone.safetensors", "nothing is stored"),

@@ -72,7 +72,7 @@ SIGNATURES: dict[Callable, tuple[list[str], dict[str, Any]]] = {
     ),
     blr.Posterior.from_checkpoint: (["path", "model"], {"n_data": None, "prior_precision": None}),
     blr.Posterior.load: (["path"], {"model": None, "prior_precision": None}),
-    blr.fit_laplace: (["task"], {"structure": "kron", "prior_precision": REQUIRED}),
+    blr.fit_laplace: (["task"], {"structure": "kron", "prior_precision": None}),
     blr.sensitivity: (
         ["task", "posterior"],
         {"variance": None, "chunk_size": None, "memory_budget": None, "progress": None},

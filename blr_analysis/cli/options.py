@@ -73,7 +73,7 @@ PriorPrecision = Annotated[
     typer.Option(
         metavar="D",
         help="For --fit: the weight decay in units of the summed loss (N times the L2 penalty of "
-        "a mean loss).",
+        "a mean loss). Left out: found in the weights and the data.",
     ),
 ]
 Test = Annotated[
@@ -141,14 +141,10 @@ class Way:
         if self.posterior is None and self.fit is None:
             raise InputError(
                 "name a posterior: --posterior FILE, written in Python by posterior.save(FILE) "
-                "after Posterior.from_optimizer(...); or --fit kron --prior-precision D"
+                "after Posterior.from_optimizer(...); or --fit kron"
             )
         if self.fit is None and self.prior_precision is not None:
             raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
-        if self.fit is not None and self.prior_precision is None:
-            raise InputError(
-                "--fit needs --prior-precision D: the weight decay in units of the summed loss"
-            )
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
@@ -159,7 +155,9 @@ class Way:
         else:
             structure = str(self.fit)
             say(f"fitting a Laplace posterior, structure {structure}")
-            q = fit_laplace(task, structure=structure, prior_precision=self.prior_precision)  # type: ignore[arg-type]
+            q = fit_laplace(task, structure=structure, prior_precision=self.prior_precision)
+            if choice := q.record.get("prior_choice"):
+                say(f"prior precision {choice['delta']:.3g}, found by {choice['rule']}")
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
 
 
