@@ -44,11 +44,13 @@ class Objective:
         parts: pairs of a task and the examples of it that count.
         prior: δ.
         prior_mean: m₀ by name; None: 0.
+        scales: of a sample, how many examples each one stands for, by part.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
     prior: Prior
     prior_mean: Tree | None = None
+    scales: tuple[float, ...] = ()
 
     @property
     def n_data(self) -> int:
@@ -73,6 +75,41 @@ class Objective:
         gradient = {n: g + pull[n] for n, g in slope.items()}
         size = norm(slope) + norm(pull)
         return Point(params, value, gradient, norm(gradient) / size if size > 0 else 0.0)
+
+    def value(self, params: Tree) -> float:
+        """F at these weights, by forward passes alone.
+
+        Raises:
+            ModelError, DataError: as :meth:`Task.run`.
+        """
+        m = self.prior_mean
+        gap = params if m is None else {n: p - m[n] for n, p in params.items()}
+        value = 0.5 * sum(
+            float(s.sum())
+            for s in self.prior.times({n: x.double().square() for n, x in gap.items()}).values()
+        )
+        for (task, indices), weight in zip(self.parts, self.weights, strict=True):
+            with torch.no_grad(), task.evaluation():
+                for chosen in indices.split(task.batch_size):
+                    f, y = task.run(task.fetch(chosen), params, chosen)
+                    value += weight * float(task.likelihood.nll(f, y).double().sum())
+        return value
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How many examples each of a part stands for."""
+        return self.scales or (1.0,) * len(self.parts)
+
+    def sampled(self, most: int, seed: int = 0) -> Objective:
+        """With at most so many examples of each part, drawn at random, standing for the others;
+        for :meth:`value` alone."""
+        generator = torch.Generator().manual_seed(seed)
+        parts, scales = [], []
+        for task, indices in self.parts:
+            order = torch.randperm(len(indices), generator=generator)[:most]
+            parts.append((task, indices[order]))
+            scales.append(len(indices) / len(order))
+        return Objective(tuple(parts), self.prior, self.prior_mean, tuple(scales))
 
     def precision(
         self, params: Tree, *, kind: str = "ggn", memory_budget: int | None = None

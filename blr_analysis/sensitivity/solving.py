@@ -1,33 +1,40 @@
-"""How a what-if is answered: the posterior's one step, or a descent on the changed data."""
+"""How a what-if is answered: by one step, a descent on the changed data, or a replay."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import one_of, positive_int
-from blr_analysis.errors import InputError
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import Descent, add, descend
-from blr_analysis.sensitivity.objective import changed, dot, whole
+from blr_analysis.sensitivity.objective import Objective, changed, dot, whole
+from blr_analysis.sensitivity.replay import Replay, first_weights, prepare
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
 
-SOLVERS = ("auto", "posterior", "cg")
-PASSES = 60  # over the changed data, where the user names no bound
+SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")
+PASSES = 60  # of "cg" over the changed data, where the user names no bound
+REPLAY_PASSES = 6  # of "replay"
 MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there the posterior's one step is taken by solver="auto"
 LEAST_PASSES = 8  # with fewer a descent is not worth its start
 DRIFT = 0.1  # of the change: a model farther from its own minimum is not descended by "auto"
 TOLERANCE = 1e-6  # of the linear system of steps=1
+HALVINGS = 10  # of the posterior's one step, where it overshoots
+SEEN = 2000  # examples that stay, at most, that say whether it does
+FAMILIES = {"adam_v": "adam", "rmsprop_v": "adam", "vadam": "adam", "ivon": "sgd", "vogn": "sgd"}
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,9 @@ class Plan:
     passes: int | None
 
     def short(self, change: Change, n_data: int) -> bool:
-        """Whether the posterior's one step will do, by the size of the change and the passes that
-        are allowed."""
+        """Whether the posterior's one step will do, by the size of the change."""
         if self.solver != "auto":
             return self.solver == "posterior"
-        if self.passes is not None and self.passes < LEAST_PASSES:
-            return True
         return not self.asked and change.count <= max(1, FEW * n_data)
 
     @property
@@ -90,49 +94,160 @@ def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> Pl
             f"steps={steps!r}: solver='posterior' makes one step; use solver='cg' for more"
         )
     if solver == "posterior" and passes is not None:
-        raise InputError("passes= bounds solver='cg'; solver='posterior' makes none")
-    if solver == "cg" and passes is not None and passes < 2:
-        raise InputError("solver='cg' needs passes of at least 2: one to start, one to move")
+        raise InputError("passes= bounds solver='cg' and 'replay'; solver='posterior' makes none")
+    if solver in ("replay", "retrain") and steps is not None:
+        raise InputError(
+            f"steps= belongs to solver='cg'; solver={solver!r} takes passes= or train="
+        )
+    if solver in ("cg", "replay") and passes is not None and passes < 2:
+        raise InputError(f"solver={solver!r} needs passes of at least 2: one to start, one to move")
     return Plan(solver, steps, passes)
 
 
-def solve(
-    task: Task,
-    q: Posterior,
-    change: Change,
-    plan: Plan,
-    chunking: Chunking,
-) -> tuple[Posterior, float, Descent | None]:
-    """The posterior after the change, the fraction of it that was floored, and the descent."""
-    shares: list[tuple[int, Share]] = []
-    if len(change.leaving):
-        shares.append((-1, share(task, q, change.leaving, chunking)))
-    if change.new is not None:
-        shares.append((1, share(change.new, q, None, chunking)))
-    labels = [(1, relabelled(task, q, change.labels, chunking))] if change.labels else []
-    if plan.short(change, task.n_data) or (
-        plan.solver == "auto" and not plan.asked and _drifts(task, q, [*shares, *labels])
-    ):
-        return *step(q, [*shares, *labels]), None
-    still = [(sign, replace(part, gradient=_nothing(part))) for sign, part in shares]
-    preconditioner, floored = step(q, still)
-    descent = _descended(task, q, preconditioner, change, plan, chunking)
-    moved = Posterior(
-        descent.point.params,
-        preconditioner.form,
-        prior_precision=q.prior,
-        n_data=preconditioner.n_data,
-        record={**preconditioner.record, "solver": "cg", "passes": descent.passes},
+@dataclass(frozen=True)
+class Moved:
+    """Where a solver ended.
+
+    Attributes:
+        posterior: after the change: the new mean, S ∓ S_G, the new n_data.
+        floored: the fraction of it that was raised to the prior.
+        solver: "posterior", "cg" or "replay".
+        passes: over the data.
+        descent: of "cg".
+        replay: of "replay", what its mean is to be compared with.
+        damping: the part of the posterior's step that was taken.
+        note: why not to trust it, in one line.
+    """
+
+    posterior: Posterior
+    floored: float
+    solver: str
+    passes: float = 0.0
+    descent: Descent | None = None
+    replay: Replay | None = None
+    damping: float = 1.0
+    note: str = ""
+
+
+class Solver:
+    """Answers changes of one task; what serves them all is found when first asked for."""
+
+    def __init__(self, task: Task, q: Posterior, plan: Plan, chunking: Chunking) -> None:
+        self.task, self.q, self.plan, self.chunking = task, q, plan, chunking
+
+    def solve(self, change: Change) -> Moved:
+        """The posterior after the change, and how it was found."""
+        task, q, plan = self.task, self.q, self.plan
+        shares: list[tuple[int, Share]] = []
+        if len(change.leaving):
+            shares.append((-1, share(task, q, change.leaving, self.chunking)))
+        if change.new is not None:
+            shares.append((1, share(change.new, q, None, self.chunking)))
+        labels = [(1, relabelled(task, q, change.labels, self.chunking))] if change.labels else []
+        note = ""
+        if plan.short(change, task.n_data):
+            return self._one_step(change, [*shares, *labels])
+        solver = plan.solver
+        if solver == "auto":
+            if plan.steps is not None or not self._drifts([*shares, *labels]):
+                solver = "cg" if (plan.passes or PASSES) >= LEAST_PASSES else "posterior"
+            elif (note := self.no_replay) == "":
+                solver = "replay"
+            else:
+                solver = "posterior"
+        if solver == "posterior":
+            return self._one_step(change, [*shares, *labels], note=note)
+        still = [(sign, replace(part, gradient=_nothing(part))) for sign, part in shares]
+        preconditioner, floored = step(q, still)
+        data = changed(
+            task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
+        )
+        if solver == "replay":
+            if self.no_replay:
+                raise InputError(f"solver='replay': {self.no_replay}")
+            weights = self.replay.trained(data.parts, q.prior)
+            spent = self.replay.passes + self.replay.each
+            recipe = self.replay.recipe
+            about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
+            about |= {"batch": recipe.batch, "likeness": self.replay.likeness}
+            moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
+            return Moved(moved, floored, "replay", spent, replay=self.replay)
+        descent = _descended(data, q, preconditioner, plan, self.chunking)
+        moved = _at(preconditioner, descent.point.params, solver="cg", passes=descent.passes)
+        return Moved(moved, floored, "cg", descent.passes, descent=descent)
+
+    @cached_property
+    def _start(self) -> Tree | None:
+        return getattr(self.q, "initial", None) or first_weights(self.task, seed=0)
+
+    @cached_property
+    def no_replay(self) -> str:
+        """Why this model's training cannot be replayed; "" where it can."""
+        if any(isinstance(m, _BatchNorm) for m in self.task.model.modules()):
+            return "its BatchNorm statistics belong to the trained weights"
+        if self._start is None:
+            return "some of its weights cannot be drawn anew; give initial= to the posterior"
+        return ""
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The short training on all data, shared by all groups."""
+        assert self._start is not None
+        return prepare(
+            self.task,
+            dict(self.q.mean),
+            self.q.prior,
+            self._start,
+            passes=self.plan.passes or REPLAY_PASSES,
+            family=FAMILIES.get(str(self.q.record.get("kind"))),
+        )
+
+    @cached_property
+    def _own_slope(self) -> float:
+        return own_slope(self.task, self.q)
+
+    def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
+        """Whether a descent would show more of the training that goes on than of the change."""
+        pull = {n: torch.zeros_like(m) for n, m in self.q.mean.items()}
+        for sign, part in changes:
+            pull = add(pull, sign, part.gradient)
+        return drifts(self.q, self._own_slope, pull)
+
+    def _one_step(
+        self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
+    ) -> Moved:
+        """The posterior's step. Where the loss on the changed data would rise, it is too long: it
+        is halved until that falls, or, where this very step was asked for, taken with a note."""
+        q = self.q
+        moved, floored = step(q, changes)
+        move = add(moved.mean, -1.0, dict(q.mean))
+        data = changed(
+            self.task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
+        ).sampled(SEEN)
+        here = data.value(dict(q.mean))
+
+        def rises(size: float) -> bool:
+            try:
+                return data.value(add(dict(q.mean), size, move)) > here + 1e-6 * abs(here)
+            except BLRError:  # the model breaks down this far out
+                return True
+
+        if not rises(1.0):
+            return Moved(moved, floored, "posterior", note=note)
+        if self.plan.solver == "posterior":
+            note = "the step raises the loss on the changed data: solver='auto' shortens it"
+            return Moved(moved, floored, "posterior", note=note)
+        sizes = (0.5**halving for halving in range(1, HALVINGS))
+        size = next((size for size in sizes if not rises(size)), 0.0)
+        moved = _at(moved, add(dict(q.mean), size, move), damping=size)
+        return Moved(moved, floored, "posterior", damping=size, note=note)
+
+
+def _at(q: Posterior, mean: Tree, **record: Any) -> Posterior:
+    """The same precision around another mean."""
+    return Posterior(
+        mean, q.form, prior_precision=q.prior, n_data=q.n_data, record={**q.record, **record}
     )
-    return moved, floored, descent
-
-
-def _drifts(task: Task, q: Posterior, changes: list[tuple[int, Share]]) -> bool:
-    """Whether a descent would show more of the training that goes on than of the change."""
-    pull = {n: torch.zeros_like(m) for n, m in q.mean.items()}
-    for sign, part in changes:
-        pull = add(pull, sign, part.gradient)
-    return drifts(q, own_slope(task, q), pull)
 
 
 def own_slope(task: Task, q: Posterior) -> float:
@@ -152,14 +267,8 @@ def _nothing(part: Share) -> Tree:
 
 
 def _descended(
-    task: Task,
-    q: Posterior,
-    preconditioner: Posterior,
-    change: Change,
-    plan: Plan,
-    chunking: Chunking,
+    data: Objective, q: Posterior, preconditioner: Posterior, plan: Plan, chunking: Chunking
 ) -> Descent:
-    data = changed(task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels)
     steps = None if isinstance(plan.steps, str) else plan.steps
     bound = MOST_PASSES if plan.steps is not None else PASSES
     passes = plan.passes or bound

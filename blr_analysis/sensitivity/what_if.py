@@ -5,6 +5,9 @@ NeurIPS 2023), in the posterior's own structure; no example that stays is visite
 
     m^{\\G} = m + (S − S_G)⁻¹ Σ_{i∈G} J_iᵀ e_i,     S_G = Σ_{i∈G} J_iᵀ Λ_i J_i
 
+``solver="replay"``: the difference that the change makes to a short training from the first
+weights (:mod:`blr_analysis.sensitivity.replay`), for models that do not minimise their own loss.
+
 ``solver="cg"``: a descent on the objective of the changed data that starts at m, with the learned
 S − S_G as preconditioner (:mod:`blr_analysis.sensitivity.minimise`), for a few passes over them.
 
@@ -14,10 +17,14 @@ removal plus an addition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking
@@ -28,11 +35,13 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.minimise import Descent
+from blr_analysis.sensitivity.objective import changed
 from blr_analysis.sensitivity.perturbed import ByClass, WhatIf
+from blr_analysis.sensitivity.replay import Replay
+from blr_analysis.sensitivity.retraining import Retrained, Train, retrained
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
-from blr_analysis.sensitivity.solving import Change, checked_plan, next_parameters, solve
+from blr_analysis.sensitivity.solving import Change, Moved, Solver, checked_plan, next_parameters
 from blr_analysis.task import Task
 from blr_analysis.views import GroupRows
 
@@ -51,6 +60,9 @@ def what_if(
     solver: str = "auto",
     steps: int | str | None = None,
     passes: int | None = None,
+    train: Train | None = None,
+    seeds: int = 3,
+    cache: str | Path | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -73,24 +85,31 @@ def what_if(
         relabel: index → new target.
         evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
             and their likelihood are used; the model is ``task``'s.
-        solver: "posterior" (one step in the posterior's structure, no pass over the data that
-            stay), "cg" (a descent on the changed data), or "auto": "posterior" for up to 1 % of
-            the data, fewer than 8 passes, or a model that does not minimise its own F (checked
-            by one pass over the data), else "cg"; with ``steps`` or 8 passes and more, "cg".
-            ``result.solver`` says which.
+        solver: "posterior" (one step in the posterior's structure; "auto" shortens it where it
+            would raise the loss on the changed data), "cg" (a descent on the changed data),
+            "replay" (a short training from the first weights with and without the change, see
+            :mod:`blr_analysis.sensitivity.replay`), "retrain" (``train``), or "auto": "posterior"
+            for up to 1 % of the data; above, "cg" for a model that minimises its own F (checked
+            by one pass over the data) and "replay" for one that does not (stopped early, trained
+            in minibatches, the mean of IVON). ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned
             conjugate gradients to 1e-6; K: that many rough Gauss–Newton steps, six
             quasi-Newton moves after each; "converge": moves until nothing is left to gain,
             which is retraining by another name.
-        passes: at most about that many passes over the changed data (default 60 where ``steps``
-            is None, no bound else); the answer says how many were made, and ``result.error``
-            what one more would change.
+        passes: at most about that many passes over the changed data. Of "cg": default 60 where
+            ``steps`` is None, no bound else; ``result.error`` says what one more step would
+            change. Of "replay": default 6, spent on finding the size of the steps and on two
+            trainings; retraining takes as many as it had epochs.
+        train: of "retrain": your own training, ``train(data, seed)`` → model or state dict, where
+            ``data`` is the dataset of the changed data.
+        seeds: how many runs of it; the answer is their mean.
+        cache: a folder for their weights; what is there is not trained again.
 
     Raises:
         InputError: nothing to change, nothing left, a bad selection, an unknown solver, bad
             steps or passes, an example both removed and relabelled, ``add`` of another
-            likelihood.
+            likelihood, a replay of a model whose weights cannot be drawn anew, no ``train``.
         DataError: a new target out of range.
         PosteriorError: a posterior of another model or number of examples, S − S_G that is not
             positive definite, weights at which the model breaks down.
@@ -120,20 +139,27 @@ def what_if(
     if not change.count:
         raise InputError("nothing to change: give remove=, add= or relabel=")
     chunking = Chunking(chunk_size, memory_budget, progress)
-    perturbed, floored, descent = solve(task, q, change, plan, chunking)
     before, targets = _measured(where, q.mean, progress)
-    after, _ = _measured(where, perturbed.mean, progress, moved=True)
+    counts = {
+        "targets": targets,
+        "removed": len(leaving),
+        "added": 0 if add is None else add.n_data,
+        "relabelled": len(change.labels or {}),
+    }
+    if plan.solver == "retrain":
+        runs = _retrained(task, q, change, train, seeds, cache, where)
+        return _of_retraining(runs, q, before, counts)
+    if train is not None:
+        raise InputError("train= belongs to solver='retrain'")
+    moved = Solver(task, q, plan, chunking).solve(change)
+    references = References(where, before)
     return WhatIf(
-        parameters={n: m.cpu() for n, m in perturbed.mean.items()},
-        posterior=perturbed,
-        after=after,
+        parameters={n: m.cpu() for n, m in moved.posterior.mean.items()},
+        posterior=moved.posterior,
         before=before,
-        targets=targets,
-        removed=len(leaving),
-        added=0 if add is None else add.n_data,
-        relabelled=len(change.labels or {}),
-        floored=floored,
-        **_account(descent, where, after),
+        floored=moved.floored,
+        **counts,
+        **references.account(moved),
     )
 
 
@@ -147,6 +173,10 @@ def what_if_each(
     solver: str = "auto",
     steps: int | str | None = None,
     passes: int | None = None,
+    train: Train | None = None,
+    seeds: int = 1,
+    retrain: int = 2,
+    cache: str | Path | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -156,11 +186,17 @@ def what_if_each(
     Args:
         by: "target" or a metadata column of the task.
         evaluate: where to measure; default: ``task`` itself.
-        solver, steps, passes: as in :func:`what_if`, for each group.
+        solver, steps, passes: as in :func:`what_if`, for each group; what a replay needs once
+            serves all groups.
+        train, seeds, cache: as in :func:`what_if`, with solver="retrain" for all groups, else
+            for ``retrain`` of them.
+        retrain: how many groups are truly retrained, of the largest and the smallest predicted
+            loss; by what they teach the changes of the others are scaled ("…, calibrated").
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
-        accuracy_after, accuracy_change, and solver, passes, converged, error as in
+        accuracy_after, accuracy_change, nll_low and nll_high (the interval), and solver, passes,
+        converged, error, note as in
         :class:`WhatIf`. Changes are after − before: a positive nll_change means that the model
         is worse without the group.
 
@@ -185,43 +221,251 @@ def what_if_each(
         raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
     chunking = Chunking(chunk_size, memory_budget, progress=False)
     before, _ = _measured(where, q.mean, False)
+    solver_of_all = Solver(task, q, plan, chunking)
+    references = References(where, before)
     rows = []
     for value, indices in track(
         groups.items(), total=len(groups), label=f"without each {by}", show=progress
     ):
-        perturbed, _, descent = solve(task, q, Change(indices), plan, chunking)
-        after, _ = _measured(where, perturbed.mean, False, moved=True)
-        account = _account(descent, where, after)
+        if plan.solver == "retrain":
+            runs = _retrained(task, q, Change(indices), train, seeds, cache, where)
+            account = _of_runs(runs, before)
+        else:
+            account = references.account(solver_of_all.solve(Change(indices)))
+        after, (low, high) = account["after"], account["interval"]
         rows.append(
             {
                 "group": value,
                 "n": len(indices),
                 "nll_before": before.nll,
                 "nll_after": after.nll,
+                "nll_low": low,
+                "nll_high": high,
                 "accuracy_before": before.accuracy,
                 "accuracy_after": after.accuracy,
-                **{k: account[k] for k in ("solver", "passes", "converged", "error")},
+                **{k: account[k] for k in ("solver", "passes", "converged", "error", "note")},
             }
         )
+    if train is not None and plan.solver != "retrain":
+        _calibrate(rows, groups, task, q, train, seeds, retrain, cache, where, before)
     return GroupRows(rows).table
 
 
-def _account(descent: Descent | None, where: Task, after: Evaluation) -> dict[str, Any]:
-    """How the answer was found: the entries of :class:`WhatIf` that say so."""
-    if descent is None:
-        return {"solver": "posterior", "passes": 0.0, "converged": True, "error": None}
-    try:
-        further, _ = evaluated(where, next_parameters(descent), progress=False)
-        error = abs(further.nll - after.nll)
-    except ModelError:  # it breaks down there: the search would have shortened the move
-        error = float("inf")
+# What the answers of a solver are worth: where truth lies, in four cases of five, relative to the
+# predicted change and to the loss before (python -m benchmarks.field measures the coverage).
+SPREADS = {
+    "cg": (0.15, 0.15, 0.02),
+    "replay": (0.25, 0.4, 0.08),
+    "posterior": (1.0, 1.0, 0.05),
+    "calibrated": (0.12, 0.12, 0.05),
+}
+GAP = 0.2  # of how far the replay stays behind the model
+SHORT = 0.14  # log of how much less a change a short training sees than a whole one (the median)
+NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
+
+
+class References:
+    """What answers are compared with on ``evaluate``, measured once for all groups."""
+
+    def __init__(self, where: Task, before: Evaluation) -> None:
+        self.where, self.before = where, before
+        self._replays: dict[int, tuple[Evaluation, Evaluation]] = {}
+
+    def account(self, moved: Moved) -> dict[str, Any]:
+        """The entries of :class:`WhatIf` that say what came out, and how it was found."""
+        raw, _ = _measured(self.where, moved.posterior.mean, False, moved=True)
+        account: dict[str, Any] = {
+            "after": raw,
+            "solver": moved.solver,
+            "passes": moved.passes,
+            "converged": True,
+            "error": None,
+            "damping": moved.damping,
+            "note": moved.note,
+        }
+        error = gap = 0.0
+        if moved.descent is not None:
+            error = self._further(moved, raw)
+            account |= {"error": error, "converged": moved.descent.converged}
+            account["moves"] = tuple(moved.descent.moves)
+        if moved.replay is not None:
+            start, reference = self._of(moved.replay)
+            account["after"] = against(raw, reference, self.before)
+            gap = max(0.0, reference.nll - self.before.nll)
+            if start.nll - reference.nll < NEAR * (start.nll - self.before.nll):
+                account["note"] = (
+                    f"the short training stays far from the model (nll {reference.nll:.2f} against "
+                    f"{self.before.nll:.2f}): give more passes=, or initial= to the posterior"
+                )
+        account["interval"] = interval(
+            self.before.nll, account["after"].nll, moved.solver, GAP * gap, error
+        )
+        return account
+
+    def _of(self, replay: Replay) -> tuple[Evaluation, Evaluation]:
+        if id(replay) not in self._replays:
+            self._replays[id(replay)] = (
+                _measured(self.where, replay.start, False)[0],
+                _measured(self.where, replay.reference, False)[0],
+            )
+        return self._replays[id(replay)]
+
+    def _further(self, moved: Moved, after: Evaluation) -> float:
+        """|change of the nll| by one more step."""
+        assert moved.descent is not None
+        try:
+            further, _ = evaluated(self.where, next_parameters(moved.descent), progress=False)
+        except ModelError:  # it breaks down there: the search would have shortened the move
+            return float("inf")
+        return abs(further.nll - after.nll)
+
+
+def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> Evaluation:
+    """The model's losses, changed by what the group does to a replay of its training.
+
+    ℓ_j(m) + c (ℓ_j(θ^G) − ℓ_j(θ)),   c = exp(0.14) (1 + gap / (gap + |mean change|))
+
+    gap: how much higher the replay's loss is than the model's. A short training sees less of a
+    change than a whole one (by a constant that was measured), and one that stays behind the less,
+    the larger the change is beside the gap (an interpolation between no correction, for changes
+    far below the gap, and ℓ_j(θ^G) itself, for those far above it).
+    Hits are the replay's where the group decides them (a loss that rises by a nat), or where the
+    two replays differ, and the model's own elsewhere.
+    """
+    change = without.losses.double() - reference.losses.double()
+    gap = max(0.0, reference.nll - before.nll)
+    size = abs(float(change.mean()))
+    scale = math.exp(SHORT) * (1 + gap / (gap + size) if gap > 0 else 1.0)
+    losses = (before.losses.double() + scale * change).to(before.losses.dtype)
+    if before.correct is None or without.correct is None or reference.correct is None:
+        return replace(before, losses=losses)
+    decided = (without.correct != reference.correct) | (change > 1)
+    return replace(
+        before, losses=losses, correct=torch.where(decided, without.correct, before.correct)
+    )
+
+
+def interval(
+    before: float, after: float, solver: str, extra: float = 0.0, error: float = 0.0
+) -> tuple[float, float]:
+    """Where the nll after retraining lies in four cases of five, as measured."""
+    shrink, stretch, noise = SPREADS[solver]
+    change = after - before
+    width = math.hypot(noise * abs(before), extra)
+    ends = sorted((change * math.exp(-shrink), change * math.exp(stretch)))
+    low, high = (math.hypot(change - end, width, error) for end in ends)
+    return after - low, after + high
+
+
+def _retrained(
+    task: Task,
+    q: Posterior,
+    change: Change,
+    train: Train | None,
+    seeds: int,
+    cache: str | Path | None,
+    where: Task,
+) -> list[tuple[Retrained, Evaluation]]:
+    """The user's own training on the changed data, a run per seed, and how each does."""
+    if train is None:
+        raise InputError("solver='retrain' needs train=, a function (data, seed) -> model")
+    data = changed(task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels)
+    runs = retrained(data.parts, q.mean, train, seeds, cache)
+    return [(run, _measured(where, run.weights, False, moved=True)[0]) for run in runs]
+
+
+def _of_runs(runs: list[tuple[Retrained, Evaluation]], before: Evaluation) -> dict[str, Any]:
+    """Means over the runs, and the interval that the next one falls into in four cases of five."""
+    losses = torch.stack([e.losses for _, e in runs]).mean(0)
+    hits = [e.correct for _, e in runs if e.correct is not None]
+    correct = torch.stack(hits).double().mean(0) if hits else None
+    after = replace(before, losses=losses, correct=correct)
+    each = torch.tensor([e.nll for _, e in runs], dtype=torch.float64)
+    if len(runs) > 1:
+        n = len(runs)
+        half = float(student.ppf(0.9, n - 1)) * float(each.std()) * math.sqrt(1 + 1 / n)
+    else:
+        half = SPREADS["calibrated"][2] * abs(after.nll)
     return {
-        "solver": "cg",
-        "passes": descent.passes,
-        "converged": descent.converged,
-        "error": error,
-        "moves": tuple(descent.moves),
+        "after": after,
+        "solver": "retrain",
+        "passes": float("nan"),
+        "converged": True,
+        "error": None,
+        "note": "",
+        "interval": (after.nll - half, after.nll + half),
     }
+
+
+def _of_retraining(
+    runs: list[tuple[Retrained, Evaluation]],
+    q: Posterior,
+    before: Evaluation,
+    counts: dict[str, Any],
+) -> WhatIf:
+    weights = {n: w.to(q.mean[n]) for n, w in runs[0][0].weights.items()}
+    n_data = q.n_data - counts["removed"] + counts["added"]
+    around = Posterior(
+        weights,
+        q.form,
+        prior_precision=q.prior,
+        n_data=n_data,
+        record={**q.record, "kind": "what_if", "solver": "retrain", "seeds": len(runs)},
+    )
+    parameters = {n: w.cpu() for n, w in weights.items()}
+    return WhatIf(
+        parameters=parameters,
+        posterior=around,
+        before=before,
+        floored=0.0,
+        **counts,
+        **_of_runs(runs, before),
+    )
+
+
+def _calibrate(
+    rows: list[dict[str, Any]],
+    groups: Mapping[Any, Tensor],
+    task: Task,
+    q: Posterior,
+    train: Train,
+    seeds: int,
+    count: int,
+    cache: str | Path | None,
+    where: Task,
+    before: Evaluation,
+) -> None:
+    """Retrain without a few groups, of the largest and the smallest predicted nll first, and
+    scale the others' changes by the mean log ratio of true to predicted change."""
+    order = sorted(range(len(rows)), key=lambda k: rows[k]["nll_after"])
+    turns = [order[-1 - k // 2] if k % 2 == 0 else order[k // 2] for k in range(len(order))]
+    chosen = turns[:count]
+    names = list(groups)
+    ratios = []
+    for k in chosen:
+        runs = _retrained(task, q, Change(groups[names[k]]), train, seeds, cache, where)
+        predicted = rows[k]["nll_after"] - before.nll
+        account = _of_runs(runs, before)
+        if predicted * (account["after"].nll - before.nll) > 0:
+            ratios.append(math.log((account["after"].nll - before.nll) / predicted))
+        low, high = account["interval"]
+        rows[k] |= {
+            "nll_after": account["after"].nll,
+            "nll_low": low,
+            "nll_high": high,
+            "accuracy_after": account["after"].accuracy,
+            "solver": "retrain",
+            "note": "",
+        }
+    if not ratios:
+        return
+    scale = math.exp(sum(ratios) / len(ratios))
+    for k, row in enumerate(rows):
+        if k in chosen:
+            continue
+        row["nll_after"] = before.nll + scale * (row["nll_after"] - before.nll)
+        row["nll_low"], row["nll_high"] = interval(before.nll, row["nll_after"], "calibrated")
+        row["solver"] += ", calibrated"
 
 
 def _evaluated_on(evaluate: Task | None, task: Task, q: Posterior) -> Task:

@@ -184,14 +184,13 @@ def test_the_objective_never_rises_and_passes_are_counted(options, monkeypatch) 
     assert [m.passes for m in result.moves] == sorted({m.passes for m in result.moves})
 
 
-def test_auto_leaves_a_model_alone_that_is_not_at_its_minimum() -> None:
+def test_auto_does_not_descend_from_a_model_that_is_not_at_its_minimum() -> None:
     task, q = rough()
     settings = dict(remove=range(100), evaluate=task.subset([0]), progress=False)
-    assert blr.what_if(task, q, **settings).solver == "posterior"
+    assert blr.what_if(task, q, **settings).solver == "replay"
+    assert blr.what_if(task, q, passes=9, **settings).solver == "replay"
     assert blr.what_if(task, q, solver="cg", passes=9, **settings).solver == "cg"
     assert blr.what_if(task, q, steps=1, **settings).solver == "cg"
-    assert blr.what_if(task, q, passes=9, **settings).solver == "cg"
-    assert "one step" in repr(blr.what_if(task, q, **settings))
 
 
 def test_auto_says_what_it_picked() -> None:

@@ -1,0 +1,235 @@
+"""Groups taken out of models as people train them: replays, retraining, intervals, damped steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.sensitivity.replay import first_weights
+from blr_analysis.sensitivity.what_if import against, interval
+
+EPOCHS, BATCH = 12, 32
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    return torch.tensor(x[order] / 16, dtype=torch.float32), torch.tensor(y[order])
+
+
+X, Y = digits()
+TRAIN, TEST = slice(0, 600), slice(600, 1200)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+
+
+def fit(x: Tensor, y: Tensor, seed: int, kind: str = "adam") -> nn.Sequential:
+    """An ordinary loop: minibatches, a fixed number of epochs."""
+    torch.manual_seed(seed)
+    model = network()
+    if kind == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(len(x)).split(BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+    return model
+
+
+def problem(kind: str = "adam") -> tuple[blr.Task, blr.Posterior, blr.Task]:
+    task = blr.Task(fit(X[TRAIN], Y[TRAIN], 0, kind), (X[TRAIN], Y[TRAIN]))
+    q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    return task, q, blr.Task(task.model, (X[TEST], Y[TEST]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining(kind: str) -> None:
+    task, q, test = problem(kind)
+    x, y = X[TRAIN], Y[TRAIN]
+    truth = []
+    for c in range(10):
+        runs = [fit(x[y != c], y[y != c], seed, kind) for seed in (1, 2, 3)]
+        losses = [nn.functional.cross_entropy(m(X[TEST]), Y[TEST]).item() for m in runs]
+        truth.append(np.mean(losses))
+    table = blr.what_if_each(task, q, evaluate=test, progress=False)
+    assert set(table.solver) == {"replay"} and (table.passes <= 6.5).all()
+    predicted, known = table.nll_after.to_numpy(), np.array(truth)
+    assert np.corrcoef(predicted, known)[0, 1] > 0.7
+    assert np.mean(np.abs(predicted - known) / known) < 0.3
+    assert np.mean((table.nll_low <= known) & (known <= table.nll_high)) >= 0.7
+    nothing = np.mean(np.abs(table.nll_before - known) / known)
+    assert np.mean(np.abs(predicted - known) / known) < nothing / 2
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_the_weights_tell_which_steps_trained_them(kind: str) -> None:
+    task, q, _ = problem(kind)
+    result = blr.what_if(task, q, remove=Y[TRAIN] == 3, progress=False)
+    likeness = result.posterior.record["replay"]["likeness"]
+    assert result.posterior.record["replay"]["family"] == max(likeness, key=likeness.get)
+    assert result.posterior.record["replay"]["family"] == kind
+
+
+def test_a_class_that_is_gone_is_not_predicted() -> None:
+    task, q, test = problem()
+    result = blr.what_if(task, q, remove=Y[TRAIN] == 3, evaluate=test, progress=False)
+    gone = result.by_class.set_index("class").loc[3]
+    assert gone.accuracy_before > 0.8 and gone.accuracy_after < 0.05
+    low, high = result.interval
+    assert low < result.nll < high and f"{low:.2f} to {high:.2f}" in repr(result)
+
+
+def test_the_same_seed_gives_the_same_answer_and_nothing_of_the_model_moves() -> None:
+    task, q, test = problem()
+    before = {n: p.clone() for n, p in task.model.named_parameters()}
+    state = torch.random.get_rng_state()
+    one, two = (
+        blr.what_if(task, q, remove=Y[TRAIN] == 3, evaluate=test, progress=False) for _ in "ab"
+    )
+    assert one.nll == two.nll and torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(p, before[n]) for n, p in task.model.named_parameters())
+
+
+class Bare(nn.Module):
+    """A parameter that no layer can draw anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(64, 10), nn.Parameter(torch.full((10,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10)).eval()
+
+
+@pytest.mark.parametrize("build", [Bare, normed])
+def test_a_training_that_cannot_be_replayed_is_not(build: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    task = blr.Task(build(), (X[TRAIN], Y[TRAIN]))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    result = blr.what_if(task, q, remove=Y[TRAIN] == 3, progress=False)
+    assert result.solver == "posterior" and result.note and result.note in repr(result)
+    with pytest.raises(InputError, match="replay"):
+        blr.what_if(task, q, remove=Y[TRAIN] == 3, solver="replay", progress=False)
+
+
+def test_first_weights_are_those_of_a_new_model() -> None:
+    model = network()
+    task = blr.Task(model, (X[TRAIN], Y[TRAIN]))
+    drawn = first_weights(task, 7)
+    again = network()
+    torch.manual_seed(7)
+    for module in again:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    assert all(torch.equal(drawn[n], p) for n, p in again.named_parameters())
+
+
+def test_retraining_is_the_mean_over_seeds_and_is_kept(tmp_path) -> None:
+    task, q, test = problem()
+    calls: list[tuple[int, int]] = []
+
+    def train(data, seed: int) -> nn.Module:
+        calls.append((len(data), seed))
+        x, y = zip(*data, strict=True)
+        return fit(torch.stack(x), torch.stack(y), seed)
+
+    settings = dict(evaluate=test, solver="retrain", train=train, cache=tmp_path, progress=False)
+    result = blr.what_if(task, q, remove=Y[TRAIN] == 3, seeds=2, **settings)
+    kept = Y[TRAIN] != 3
+    expected = [
+        nn.functional.cross_entropy(
+            fit(X[TRAIN][kept], Y[TRAIN][kept], seed)(X[TEST]), Y[TEST]
+        ).item()
+        for seed in (0, 1)
+    ]
+    assert result.nll == pytest.approx(np.mean(expected), rel=1e-5)
+    assert calls == [(int(kept.sum()), 0), (int(kept.sum()), 1)]
+    assert blr.what_if(task, q, remove=Y[TRAIN] == 3, seeds=2, **settings).nll == result.nll
+    assert len(calls) == 2
+    low, high = result.interval
+    half = 3.0776835 * np.std(expected, ddof=1) * np.sqrt(1.5)
+    assert (low, high) == pytest.approx((np.mean(expected) - half, np.mean(expected) + half), 1e-4)
+
+
+@pytest.mark.slow
+def test_a_few_retrained_groups_scale_the_others() -> None:
+    task, q, test = problem()
+
+    def train(data, seed: int) -> nn.Module:
+        x, y = zip(*data, strict=True)
+        return fit(torch.stack(x), torch.stack(y), seed)
+
+    plain = blr.what_if_each(task, q, evaluate=test, progress=False)
+    table = blr.what_if_each(task, q, evaluate=test, train=train, retrain=2, progress=False)
+    true = table.solver == "retrain"
+    assert true.sum() == 2 and (table.solver[~true] == "replay, calibrated").all()
+    ratios = np.log(table.nll_change[true] / plain.nll_change[true])
+    expected = np.exp(ratios.mean()) * plain.nll_change[~true]
+    assert np.allclose(table.nll_change[~true], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (dict(solver="retrain"), "train="),
+        (dict(train=lambda data, seed: network()), "retrain"),
+        (dict(solver="retrain", train=lambda data, seed: 3), "state dict"),
+        (dict(solver="retrain", train=lambda data, seed: nn.Linear(64, 10)), "another model"),
+        (dict(solver="retrain", train=lambda data, seed: network(), seeds=0), "seeds"),
+        (dict(solver="replay", steps=2), "steps"),
+    ],
+)
+def test_bad_settings_are_named(settings, word: str) -> None:
+    task = blr.Task(network(), (X[TRAIN], Y[TRAIN]))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    with pytest.raises((InputError, ModelError), match=word):
+        blr.what_if(task, q, remove=Y[TRAIN] == 3, progress=False, **settings)
+
+
+def test_a_step_that_overshoots_is_shortened_unless_it_was_asked_for() -> None:
+    torch.manual_seed(0)
+    task = blr.Task(nn.Sequential(Bare()), (X[TRAIN], Y[TRAIN]))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1e-3, progress=False)
+    chosen = dict(remove=(Y[TRAIN] < 5).nonzero().flatten().tolist(), progress=False)
+    asked = blr.what_if(task, q, solver="posterior", **chosen)
+    damped = blr.what_if(task, q, **chosen)
+
+    def objective(weights: dict[str, Tensor]) -> float:
+        f = torch.func.functional_call(task.model, weights, (X[TRAIN][Y[TRAIN] >= 5],))
+        loss = nn.functional.cross_entropy(f, Y[TRAIN][Y[TRAIN] >= 5], reduction="sum")
+        return float(loss + 0.5e-3 * sum(w.square().sum() for w in weights.values()))
+
+    assert objective(asked.parameters) > objective(dict(q.mean))
+    assert asked.note and asked.damping == 1
+    assert damped.damping < 1 and objective(damped.parameters) <= objective(dict(q.mean)) * 1.00001
+    assert "damped" in repr(damped)
+
+
+def test_intervals_and_differences_follow_their_formulas() -> None:
+    low, high = interval(1.0, 2.0, "cg", 0.0, 0.0)
+    assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
+    assert high == pytest.approx(2 + np.hypot(np.exp(0.15) - 1, 0.02))
+    before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
+    reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
+    without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
+    after = against(without, reference, before)
+    assert torch.allclose(
+        after.losses, torch.tensor([0.1, 0.3]) + np.exp(0.14) * torch.tensor([0.1, 2.0])
+    )
+    assert after.correct.tolist() == [True, False]  # the second loss rose by more than a nat
