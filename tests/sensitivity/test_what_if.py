@@ -465,6 +465,9 @@ def test_each_row_is_one_what_if(by: str) -> None:
         "accuracy_change",
         "converged",
         "error",
+        "nll_high",
+        "nll_low",
+        "note",
         "passes",
         "solver",
     ]
