@@ -190,15 +190,20 @@ def test_groups_that_fit_into_memory_give_the_same() -> None:
 # Against retraining.
 
 
-@pytest.mark.parametrize("load", [load_iris, load_wine])
-def test_totals_agree_with_retraining(load) -> None:
-    """Σ (estimated rise) / Σ (true rise) after calibration, by the whole data's retrainings."""
+def with_left_out_losses(load) -> tuple[blr.Task, Tensor]:
+    """Logistic regression, and every example's loss once it is retrained without it."""
     x, y = load(return_X_y=True)
     x, y = torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y)
     task = blr.Task(trained("categorical", x, y, DELTA, 3), (x, y))
     theta = retrained("categorical", x, y, leave_one_out_weights(len(x)), DELTA, 3)
     logits = torch.einsum("ncd,nd->nc", theta, with_ones(x))
-    true = nn.functional.cross_entropy(logits, y, reduction="none")
+    return task, nn.functional.cross_entropy(logits, y, reduction="none")
+
+
+@pytest.mark.parametrize("load", [load_iris, load_wine])
+def test_totals_agree_with_retraining(load) -> None:
+    """Σ (estimated rise) / Σ (true rise) after calibration, by the whole data's retrainings."""
+    task, true = with_left_out_losses(load)
     for structure, apart in (("full", 0.05), ("lowrank", 0.05), ("kron", 0.15), ("diag", 0.15)):
         q = fit(task, structure)
         loo = blr.leave_one_out(task, calibrated(task, q), progress=False)
@@ -210,12 +215,7 @@ def test_totals_agree_with_retraining(load) -> None:
 
 
 def test_logistic_regression_with_the_full_posterior_and_the_cavity() -> None:
-    x, y = load_iris(return_X_y=True)
-    x, y = torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y)
-    task = blr.Task(trained("categorical", x, y, DELTA, 3), (x, y))
-    theta = retrained("categorical", x, y, leave_one_out_weights(len(x)), DELTA, 3)
-    logits = torch.einsum("ncd,nd->nc", theta, with_ones(x))
-    true = nn.functional.cross_entropy(logits, y, reduction="none")
+    task, true = with_left_out_losses(load_iris)
     loo = blr.leave_one_out(task, fit(task, "full"), progress=False)
     rise, truth = loo.losses - loo.losses_before, true - loo.losses_before
     assert float(torch.corrcoef(torch.stack([rise, truth]))[0, 1]) >= 0.9999
