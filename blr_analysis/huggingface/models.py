@@ -136,8 +136,7 @@ def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
             there = "is not there" if match is None else f"is {list(loaded.specs[match].shape)}"
             raise ModelError(
                 f"parameter {name!r} {list(p.shape)} {there} in the files of "
-                f"{str(loaded.folder)!r}, which transformers converts while it loads them: "
-                "use a folder that model.save_pretrained has written anew"
+                f"{str(loaded.folder)!r}: write the folder anew with model.save_pretrained"
             )
         stored[name] = match
     return stored
@@ -262,8 +261,7 @@ def _check_labels(config: Any, folder: Path) -> None:
     if config.num_labels < 2 or kind not in (None, "single_label_classification"):
         raise ModelError(
             f"{str(folder)!r} is a {kind or 'regression'} model with {config.num_labels} "
-            "output(s), not a classifier with one label per text: make a blr_analysis.Task, and "
-            "ask blr_analysis.huggingface.diagonals.fisher_diagonal(task)"
+            "output(s), not a classifier: give its Task to huggingface.diagonals.fisher_diagonal"
         )
 
 

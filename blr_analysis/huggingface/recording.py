@@ -189,8 +189,8 @@ def _check_names(captured: Captured, folder: Path) -> None:
     ]
     if odd:
         raise ModelError(
-            f"the weights in {str(folder)!r} have other names or shapes than {some(odd)} (an "
-            "adapter, or converted weights): no precision can stand beside them"
+            f"the weights in {str(folder)!r} (an adapter, or converted?) have other names or "
+            f"shapes than {some(odd)}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import some
+from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder
 from blr_analysis.merging.merge import MergeReport
@@ -25,8 +25,10 @@ def named_tasks(tasks: Any, name: str = "tasks") -> dict[str, Task]:
     Raises:
         InputError: none at all, or something that is no task.
     """
-    given = [tasks] if isinstance(tasks, Task) else tasks
-    return {n: _task(n, t) for n, t in _named(given, name, "blr_analysis.Task").items()}
+    named = _named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
+    for n, task in named.items():
+        instance(f"task {n!r}", task, Task, "a blr_analysis.Task")
+    return named
 
 
 def named_states(states: Any, name: str) -> dict[str, State]:
@@ -55,9 +57,8 @@ def state_of(state: Any, name: str) -> State:
         state = {n: folder.tensor(n) for n in folder.specs}
     if not isinstance(state, Mapping) or not state:
         raise InputError(
-            f"{name} must be a state dict (tensors by parameter name), a torch.nn.Module, or a "
-            f"folder of safetensors, got {type(state).__name__}"
-            f"{' without entries' if isinstance(state, Mapping) else ''}"
+            f"{name} must be a state dict, a torch.nn.Module, or a folder of safetensors, got "
+            f"{'an empty dict' if state == {} else type(state).__name__}"
         )
     strange = next((n for n, t in state.items() if not isinstance(t, Tensor)), None)
     if strange is not None:
@@ -88,8 +89,7 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ModelError(
-            "no parameter of the task's model is trainable (requires_grad), so no loss has a "
-            "gradient; switch it on for what was fine-tuned"
+            "the task's model has no trainable parameter: set requires_grad on what was fine-tuned"
         )
     task.check_parameters(trainable)
     given = _by_tensor(own, state, name)
@@ -97,9 +97,8 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
     absent = [n for n, p in trainable.items() if id(p) not in given]
     if absent:
         raise InputError(
-            f"{name} lacks {len(absent)} of the {len(trainable)} trainable parameters of the "
-            f"task's model: {some(absent)}; merge whole models, or freeze "
-            "(requires_grad_(False)) what was not fine-tuned"
+            f"{name} lacks trainable parameters of the task's model: {some(absent)}; merge whole "
+            "models, or freeze what was not fine-tuned"
         )
     moving = {id(p): n for n, p in trainable.items()}
     params = {moving[key]: value for key, value in given.items() if key in moving}
@@ -120,18 +119,15 @@ def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Ten
     """The given values by the identity of the model's tensor that they are for, checked."""
     strange = [n for n in state if n not in own]
     if strange:
-        raise InputError(
-            f"{name} belongs to another model: it names {some(strange)}, which the task's model "
-            "does not have"
-        )
+        raise InputError(f"{name} belongs to another model: the task's has no {some(strange)}")
     given: dict[int, Tensor] = {}
     names: dict[int, str] = {}
     for n, value in state.items():
         like = own[n].detach()
         if value.shape != like.shape:
             raise InputError(
-                f"{name} belongs to another model: {n!r} has shape {tuple(value.shape)} there and "
-                f"{tuple(like.shape)} in the task's model"
+                f"{name} belongs to another model: {n!r} is {tuple(value.shape)}, the task's "
+                f"{tuple(like.shape)}"
             )
         if value.is_meta or value.is_floating_point() != like.is_floating_point():
             raise InputError(
@@ -145,8 +141,7 @@ def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Ten
             value = value.clone()  # or autograd would not take it
         if key in given and not torch.equal(given[key], value):
             raise InputError(
-                f"{name}: {names[key]!r} and {n!r} differ, but the task's model ties them: one "
-                "tensor under two names"
+                f"{name}: {names[key]!r} and {n!r} differ, but the task's model ties them"
             )
         given[key], names[key] = value, n
     return given
@@ -165,9 +160,3 @@ def _named(given: Any, name: str, wanted: str) -> dict[str, Any]:
     if not named or len(named) != len(given):
         raise InputError(f"{name} must hold at least one {wanted}, each under its own name")
     return named
-
-
-def _task(name: str, task: Any) -> Task:
-    if not isinstance(task, Task):
-        raise InputError(f"task {name!r} must be a blr_analysis.Task, got {type(task).__name__}")
-    return task

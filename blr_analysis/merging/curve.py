@@ -266,8 +266,8 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
     strange = set(inputs) - set(signature(merge).parameters)
     if "out" in inputs or strange:
         raise InputError(
-            f"merge_curve takes no {some(sorted(strange or {'out'}))}: beside its own arguments, "
-            "those of blr_analysis.merge that concern a merge in memory; nothing is written"
+            f"merge_curve takes no {some(sorted(strange or {'out'}))}: only its own arguments and "
+            "those of blr_analysis.merge, in memory"
         )
     given = method if isinstance(method, (list, tuple, Mapping)) else [method]
     pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]

@@ -109,8 +109,8 @@ def _item(
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(
-                f"the weights of {name!r} sum to {total:g}, and {method.name!r} divides by their "
-                "sum: give weights that sum to something else, or normalize: false"
+                f"the weights of {name!r} sum to {total:g}, by which {method.name!r} divides: "
+                "change them, or normalize: false"
             )
         # The Fisher average does not change with a factor of all weights; without a base the
         # average must stand where nobody has a precision.
@@ -135,9 +135,8 @@ def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Seq
     if name.endswith(COUNTER):
         return f"a count of batches, {reference.name}'s"
     raise ModelError(
-        f"{name!r} is of {reference.specs[name].dtype}, which is copied and not merged, but "
-        f"{other[0]!r} holds other values than {reference.name!r}: merge models that agree in it "
-        "(quantised weights are merged before quantisation)"
+        f"{name!r} is of {reference.specs[name].dtype}, which cannot be merged, and differs "
+        f"between {other[0]!r} and {reference.name!r}: merge before quantisation"
     )
 
 
@@ -176,16 +175,11 @@ def _refuse_missing(items: Sequence[Item], parts: Sequence[OpenModel]) -> None:
         lacking = [i.name for i in items if i.fate == MERGED and i.curved[k] == ""]
         if not lacking:
             continue
-        if part.precision is None:
-            raise PosteriorError(
-                f"the precision of {part.source.name!r} is missing: name it, compute it with "
-                "`blr-analysis fisher`, or say what stands for it with missing_precision: base "
-                "(the base's) or zero (as uncertain as can be)"
-            )
+        what = f"the precision of {part.source.name!r} is missing"
+        if part.precision is not None:
+            what = f"{part.precision.name!r} has none for {some(lacking)} of {part.source.name!r}"
         raise PosteriorError(
-            f"{part.precision.name!r} has no precision for {some(lacking)} of "
-            f"{part.source.name!r}: compute it for the whole model, or say what stands for it with "
-            "missing_precision: base (the base's) or zero (as uncertain as can be)"
+            f"{what}: compute it (`blr-analysis fisher`), or set missing_precision to base or zero"
         )
 
 

@@ -214,8 +214,8 @@ class _Workspace:
         low, high = total.aminmax()
         if bool(high == torch.inf):
             raise InputError(
-                f"the precisions add up to more than {total.dtype} holds: scale them all (and "
-                "delta) by one factor, which changes nothing, or compute with dtype=torch.float64"
+                f"the precisions add up to more than {total.dtype} holds: scale them and delta by "
+                "one factor, or use dtype=torch.float64"
             )
         if not bool(low > 0):
             bad = total <= 0

@@ -106,10 +106,7 @@ def _difference(name: str, mine: Spec, theirs: Spec) -> str:
     if mine.shape != theirs.shape:
         text = f"{name!r} is {list(theirs.shape)}, expected {list(mine.shape)}"
         if len(mine.shape) == 2 and mine.shape[1:] == theirs.shape[1:] and _is_vocabulary(name):
-            text += (
-                f" (a vocabulary of {theirs.shape[0]} against {mine.shape[0]}: the model has "
-                "another tokenizer, or added tokens; give all models the same vocabulary first)"
-            )
+            text += " (a vocabulary: give all models the same tokens first)"
         return text
     if (mine.dtype in MERGEABLE) != (theirs.dtype in MERGEABLE):
         return f"{name!r} is of {theirs.dtype}, expected {mine.dtype}"
@@ -124,11 +121,5 @@ def _hint(missing: list[str], extra: list[str]) -> str:
     for names, others in ((missing, extra), (extra, missing)):
         tails = {n: next((o for o in others if o.endswith(f".{n}")), None) for n in names}
         if names and all(tails.values()):
-            return (
-                " One has a prefix that the other has not: save both with the same class, such as "
-                "AutoModelForCausalLM."
-            )
-    return (
-        " Every tensor is merged, copied or refused; none is dropped. Give models of one "
-        "architecture, saved by the same class."
-    )
+            return " One has a prefix that the other has not: save both with the same class."
+    return " Give models of one architecture, saved by the same class."

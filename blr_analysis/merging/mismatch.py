@@ -297,8 +297,8 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
     if models is None:
         if len({id(t.model) for t in tasks.values()}) < len(tasks):
             raise InputError(
-                "several tasks share one model, so that its weights cannot be the fine-tuned ones "
-                "of each; pass them as models=[state dicts], one per task"
+                "several tasks share one model: pass the fine-tuned weights of each as "
+                "models=[state dicts]"
             )
         return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
     states = named_states(models, "models")

@@ -65,7 +65,7 @@ class DiagonalPrecision:
         if not (bool(low >= 0) and bool(high < torch.inf)):
             raise PosteriorError(
                 f"the precision of {name!r} in {self.name!r} holds negative numbers, NaN or inf "
-                f"({float(low):g} to {float(high):g}); a precision is ≥ 0: compute it again"
+                f"({float(low):g} to {float(high):g}): compute it again"
             )
         prior = self.prior.get(name, 0.0)
         if prior == 0 and self.scale == 1:
@@ -94,8 +94,8 @@ def open_precision(path: Path, n_data: int | None = None) -> DiagonalPrecision:
     if record is None:
         if n_data is None:
             raise InputError(
-                f"n_data is missing for {str(path)!r}: without a record its numbers are taken as "
-                "averages over the examples. Give n_data, how many there were, beside it"
+                f"n_data is missing for {str(path)!r}: without a record its numbers are averages "
+                "over examples; say how many"
             )
         return DiagonalPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
     record = checked_diagonal(record, str(path))

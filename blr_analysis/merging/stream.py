@@ -176,9 +176,8 @@ def _check_finite(plan: MergePlan, item: Item, result: Tensor, inputs: list[Tens
                 "file damaged?"
             )
     raise ModelError(
-        f"the merge of {item.name!r} does not fit into {item.spec.dtype}: negative weights against "
-        "nearly equal precisions, or numbers too large for it. Give a delta, other weights, "
-        "dtype: float64, or a wider out_dtype"
+        f"the merge of {item.name!r} does not fit into {item.spec.dtype}: give a delta, other "
+        "weights, dtype: float64, or a wider out_dtype"
     )
 
 
@@ -216,8 +215,8 @@ def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> st
     if dict(written.specs) != specs:
         odd = sorted(n for n in {*specs, *written.specs} if specs.get(n) != written.specs.get(n))
         raise StorageError(
-            f"{str(folder)!r} does not hold the tensors of the merge: {odd[0]!r} is "
-            "missing, new, or of another shape or dtype. Remove the folder and merge again."
+            f"{str(folder)!r} does not hold the tensors of the merge: {odd[0]!r} differs. Remove "
+            "the folder and merge again."
         )
     total, off = plan.bytes_read, None if progress is None else not progress
     with tqdm(

@@ -163,8 +163,8 @@ def suggest_weights(
         best -= 0.5 * float((asked[curved] ** 2 / total[curved]).sum())
     if not bool(gram.trace() > 0):
         raise InputError(
-            "no model differs from the base where a precision is positive, so no weight is better "
-            "than another; check that base, models and precisions belong together"
+            "no model differs from the base where a precision is positive: do base, models and "
+            "precisions belong together?"
         )
     if each:
         alphas = torch.linalg.lstsq(gram, pull[:, None], driver="gelsd").solution[:, 0]
@@ -195,8 +195,7 @@ def data_precision(precision: Any, name: str) -> State:
     for n, h in data_part.items():
         if not h.is_floating_point() or not bool((torch.isfinite(h) & (h >= 0)).all()):
             raise InputError(
-                f"{name}: the precision of {n!r} must be finite and at least 0 everywhere; it is "
-                "a sum of squares over the examples of the task"
+                f"{name}: the precision of {n!r} must be finite and at least 0 everywhere"
             )
     return data_part
 

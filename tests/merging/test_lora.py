@@ -706,7 +706,7 @@ def test_a_square_weight_among_layers_of_both_kinds_is_refused(
     folders: Callable[..., Folders],
 ) -> None:
     pair = folders(lambda: Square(True, True, True), target_modules=["square"])
-    with pytest.raises(ModelError, match=r"'square\.weight' of the base is square"):
+    with pytest.raises(ModelError, match=r"'square\.weight' is square"):
         pair.ours()
 
 

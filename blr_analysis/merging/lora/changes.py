@@ -152,8 +152,8 @@ def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> b
     }
     if len(told) > 1:
         raise ModelError(
-            f"{name!r} of the base is square, and the base has layers that store [in, out] and "
-            "[out, in]: merge the adapter with merge_and_unload() and name the result"
+            f"{name!r} is square, and the base stores [in, out] and [out, in]: name the result "
+            "of merge_and_unload()"
         )
     return bool(told.pop()) if told else otherwise
 
@@ -226,7 +226,7 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
     if not fits:
         raise ModelError(
             f"the adapter {folder!r} changes {some(min(missing, key=len))}, which the base has "
-            "not, with or without a prefix: was it trained on this base, or is it tied there?"
+            "not: was it trained on this base, or is it tied there?"
         )
     other = next((way for way in fits if way != fits[0]), fits[0])
     if fits[0] is not ways[0] and other is not fits[0]:
@@ -308,9 +308,9 @@ def _refuse_tied(
         ]
         if not alike and not any(word in name for word in NO_TOKENS):
             raise ModelError(
-                f"the adapter {folder!r} changes {name!r}, to which the base's output layer is "
-                "tied, alone: save the base untied, train with ensure_weight_tying=True, or, where "
-                "there is no such layer, set task_type in adapter_config.json"
+                f"the adapter {folder!r} changes {name!r} alone, to which the base's output layer "
+                "is tied: save the base untied, train with ensure_weight_tying=True, or set "
+                "task_type in adapter_config.json"
             )
 
 
