@@ -64,7 +64,7 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     ),
     "another vocabulary": (
         lambda f: change(model_of(f), lambda t: t.update({"embed.weight": torch.ones(13, 6)})),
-        "a vocabulary of 13 against 11",
+        "a vocabulary",
     ),
     "integers for numbers": (
         lambda f: change(model_of(f), lambda t: t.update(scale=torch.tensor(3))),

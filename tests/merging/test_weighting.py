@@ -206,7 +206,7 @@ NAN = {n: t * math.nan for n, t in GOOD.base.items()}
         ({"models": [GOOD.models[0], {**GOOD.models[1], "scale": torch.ones(2)}]}, "shape"),
         ({"models": [GOOD.models[0], NAN]}, "NaN"),
         ({"base": NAN}, "NaN"),
-        ({"base": {}}, "without entries"),
+        ({"base": {}}, "empty"),
         ({"base": 0.5}, "state dict"),
         ({"base": {"layer.bias": 3}}, "is a int"),
         ({"precisions": GOOD.curved[:1]}, "one for each of 2"),

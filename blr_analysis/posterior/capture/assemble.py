@@ -74,8 +74,8 @@ def assemble(
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
         raise OptimizerError(
-            "the optimizer has not stepped, or all its parameters are frozen: it holds no second "
-            "moment of any trainable parameter. Capture the posterior after training."
+            "the optimizer has not stepped, or its parameters are frozen: capture the posterior "
+            "after training"
         )
     bare = bare and not reader.scaled
     outside = prior_precision if bare else None
@@ -174,9 +174,8 @@ def _positive(name: str, precision: Tensor, delta: float) -> Tensor:
     if bool(bad.any()):
         raise PosteriorError(
             f"the precision of parameter {name!r} is not positive and finite in "
-            f"{int(bad.sum())} of {bad.numel()} entries (prior precision {delta:g}): without "
-            "gradients only the prior keeps it above 0. Train with a weight decay, pass a "
-            "positive prior_precision, or freeze the parameter."
+            f"{int(bad.sum())} of {bad.numel()} entries: train with a weight decay, pass a "
+            "positive prior_precision, or freeze it"
         )
     return precision
 

@@ -38,6 +38,7 @@ SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     ),
     "classes called …Norm, bias": ("bias", lambda layer: type(layer).__name__.endswith("Norm")),
 }
+BY_NAME = "Pass names=[...], in the order in which the optimizer got them."
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,14 @@ def name_states(
         pairs = list(zip(one.names, two.names, strict=True))
         k = next(k for k, (a, b) in enumerate(pairs) if a != b)
         raise OptimizerError(
-            f"the saved optimizer's parameters can be named in {len(different)} ways that its "
-            f"sizes, weight decays and shapes all allow; number {k} is {pairs[k][0]!r} by "
-            f"{one.rule!r} and {pairs[k][1]!r} by {two.rule!r}. Pass names=[...], every "
-            "parameter's name in the order in which the optimizer got them."
+            f"the saved optimizer's parameters can be named in {len(different)} ways; number {k} "
+            f"is {pairs[k][0]!r} by {one.rule!r} and {pairs[k][1]!r} by {two.rule!r}. {BY_NAME}"
         )
     complaints = {text: order.rule for order, text in reversed(checked)}
     listed = "; ".join(f"by {rule!r}: {text}" for text, rule in complaints.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
-        f"({len(shapes)} parameters): {listed}. Pass the model "
-        "that was trained, with the same parameters frozen, or names=[...], every parameter's "
-        "name in the order in which the optimizer got them."
+        f"({len(shapes)} parameters): {listed}. Freeze what was frozen in training. {BY_NAME}"
     )
 
 

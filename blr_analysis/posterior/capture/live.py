@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from blr_analysis.checks import some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, Slot, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
@@ -145,9 +144,8 @@ def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     foreign = [shape for key, shape in held.items() if key not in names]
     if foreign:
         raise OptimizerError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's; their "
-            f"shapes are {foreign[:8]}. Was it built for another model, or for a copy of this "
-            f"one? The model's own parameters are {some(list(names.values()))}."
+            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's, of "
+            f"shapes {foreign[:8]}: was it built for another model, or a copy?"
         )
     return [[names[id(p)] for p in group["params"]] for group in groups]
 

@@ -64,8 +64,8 @@ def load_saved(path: Path) -> Saved:
             if isinstance(states, list | tuple):
                 if len(states) != 1:
                     raise OptimizerError(
-                        f"{str(path)!r} holds {len(states)} optimizers, expected one. Save the "
-                        "state of the one that trained the model in a file of its own."
+                        f"{str(path)!r} holds {len(states)} optimizers: save the one that trained "
+                        "the model alone"
                     )
                 states = states[0]
             return Saved(source, _checked(states, path), _tensors(content[weights], path))
@@ -80,10 +80,9 @@ def _load_folder(folder: Path) -> Saved:
     if file is None:
         held = sorted(p.name for p in folder.iterdir())
         raise StorageError(
-            f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}. "
-            "Name one checkpoint folder of a Trainer that saved its optimizer "
-            "(save_only_model=False). Sharded optimizers (DeepSpeed, FSDP) are not read: export "
-            "the whole state with torch.save(optimizer.state_dict(), ...) first."
+            f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
+            "name one checkpoint saved with its optimizer; export sharded ones (DeepSpeed, FSDP) "
+            "with torch.save(optimizer.state_dict(), ...)"
         )
     return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
 
@@ -96,8 +95,8 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
     files = list(read_index(index)) if index.is_file() else [PICKLED]
     if not (folder / files[0]).is_file():
         raise StorageError(
-            f"the folder {str(folder)!r} holds no weights ({SAFE} or {PICKLED}). To take the mean "
-            "from the model instead, name the optimizer file alone."
+            f"the folder {str(folder)!r} holds no weights ({SAFE} or {PICKLED}): name the "
+            "optimizer file alone to take the model's"
         )
     parts = [_tensors(_torch_load(folder / file), folder / file) for file in files]
     return {name: value for part in parts for name, value in part.items()}
@@ -109,10 +108,8 @@ def _torch_load(path: Path) -> Any:
     except Exception as error:  # torch raises whatever the bytes lead to
         reason = str(error).strip().split("\n")[0][:300]
         raise StorageError(
-            f"{str(path)!r} cannot be read with weights_only=True, the one way in which files "
-            f"are read here ({reason}). It is truncated, or holds Python objects beside tensors, "
-            "numbers and containers; those can run code. Where you trust it, load it and save "
-            "its optimizer state and weights alone."
+            f"{str(path)!r} cannot be read with weights_only=True ({reason}): it is truncated, or "
+            "holds Python objects, which can run code. Save optimizer state and weights alone."
         ) from error
 
 

@@ -52,8 +52,8 @@ def own_scale(
     _check_scaling(scaling, batch_size)
     if scaling == "squared":
         raise InputError(
-            "scaling='squared' is for second moments; an optimizer that learns a posterior has the "
-            "precision ess*(h + weight_decay) as it stands. Leave scaling out."
+            "scaling='squared' is for second moments; this optimizer learns a precision: leave "
+            "scaling out"
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
     n = _check_ess(sizes, None if n_data is None else n_data_of(n_data), scaling)
@@ -66,9 +66,7 @@ def own_scale(
         if wrong:
             raise OptimizerError(
                 f"prior_precision={given[wrong[0]]:g} contradicts the optimizer, which trained "
-                f"{some(wrong)} with ess*weight_decay = {prior[wrong[0]]:g}. Leave "
-                "prior_precision out to take the optimizer's (weight_decay is the prior "
-                "precision divided by the number of examples)."
+                f"{some(wrong)} with ess*weight_decay = {prior[wrong[0]]:g}: leave it out"
             )
     return Scale(
         n_data=n,
@@ -90,22 +88,19 @@ def given_scale(
     _check_scaling(scaling, batch_size)
     if scaling == "ess":
         raise InputError(
-            "scaling='ess' is for IVON, VOGN and their like, which have an effective sample size; "
-            "for a second moment pass scaling='sqrt' or scaling='squared'."
+            "scaling='ess' is for IVON, VOGN and their like; for a second moment pass "
+            "scaling='sqrt' or scaling='squared'"
         )
     if n_data is None:
         raise OptimizerError(
-            "n_data is missing: this optimizer does not know how many examples it was trained "
-            "on, and S = N*sqrt(v_hat) + delta needs it. Pass n_data=len(dataset)."
+            "n_data is missing: S = N*sqrt(v_hat) + delta needs it, pass n_data=len(dataset)"
         )
     n = n_data_of(n_data)
     if prior_precision is None:
         decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
         raise OptimizerError(
-            "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2 is not kept by "
-            "this optimizer. For an L2 penalty or weight decay w on the mean loss it is n_data*w: "
-            f"its groups have weight_decay {decays}, hence prior_precision="
-            f"{[n * decay for decay in decays]}."
+            "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2; with weight "
+            f"decay w on the mean loss it is n_data*w, here {[n * decay for decay in decays]}"
         )
     factor = float(n) if scaling == "sqrt" else float(n) * float(batch_size or 1)
     return Scale(
@@ -124,8 +119,7 @@ def _check_scaling(scaling: str, batch_size: object) -> None:
         size = whole(batch_size)
         if size is None or size < 1:
             raise InputError(
-                "scaling='squared' needs batch_size, the number of examples of one step "
-                f"(gradient accumulation included), as a positive whole number, not {batch_size!r}."
+                f"scaling='squared' needs batch_size, the examples of one step, not {batch_size!r}"
             )
     elif batch_size is not None:
         raise InputError(f"batch_size is used with scaling='squared' only, not {scaling!r}.")
@@ -143,10 +137,8 @@ def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
             "Pass n_data=len(dataset) and scaling='ess' to keep the precision as it was learned."
         )
     raise OptimizerError(
-        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}, which is the "
-        "number of training examples: leave n_data out or pass that number. If ess was set apart "
-        "from it on purpose (a tempered posterior), pass scaling='ess' as well: the precision "
-        "then stays as it was learned and n_data is recorded beside it."
+        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out, or, "
+        "if ess was tempered on purpose, pass scaling='ess' as well"
     )
 
 
