@@ -220,6 +220,19 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     assert len(scores.table) == len(loo.table) == 12
 
 
+@pytest.mark.parametrize("name", [*TASKS, "weights"])
+def test_what_needs_a_probe_or_a_fit_takes_the_loss(name: str) -> None:
+    task, quiet = twice(True)[0] if name == "weights" else TASKS[name](), {"progress": False}
+    q = blr.fit_laplace(task, structure="full", prior_precision=3.0, **quiet)
+    assert q.record["likelihood"] == task.likelihood.recorded
+    blr.calibrate(task, q, probe=4, **quiet)
+    blr.subset_posterior(task, q, 0.5, **quiet)
+    blr.select_prior_precision(task, [1.0, 3.0], **quiet)
+    loo = blr.leave_one_out(task, q, correction="cavity", **quiet)
+    watched = blr.Monitor(task, correction="cavity", **quiet)(lambda: q, 1)
+    assert watched["loo_nll"] == pytest.approx(loo.nll)
+
+
 def test_examples_of_ignored_classes_do_not_count() -> None:
     task = TASKS["ignored"]()
     q = blr.fit_laplace(task, structure="full", prior_precision=3.0, progress=False)
