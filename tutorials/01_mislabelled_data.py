@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 from scipy.stats import rankdata
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
+from training import train_ivon
 
 import blr_analysis as blr
 from blr_analysis.plots import plot_examples
@@ -78,7 +79,7 @@ print(f"{N:,} training images of {DATA}, {K} labels flipped")
 # settings are the best of five on *other* 6,000 images of the same data set, by the likelihood
 # that the network gave to 3,000 test images, and not by the flips that it found. The weights start
 # with a precision of 30,000, a standard deviation of 0.006. During the run that fades by a factor
-# e⁻³ (`beta2`) in favour of the precision that the data give; a faster fading would leave so much
+# e⁻³ in favour of the precision that the data give; a faster fading would leave so much
 # noise in the weights that a network of this size learns less.
 
 
@@ -91,26 +92,10 @@ def lenet() -> nn.Module:
     )
 
 
-def train_ivon(x: Tensor, y: Tensor, prior_precision: float = 20.0) -> tuple[nn.Module, blr.IVON]:
+def trained(x: Tensor, y: Tensor, prior_precision: float = 20.0) -> tuple[nn.Module, blr.IVON]:
     torch.manual_seed(0)
-    model, steps = lenet(), EPOCHS * math.ceil(len(x) / BATCH)
-    optimizer = blr.IVON(
-        model.parameters(),
-        lr=0.2,
-        ess=len(x),
-        hess_init=30_000 / len(x),
-        beta2=math.exp(-3 / steps),
-        weight_decay=prior_precision / len(x),
-    )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(BATCH):
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-            schedule.step()
-    return model, optimizer
+    model, settings = lenet(), {"epochs": EPOCHS, "batch_size": BATCH, "start": 30_000, "fading": 3}
+    return model, train_ivon(model, x, y, **settings, prior_precision=prior_precision)
 
 
 @torch.no_grad()
@@ -132,7 +117,7 @@ def describe(name: str, model: nn.Module, seconds: float) -> None:
 
 
 start = time.perf_counter()
-model, optimizer = train_ivon(images, labels)
+model, optimizer = trained(images, labels)
 ivon_seconds = time.perf_counter() - start
 describe("LeNet with IVON", model, ivon_seconds)
 
@@ -240,7 +225,7 @@ def describe_crossed(p: Tensor) -> None:
 
 
 start = time.perf_counter()
-p_out = out_of_sample(train_ivon)
+p_out = out_of_sample(trained)
 cv_seconds = time.perf_counter() - start
 describe_crossed(p_out)
 peers = peer_rankings(model, p_out, cv_seconds)

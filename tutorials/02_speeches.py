@@ -168,31 +168,34 @@ print(
     f"leave-one-out estimate of the perplexity on new passages: {loo.perplexity:.1f} "
     f"(with the passages: {loo.perplexity_before:.1f})"
 )
-by_speech = (
-    scores.table.groupby("speech")
-    .agg(
-        year=("year", "first"),
-        president=("president", "first"),
-        passages=("index", "size"),
-        loss_per_word=("loss_per_token", "mean"),
-        self_influence=("self_influence", "sum"),
-    )
-    .sort_values("self_influence", ascending=False)
+
+
+def by(column: str, sort: str, **columns: tuple[str, str]) -> pd.DataFrame:
+    """What the passages that share a column come to, the largest first; kept as CSV."""
+    table = scores.table.groupby(column).agg(**columns).sort_values(sort, ascending=False)
+    table.to_csv(OUT / f"by_{column}.csv")
+    return table
+
+
+by_speech = by(
+    "speech",
+    "self_influence",
+    year=("year", "first"),
+    president=("president", "first"),
+    passages=("index", "size"),
+    loss_per_word=("loss_per_token", "mean"),
+    self_influence=("self_influence", "sum"),
 )
-by_speech.to_csv(OUT / "by_speech.csv")
 print("the ten speeches with the most self-influence:")
 print(by_speech.head(10).round(3).to_string())
-by_president = (
-    scores.table.groupby("president")
-    .agg(
-        first_year=("year", "min"),
-        passages=("index", "size"),
-        self_influence=("self_influence", "sum"),
-        per_passage=("self_influence", "mean"),
-    )
-    .sort_values("per_passage", ascending=False)
+by_president = by(
+    "president",
+    "per_passage",
+    first_year=("year", "min"),
+    passages=("index", "size"),
+    self_influence=("self_influence", "sum"),
+    per_passage=("self_influence", "mean"),
 )
-by_president.to_csv(OUT / "by_president.csv")
 print("presidents by self-influence per passage, the first and last five:")
 print(pd.concat([by_president.head(5), by_president.tail(5)]).round(3).to_string())
 rank = by_speech[["year", "loss_per_word", "self_influence"]].rank().corr()

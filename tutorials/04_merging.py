@@ -11,19 +11,18 @@
 # %%
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from scipy.ndimage import rotate
 from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from training import train_ivon
 
 import blr_analysis as blr
 
@@ -91,23 +90,8 @@ def fit(kinds: list[str], start: nn.Module | None = None) -> tuple[nn.Module, bl
     if start is not None:
         model.load_state_dict(start.state_dict())
     x, y = (torch.cat([train[k][part] for k in kinds]) for part in (0, 1))
-    steps = EPOCHS * math.ceil(len(x) / BATCH)
-    optimizer = blr.IVON(
-        model.parameters(),
-        lr=0.2,
-        ess=len(x),
-        hess_init=3_000 / len(x),
-        beta2=math.exp(-4 / steps),
-        weight_decay=DELTA / len(x),
-    )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(EPOCHS):
-        for batch in torch.randperm(len(x)).split(BATCH):
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-            schedule.step()
+    settings = {"epochs": EPOCHS, "batch_size": BATCH, "start": 3_000, "fading": 4}
+    optimizer = train_ivon(model, x, y, **settings, prior_precision=DELTA)
     return model, blr.Posterior.from_optimizer(optimizer, model)
 
 

@@ -181,6 +181,5 @@ def _how_to_get(fault: str, target: Path) -> str:
     return (
         f"Fashion-MNIST cannot be fetched ({fault}). It is the Debian package {PACKAGE} "
         f"{VERSION}: run `sudo apt-get update && sudo apt-get install {PACKAGE}`, or unpack it "
-        f"elsewhere (https://packages.debian.org/{PACKAGE}) and put {', '.join(FILES)} into "
-        f"{target}"
+        f"elsewhere and put {', '.join(FILES)} into {target}"
     )

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from allocations import peak_bytes
 from models import randomised, seeded
 from oracles import relative
 from parts import Graph, graph
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from blr_analysis import sensitivity
 from blr_analysis.backprop import engine
@@ -21,23 +21,6 @@ from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
 MB = 2**20
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that torch's CPU allocator held at any time above what it held before.
-
-    Every allocation and release is in the profiler's record, so that the number is the same on
-    every run.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    held = highest = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            highest = max(highest, held)
-    assert highest > 0, "this build of torch records no allocations"
-    return highest
 
 
 def test_the_ruler_measures() -> None:

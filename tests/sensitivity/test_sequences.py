@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from allocations import peak_bytes
 from oracles import flatten, relative, unflatten
 from tiny_lm import (
     IGNORED,
@@ -19,7 +19,6 @@ from tiny_lm import (
     with_prompts,
 )
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import blr_analysis as blr
 from blr_analysis.backprop import outer
@@ -409,19 +408,6 @@ class TestRefused:
 
 
 MB = 2**20
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that torch's CPU allocator held above what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    held = highest = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            highest = max(highest, held)
-    assert highest > 0, "this build of torch records no allocations"
-    return highest
 
 
 def large(n: int, *, tied: bool = False, length: int = 32) -> Task:

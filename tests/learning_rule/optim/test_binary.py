@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from looks import distance, look, values
 from torch import Tensor, nn
 
 from blr_analysis import Posterior
@@ -53,20 +54,6 @@ def loss_at(model: nn.Module, weights: list[Tensor], x: Tensor, y: Tensor) -> Te
 def gradient(model: nn.Module, weights: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
     leaves = [w.clone().requires_grad_() for w in weights]
     return list(torch.autograd.grad(loss_at(model, leaves, x, y), leaves))
-
-
-def look(optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    with optimizer.sampled_params(train=True):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def distance(left: list[Tensor], right: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
 
 
 # Relaxed signs ---------------------------------------------------------------------------------

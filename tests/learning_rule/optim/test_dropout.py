@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from looks import distance, look, values
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor, nn
 
@@ -65,20 +66,6 @@ def dropped_out(model: nn.Sequential, x: Tensor, mask: dict[int, Tensor]) -> Ten
         else:
             x = nn.functional.linear(x * mask[k], layer.weight, layer.bias)
     return x
-
-
-def look(optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    with optimizer.sampled_params(train=True):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def distance(left: list[Tensor], right: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
 
 
 def is_dropped(model: nn.Sequential) -> list[bool]:
