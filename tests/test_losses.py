@@ -90,7 +90,7 @@ def each(module: nn.Module, f: Tensor, y: Tensor) -> Tensor:
     return torch.stack([one(f[i : i + 1], y[i : i + 1]) for i in range(len(f))])
 
 
-@pytest.mark.parametrize(("module", "targets"), MODULES, ids=str)
+@pytest.mark.parametrize(("module", "targets"), MODULES, ids=[str(m) for m, _ in MODULES])
 def test_a_module_is_read_as_the_loss_that_it_is(module, targets) -> None:
     likelihood, f = resolve(module), outputs_for(module)
     likelihood.check_outputs(f)
@@ -145,7 +145,9 @@ LIKELIHOODS = [
 ]
 
 
-@pytest.mark.parametrize(("likelihood", "targets"), LIKELIHOODS, ids=repr)
+@pytest.mark.parametrize(
+    ("likelihood", "targets"), LIKELIHOODS, ids=[repr(likelihood) for likelihood, _ in LIKELIHOODS]
+)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_drawn_errors_have_the_hessian_as_mean_square(likelihood, targets, weighted: bool) -> None:
     f = normal(N, C).abs() + 0.3
