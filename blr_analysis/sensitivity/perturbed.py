@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class WhatIf(Plottable):
             "posterior".
         moves: the accepted ones, the start first: kind, passes so far, objective on the changed
             data in nats (it never rises), expected decrease by the next.
+        checkpoints: how many posteriors answered; of more than one, ``after`` is ``before`` plus
+            the mean of their changes, ``passes`` their sum, ``error`` their mean.
     """
 
     parameters: Tree
@@ -64,6 +66,7 @@ class WhatIf(Plottable):
     interval: tuple[float, float] = (float("nan"), float("nan"))
     damping: float = 1.0
     note: str = ""
+    checkpoints: int = 1
 
     @property
     def nll(self) -> float:
@@ -123,10 +126,37 @@ class WhatIf(Plottable):
         else:
             left = "" if self.converged else f", not converged: one more step {self.error:.1g} nats"
             how = f"; {self.solver}, {self.passes:.0f} passes{left}"
+        if self.checkpoints > 1:
+            how += f"; mean change at {self.checkpoints} checkpoints"
         low, high = self.interval
         nll = f"nll {self.before.nll:.4f} -> {self.nll:.4f} ({low:.2f} to {high:.2f})"
         note = f"; {self.note}" if self.note else ""
         return f"WhatIf({', '.join(change)}: {nll}{right}{how}{note})"
+
+
+def combined(answers: Sequence[WhatIf]) -> WhatIf:
+    """The last answer, changed by the mean of what all of them change."""
+    last = answers[-1]
+
+    def changed(part: str) -> Tensor | None:
+        before = getattr(last.before, part)
+        if before is None:
+            return None
+        pairs = [(getattr(a.after, part), getattr(a.before, part)) for a in answers]
+        return before + torch.stack([after * 1.0 - was * 1.0 for after, was in pairs]).mean(0)
+
+    errors = [a.error for a in answers if a.error is not None]
+    ends = ([a.interval[k] - a.before.nll for a in answers] for k in (0, 1))
+    low, high = (last.before.nll + sum(end) / len(end) for end in ends)
+    return replace(
+        last,
+        after=replace(last.after, losses=changed("losses"), correct=changed("correct")),
+        passes=sum(a.passes for a in answers),
+        converged=all(a.converged for a in answers),
+        error=sum(errors) / len(errors) if errors else None,
+        interval=(low, high),
+        checkpoints=len(answers),
+    )
 
 
 @dataclass(frozen=True)

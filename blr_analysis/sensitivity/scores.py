@@ -10,7 +10,8 @@ prediction variance times prediction error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -31,6 +32,7 @@ from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.sensitivity.sites import SiteScores, SumOfSites, site_sensitivity, sum_of_sites
 from blr_analysis.task import Task
 
+AVERAGED = ("error", "variance", "deviation", "self_influence")  # over several posteriors
 MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
 MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
 
@@ -75,7 +77,7 @@ class Scores(NetworkScores):
 @overload
 def sensitivity(
     task: Task,
-    posterior: Posterior,
+    posterior: Posterior | Sequence[Posterior],
     *,
     variance: bool | None = None,
     chunk_size: int | None = None,
@@ -109,6 +111,9 @@ def sensitivity(
         posterior: learned on those data. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
             ``sensitivity(fitted)`` or ``sensitivity(None, fitted)``: its sites are subtracted.
+            A list of those of one training run, the last one last: error, variance, deviation and
+            self-influence are means over them, each at its own weights; outputs, losses and
+            predictions are the last one's.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence.
         chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
@@ -141,6 +146,11 @@ def sensitivity(
         return site_sensitivity(sites, variance=variance)
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
+    if isinstance(posterior, list | tuple):
+        asked: dict[str, Any] = dict(variance=variance, chunk_size=chunk_size)
+        asked |= dict(memory_budget=memory_budget, progress=progress)
+        qs = all_fitted(task, posterior)
+        return _averaged((sensitivity(task, q, **asked) for q in qs), len(qs))
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
     if task.likelihood.is_sequence:
@@ -173,6 +183,17 @@ def sensitivity(
         likelihood=likelihood,
         metadata=task.metadata,
     )
+
+
+def _averaged(each: Iterable[Any], count: int) -> Any:
+    """The last of these scores with the means over all of what depends on the posterior."""
+    sums: dict[str, Tensor] = {}
+    scores: Any = None
+    for scores in each:
+        for name in AVERAGED:
+            if (part := getattr(scores, name, None)) is not None:
+                sums[name] = sums[name].add_(part) if name in sums else part.clone()
+    return replace(scores, **{name: total.div_(count) for name, total in sums.items()})
 
 
 def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ removal plus an addition.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.objective import changed
-from blr_analysis.sensitivity.perturbed import ByClass, WhatIf
+from blr_analysis.sensitivity.perturbed import ByClass, WhatIf, combined
 from blr_analysis.sensitivity.replay import Replay
 from blr_analysis.sensitivity.retraining import Retrained, Train, retrained
-from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.sensitivity.scores import all_fitted, fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.sensitivity.solving import Change, Moved, Solver, checked_plan, next_parameters
 from blr_analysis.task import Task
@@ -51,7 +51,7 @@ __all__ = ["ByClass", "WhatIf", "what_if", "what_if_each"]
 @torch.inference_mode(False)  # also where the caller switched it on
 def what_if(
     task: Task,
-    posterior: Posterior = None,  # type: ignore[assignment]
+    posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
     *,
     remove: Selection | None = None,
     add: Task | None = None,
@@ -78,7 +78,10 @@ def what_if(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data.
+        posterior: learned on those data; or a list of those of one training run, the last one
+            last: the losses (and hits) before the change are the last one's, and what changes is
+            the mean of the changes that each finds at its own weights. ``parameters`` and
+            ``posterior`` are the last one's; passes add up.
         remove: a boolean mask ``[N]``, indices, or a function of a row of the scores' table
             (``lambda row: row.target == 3``; metadata columns included).
         add: a task with examples to be added (its model is not used, its data and forward are).
@@ -126,6 +129,13 @@ def what_if(
         >>> result.removed == int((y == 2).sum()), result.nll > result.before.nll
         (True, True)
     """
+    if not isinstance(posterior, Posterior) and isinstance(posterior, Sequence):
+        asked: dict[str, Any] = dict(remove=remove, add=add, relabel=relabel, evaluate=evaluate)
+        asked |= dict(solver=solver, steps=steps, passes=passes, chunk_size=chunk_size)
+        asked |= dict(memory_budget=memory_budget, progress=progress)
+        asked |= dict(train=train, seeds=seeds, cache=cache)
+        qs = all_fitted(task, posterior)
+        return combined([what_if(task, q, **asked) for q in (qs[-1:] if train else qs)])
     plan = checked_plan(solver, steps, passes)
     q = fitted(task, posterior)
     where = _evaluated_on(evaluate, task, q)

@@ -440,3 +440,15 @@ def test_record_says_what_was_fitted() -> None:
     assert q.record["fixed"] == ["0.bias"]
     assert list(q.mean) == ["0.weight", "2.weight", "2.bias"]
     assert q.prior_precision == 0.5
+
+
+def test_expected_wants_a_posterior_and_the_ggn() -> None:
+    x = torch.randn(20, 3)
+    task = Task(torch.nn.Linear(3, 1), (x, x[:, 0]), likelihood="gaussian")
+    q = fit_laplace(task, prior_precision=1.0, progress=False)
+    for options, words in (
+        ({"expected": True}, "expected"),
+        ({"expected": q, "curvature": "empirical_fisher"}, "ggn"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fit_laplace(task, prior_precision=1.0, progress=False, **options)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.linalg
 import torch
 from backprop.test_memory import MB, peak_bytes
 from models import example_models, mlp
@@ -156,6 +157,52 @@ def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -
     q = blr.fit_laplace(task, prior_precision=1.0, **QUIET)
     found = blr.influence(task, q, task, normalize=normalize, **QUIET)
     assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
+
+
+def averaged(world: World, q: blr.Posterior) -> tuple[Tensor, Tensor]:
+    """Mean error ``[N, C]`` and mean Λ over f ± V^{1/2} ε, by dense algebra."""
+    x = world.task.dataset.tensors[0]
+    jacobian = dense_jacobian(world.task, world.task.parameters())
+    v = jacobian @ covariance(q) @ jacobian.mT
+    root = torch.stack([torch.as_tensor(scipy.linalg.sqrtm(m.numpy())).real for m in v])
+    noise = normal(32, v.shape[-1])
+    f = world.task.model(x).detach()
+    p = torch.stack([f + s * (root @ n) for n in noise for s in (1, -1)]).softmax(-1)
+    curvature = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    return p.mean(0) - nn.functional.one_hot(world.y, f.shape[-1]), curvature.mean(0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_expected_errors(world: World, structure: str) -> None:
+    first = world.posterior(structure)
+    jacobian = dense_jacobian(world.task, world.task.parameters())
+    if structure == "full":
+        q = blr.fit_laplace(
+            world.task, structure=structure, prior_precision=0.7, expected=first, **QUIET
+        )
+        inner = (jacobian.mT @ averaged(world, first)[1] @ jacobian).sum(0)
+        assert relative(q.form.matrix, inner + 0.7 * torch.eye(len(inner)).double()) < EXACT
+    else:
+        q = first
+    mean_gradients = torch.einsum("nc,ncp->np", averaged(world, q)[0], jacobian)
+    truth = mean_gradients @ covariance(q) @ world.test_gradients.mT
+    expected = None if structure == "full" else True
+    found = blr.influence(world.task, q, world.test, expected=expected, **QUIET)
+    assert relative(found, truth) < EXACT
+    for options in ({"memory_budget": 1}, {"projection": 2**16}):
+        again = blr.influence(world.task, q, world.test, expected=True, **options, **QUIET)
+        assert relative(again, truth) < (EXACT if "memory_budget" in options else 0.2)
+    plain = blr.influence(world.task, q, world.test, expected=False, **QUIET)
+    assert relative(plain, world.truth(q)) < EXACT
+
+
+def test_expected_errors_of_squares_are_those_at_the_mean() -> None:
+    task = blr.Task(mlp(), (normal(30, 4), normal(30, 3)), likelihood="gaussian")
+    q = blr.fit_laplace(task, prior_precision=1.0, **QUIET)
+    again = blr.fit_laplace(task, prior_precision=1.0, expected=q, **QUIET)
+    assert again.record["expected"]
+    mean = blr.influence(task, q, task, **QUIET)
+    assert relative(blr.influence(task, again, task, **QUIET), mean) < EXACT
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -605,6 +652,7 @@ def test_a_bad_test_task(
         ({"measure": lambda f, y: f}, "measure"),
         ({"measure": lambda f, y: 1.0}, "measure"),
         ({"normalize": "self"}, "normalize"),
+        ({"expected": 1}, "expected"),
     ],
 )
 def test_bad_arguments(world: World, posterior: blr.Posterior, options: dict, words: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import blr_analysis as blr
+from blr_analysis.errors import InputError
 from blr_analysis.sensitivity import scores as scores_module
 
 N = 12
@@ -326,3 +327,25 @@ def test_scores_on_cuda(kind: str, structure: str, dtype: torch.dtype) -> None:
     here = blr.Task(copy.deepcopy(task.model).cpu(), (x, y), likelihood=kind)
     same = blr.what_if(here, fitted.to("cpu"), remove=[0, 3], add=here, progress=False)
     assert result.nll == pytest.approx(same.nll, rel=10 * EXACT[dtype])
+
+
+def test_several_posteriors_are_averaged() -> None:
+    task = task_for("categorical")
+    qs = [
+        blr.fit_laplace(
+            task_for("categorical").with_model(blr.Task(mlp(seed=seed), task.dataset)),
+            structure=structure,
+            prior_precision=0.7,
+            progress=False,
+        )
+        for seed, structure in ((3, "kron"), (4, "diag"), (5, "full"))
+    ]
+    each = [blr.sensitivity(task, q, progress=False) for q in qs]
+    found = blr.sensitivity(task, qs, progress=False)
+    for name in ("error", "variance", "deviation", "self_influence"):
+        mean = torch.stack([getattr(scores, name) for scores in each]).mean(0)
+        torch.testing.assert_close(getattr(found, name), mean)
+    assert torch.equal(found.outputs, each[-1].outputs)
+    assert blr.sensitivity(task, qs, variance=False, progress=False).variance is None
+    with pytest.raises(InputError, match="empty list"):
+        blr.sensitivity(task, [])

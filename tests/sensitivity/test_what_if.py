@@ -555,3 +555,24 @@ def test_sparse_embeddings_are_read_like_others() -> None:
     assert results[0].nll == results[1].nll
     gradient = loss_and_gradient(task, q.mean)[0]["0.weight"]
     assert gradient.layout == torch.strided
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_what_changes_is_the_mean_over_several_posteriors(kind: str) -> None:
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.arange(30) % 3 if kind == "categorical" else x[:, :3]
+    tasks = [blr.Task(mlp(seed=seed), (x, y), likelihood=kind) for seed in (3, 4)]
+    qs = [blr.fit_laplace(t, prior_precision=5.0, progress=False) for t in tasks]
+    options = dict(remove=[1, 4], solver="posterior", progress=False)
+    first, last = (blr.what_if(tasks[0], q, **options) for q in qs)
+    found = blr.what_if(tasks[0], qs, **options)
+    change = (first.nll - first.before.nll + last.nll - last.before.nll) / 2
+    assert found.before.nll == last.before.nll
+    assert found.nll == pytest.approx(last.before.nll + change, rel=1e-12)
+    assert found.checkpoints == 2 and "2 checkpoints" in repr(found)
+    for name, value in last.parameters.items():
+        assert torch.equal(found.parameters[name], value)
+    if kind == "categorical":
+        assert len(found.by_class) == 3
+        changes = [a.accuracy - a.before.accuracy for a in (first, last)]
+        assert found.accuracy - found.before.accuracy == pytest.approx(sum(changes) / 2)

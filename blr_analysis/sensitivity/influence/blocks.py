@@ -68,6 +68,7 @@ def pieces(
     test_task: Task,
     *,
     cotangent: Cotangent = loss_gradient,
+    train_cotangent: Cotangent = loss_gradient,
     indices: Tensor | None = None,
     test_indices: Tensor | None = None,
     memory_budget: int | None = None,
@@ -92,7 +93,7 @@ def pieces(
             indices=indices,
             label="influence",
         ):
-            terms = loss_terms(task, chunk)
+            terms = loss_terms(task, chunk, train_cotangent)
             terms = q.form.into_basis(terms) if turn else terms
             values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
             check_finite(values, "influence")
@@ -109,9 +110,9 @@ def chunk_size(task: Task, q: Posterior, budget: Budget, n: int, numbers: int) -
     return max(1, min(fits, budget.room // (ANSWERS * numbers)))
 
 
-def loss_terms(task: Task, chunk: Chunk) -> list[Term]:
+def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
     """∇ℓ_i of a chunk in factored form, one column."""
-    return chunk.terms(loss_gradient(task, chunk).unsqueeze(1))
+    return chunk.terms(cotangent(task, chunk).unsqueeze(1))
 
 
 def preconditioned(

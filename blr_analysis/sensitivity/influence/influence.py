@@ -25,6 +25,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.expected import expected_errors
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import check_finite, self_influence
 from blr_analysis.sensitivity.influence.blocks import (
@@ -68,6 +69,7 @@ def influence(
     *,
     measure: Measure = "loss",
     normalize: Normalize = False,
+    expected: bool | None = None,
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -90,6 +92,10 @@ def influence(
             prediction rests on (which source, which fact); the sign stays, the unit is √nats, and
             sums over groups no longer mean anything. "cosine" divides by the test example's root
             as well, so that numbers compare across test examples, between -1 and 1.
+        expected: whether ∇ℓ_i of a training example is J_iᵀ E_q[e_i] instead of J_iᵀ e_i, for one
+            forward and C backward passes more: an example learned by heart has e_i ≈ 0 although
+            it shaped the model. None: as the posterior was fitted,
+            ``fit_laplace(..., expected=first)``.
         projection: None: exact. K: from K random projections of each gradient, for models whose
             gradients do not fit in memory test example by test example, or for more test
             examples than multiplications allow. Unbiased; the error falls as 1/√K, is measured
@@ -130,7 +136,15 @@ def influence(
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
     works = _works(
-        task, posterior, test_task, measure, normalize, projection, generator, memory_budget
+        task,
+        posterior,
+        test_task,
+        measure,
+        normalize,
+        expected,
+        projection,
+        generator,
+        memory_budget,
     )
     n_test = works[-1].test_task.n_data
     _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
@@ -153,6 +167,7 @@ def top_influence(
     k: int = SHOWN,
     measure: Measure = "loss",
     normalize: Normalize = False,
+    expected: bool | None = None,
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -179,7 +194,15 @@ def top_influence(
         (torch.Size([30, 2]), 120)
     """
     works = _works(
-        task, posterior, test_task, measure, normalize, projection, generator, memory_budget
+        task,
+        posterior,
+        test_task,
+        measure,
+        normalize,
+        expected,
+        projection,
+        generator,
+        memory_budget,
     )
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
@@ -194,6 +217,7 @@ def _works(
     test_task: Any,
     measure: Measure,
     normalize: Normalize,
+    expected: bool | None,
     projection: int | None,
     generator: torch.Generator | None,
     memory_budget: int | None,
@@ -203,6 +227,8 @@ def _works(
     where = _tested(test_task, task, qs[-1])
     if not isinstance(normalize, bool) and normalize != "cosine":
         raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
+    if expected is not None:
+        instance("expected", expected, bool, "True, False or None")
     if projection is not None:
         positive_int("projection", projection)
         if len(qs) > 1:
@@ -216,10 +242,19 @@ def _works(
     instance("generator", generator, torch.Generator, "a torch.Generator")
     words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
     cotangent = cotangent_of(measure)
-    return [
-        _Work(task, q, where, cotangent, words, normalize, projection, generator, memory_budget)
-        for q in qs
-    ]
+    works = []
+    for q in qs:
+        averaged = q.record.get("expected", False) if expected is None else expected
+        own = _expected(task, q, memory_budget) if averaged else loss_gradient
+        more = (cotangent, own, words, normalize, projection, generator, memory_budget)
+        works.append(_Work(task, q, where, *more))
+    return works
+
+
+def _expected(task: Task, q: Posterior, memory_budget: int | None) -> Cotangent:
+    """The cotangent E_q[e_i]."""
+    errors = expected_errors(task, q, Chunking(memory_budget=memory_budget, progress=False))
+    return lambda task, chunk: errors[chunk.indices.to(errors.device)].to(chunk.outputs)
 
 
 def _mean(works: list[_Work], progress: bool | None) -> Iterator[Piece]:
@@ -242,6 +277,7 @@ class _Work:
     q: Posterior
     test_task: Task
     cotangent: Cotangent
+    own: Cotangent  # of the training examples
     measure: str
     normalize: Normalize
     size: int | None
@@ -265,7 +301,7 @@ class _Work:
         if not self.normalize:
             yield from self.pieces(progress)
             return
-        roots = self._roots(self.task, loss_gradient)
+        roots = self._roots(self.task, self.own)
         others = self._roots(self.test_task, self.cotangent) if self.normalize == "cosine" else None
         for piece in self.pieces(progress):
             piece.values.div_(roots[piece.train, None].to(piece.values))
@@ -289,6 +325,7 @@ class _Work:
             self.q,
             self.test_task,
             cotangent=self.cotangent,
+            train_cotangent=self.own,
             memory_budget=self.memory_budget,
             progress=progress,
             **where,
@@ -321,7 +358,7 @@ class _Work:
         held = Chunking(memory_budget=budget.chunk, progress=False)
         passes = chunks(self.task, self.q.mean, held, columns=1, indices=some)
         first = next(passes)
-        terms = loss_terms(self.task, first)
+        terms = loss_terms(self.task, first, self.own)
         return projection_for(self.q.form, terms, size, self.generator, budget.room)
 
     def _train(
@@ -332,7 +369,7 @@ class _Work:
         size = chunk_size(self.task, self.q, budget, n, numbers)
         chunking = Chunking(size, progress=progress)
         for chunk in chunks(self.task, self.q.mean, chunking, indices=indices, label="influence"):
-            yield chunk.indices, sketch.train(loss_terms(self.task, chunk))
+            yield chunk.indices, sketch.train(loss_terms(self.task, chunk, self.own))
 
     def _measured(self, sketch: Projection, seen: Tensor, budget: Budget) -> ProjectionError:
         """The projection against exact influence, on random pairs."""
