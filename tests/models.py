@@ -137,6 +137,15 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+def classes(seed: int, dtype: torch.dtype = torch.float64, n: int = 120) -> tuple[Tensor, Tensor]:
+    """Inputs and three classes that overlap."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=g, dtype=torch.float64)
+    noise = 1.5 * torch.randn(n, 3, generator=g, dtype=torch.float64)
+    y = (x @ torch.randn(4, 3, generator=g, dtype=torch.float64) + noise).argmax(1)
+    return x.to(dtype), y
+
+
 def mlp(inputs: int = 4, hidden: int = 5, outputs: int = 3, seed: int = 0) -> nn.Module:
     """A tanh MLP with generic weights."""
     with seeded(seed):

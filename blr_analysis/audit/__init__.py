@@ -33,6 +33,7 @@ from blr_analysis.audit.summary import (
     map_section,
     show,
     summary,
+    trust_section,
     what_if_section,
 )
 from blr_analysis.files import folder_for
@@ -51,6 +52,7 @@ __all__ = [
     "most_suspicious",
     "show",
     "summary",
+    "trust_section",
     "what_if_section",
     "write",
     "write_picture",

@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from blr_analysis.audit.findings import (
     Findings,
@@ -25,7 +26,10 @@ from blr_analysis.audit.pictures import plain
 from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
+from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import LeaveOneOut, WhatIf
+from blr_analysis.task import Task
 
 SHOWN = 8
 MOST_ROWS = 20
@@ -54,6 +58,7 @@ def summary(
     """
     table = findings.table
     parts = [
+        trust_section(findings.task, findings.posterior, findings.loo.leverage),
         influential_section(table, shown),
         suspicious_section(table, shown),
         loo_section(findings.loo, findings.on_test),
@@ -68,6 +73,22 @@ def summary(
         if findings.posterior.structure == "diag":
             parts.append(note(DIAGONAL))
     return Group(*parts)
+
+
+def trust_section(
+    task: Task, posterior: Posterior, leverage: Tensor | None = None
+) -> RenderableType:
+    """What the model's distance from its minimum means for the numbers that follow."""
+    said = f"The model is {stationarity(task, posterior).verdict}."
+    parts = []
+    if leverage is not None and (many := int((leverage >= 1).sum())):
+        parts.append(
+            note(
+                f"{many:,} of {len(leverage):,} examples have a leverage of 1 or more: their own "
+                "estimates are rough; leave_one_out(refine=) takes them out by a descent."
+            )
+        )
+    return section("How far to trust it", said, *parts)
 
 
 def influential_section(table: pd.DataFrame, shown: int) -> RenderableType:

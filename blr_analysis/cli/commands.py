@@ -188,7 +188,7 @@ def loo(
     out: Out = None,
 ) -> None:
     """The expected loss on new data."""
-    from blr_analysis.audit import evaluated, loo_section, show, write_picture
+    from blr_analysis.audit import evaluated, loo_section, show, trust_section, write_picture
     from blr_analysis.audit.pictures import loo_picture
     from blr_analysis.sensitivity import leave_one_out
     from blr_analysis.tables import write_table
@@ -204,6 +204,7 @@ def loo(
             write_table(left_out.table, at.out, "leave_one_out")
             if on_test is not None and targets is not None:
                 write_picture(loo_picture(left_out, on_test, targets), at.out, "leave_one_out")
+    show(trust_section(at.task, at.posterior, getattr(left_out, "leverage", None)), paper())
     show(loo_section(left_out, on_test), paper())
 
 
@@ -237,7 +238,7 @@ def what_if_(
     out: Out = None,
 ) -> None:
     """The model without some of its data."""
-    from blr_analysis.audit import show, what_if_section, write_picture
+    from blr_analysis.audit import show, trust_section, what_if_section, write_picture
     from blr_analysis.audit.pictures import figure_of
     from blr_analysis.audit.summary import has_classes
     from blr_analysis.cli.selectors import check, selected
@@ -265,6 +266,7 @@ def what_if_(
             write_picture(figure_of(plot_what_if(result)), at.out, "what_if")
             result.posterior.save(at.out / "perturbed.safetensors")
     where = "the training data" if at.test is None else "the test data"
+    show(trust_section(at.task, at.posterior), paper())
     show(what_if_section(result, where, at.task.n_data), paper())
 
 

@@ -200,6 +200,8 @@ def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Post
     scale, apart = (better.record["calibration"][name] for name in ("scale", "spread"))
     spread = "" if apart is None else f", {apart:.0%} apart on single examples"
     say(f"variances times {scale:.3g}{spread}")
+    if unchecked := better.record["calibration"]["unchecked"]:
+        say(f"the scale is not certified: {unchecked}")
     return better
 
 

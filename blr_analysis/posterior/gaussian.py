@@ -101,9 +101,11 @@ class Posterior:
         start = "" if share is None else f", initial_share={share:.2g}"
         choice = self.record.get("prior_choice")
         found = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
+        unchecked = (self.record.get("calibration") or {}).get("unchecked")
+        checked = ", scale unchecked: not at the minimum" if unchecked else ""
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r}{start}{found})"
+            f"n_data={self.n_data}, kind={kind!r}{start}{found}{checked})"
         )
 
     @property

@@ -29,6 +29,7 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity.corrections import bound_of, check_finite, left_out_by, taken
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.removal import Removals, descended_removals, exact_removals
@@ -97,6 +98,8 @@ def calibrate(
           the probe: how far single examples are off, which no scale repairs;
         * ``total_error``: standard error of the calibrated total, relative to the total;
         * ``correction``, ``kind``;
+        * ``unchecked``: None, or why the scale says nothing of retraining: off the minimum the
+          exact curvature is compared with the posterior's alone;
         * by example ``probe`` (indices), ``weight`` w_i, ``exact`` r_i, ``estimated`` r_i(1),
           ``calibrated`` r_i(τ) in nats, ``residual``, ``converged``;
         * ``iterations``, ``passes`` over the data.
@@ -174,6 +177,7 @@ def calibrate(
         "scale": scale * earlier,
         "correction": word,
         "kind": kind,
+        "unchecked": None if kind == "descent" else _unchecked(task, q),
         **_errors(estimate, weight, rise, usable, scale),
         "probe": chosen.tolist(),
         "weight": weight.tolist(),
@@ -193,6 +197,11 @@ def calibrate(
         n_data=posterior.n_data,
         record={**posterior.record, "calibration": calibration},
     )
+
+
+def _unchecked(task: Task, q: Posterior) -> str | None:
+    found = stationarity(task, q)
+    return None if found.near else found.verdict
 
 
 def _given(indices: Any, n_data: int) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import mlp
+from models import classes, mlp
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -15,14 +15,6 @@ from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
 
 N = 120
-
-
-def classes(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
-    noise = 1.5 * torch.randn(N, 3, generator=g, dtype=torch.float64)
-    y = (x @ torch.randn(4, 3, generator=g, dtype=torch.float64) + noise).argmax(1)
-    return x.to(dtype), y
 
 
 def minimised(model: nn.Module, x: Tensor, y: Tensor, delta: float, start: dict[str, Tensor]):

@@ -1,0 +1,139 @@
+"""Is the model at the minimum of the loss that the task names? Everything else assumes it.
+
+    F(θ) = Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀),     g = ∇F(m)
+    decrement  ½ gᵀ Σ g                what a Newton step from m would gain, in nats
+    pull       1/N Σ_i ½ g_iᵀ Σ g_i    what one example pulls at the model with, on average
+    batch      N Σ_i ‖g_i‖² / ‖g‖²     of a block: minibatches below this size do not see its g
+
+A group is told from the training that goes on where its pull is ten times the decrement; n examples
+that pull independently of each other have n times one example's.
+
+Source: McCandlish et al., "An empirical model of large-batch training", 2018 (the noise scale).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.task import Task
+
+DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
+SAMPLE = 256  # examples whose own gradients are taken
+
+
+@dataclass(frozen=True)
+class Stationarity:
+    """How far a model is from the minimum of its own objective.
+
+    Attributes:
+        residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
+        decrement, pull: in nats, see the module.
+        n_data: N.
+        blocks: by parameter ``gradient`` ‖g‖, ``noise`` (Σ_i ‖g_i‖²)^½ and ``batch``.
+    """
+
+    residual: float
+    decrement: float
+    pull: float
+    n_data: int
+    blocks: Mapping[str, Mapping[str, float]]
+
+    @property
+    def least_group(self) -> float:
+        """The examples of the smallest group whose removal is told from training that goes on."""
+        if self.decrement == 0:
+            return 1
+        few = self.decrement / (DRIFT * self.pull) if self.pull > 0 else math.inf
+        return max(1, math.ceil(few)) if math.isfinite(few) else few
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether even single examples are told."""
+        return self.least_group <= 1
+
+    @property
+    def near(self) -> bool:
+        """Whether groups of at most half the data are."""
+        return self.least_group <= self.n_data / 2
+
+    @property
+    def verdict(self) -> str:
+        """What follows, in one line."""
+        gain = f"a step would gain {self.decrement:.2g} nats"
+        if self.at_minimum:
+            return f"at the minimum of this loss ({gain})"
+        single = "single examples: ranking only"
+        if self.near:
+            few = f"groups from {self.least_group:,.0f} examples: as predicted"
+            return f"near the minimum of this loss ({gain}): {single}; {few}"
+        return f"not at the minimum of this loss ({gain}): {single}; groups: ranking only"
+
+    def __repr__(self) -> str:
+        return f"Stationarity({self.verdict})"
+
+
+_SEEN: WeakKeyDictionary[Posterior, tuple[Task, Stationarity]] = WeakKeyDictionary()
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def stationarity(task: Task, posterior: Posterior) -> Stationarity:
+    """Whether a posterior's mean minimises the task's loss and its prior; kept with the posterior.
+
+    One forward and backward pass over the data, and the gradients of up to 256 examples.
+
+    Raises:
+        PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(60, 2), torch.randn(60)
+        >>> task = blr.Task(torch.nn.Linear(2, 1), (X, y), likelihood="gaussian")
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> stationarity(task, q).at_minimum
+        False
+    """
+    seen = _SEEN.get(posterior)
+    if seen is not None and seen[0] is task:
+        return seen[1]
+    q = posterior.on(task)
+    slope, _ = loss_and_gradient(task, q.mean)
+    pull = q.prior.times(q.prior.gap(q.mean))
+    g = {n: s + pull[n] for n, s in slope.items()}
+    size = [math.sqrt(sum(_square(x) for x in tree.values())) for tree in (slope, pull, g)]
+    step = q.form.solve(g)
+    decrement = 0.5 * sum(float((x.double() * step[n].double()).sum()) for n, x in g.items())
+    order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+    chosen = order[:SAMPLE].sort().values
+    single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
+    for chunk in chunks(task, q.mean, QUIET, columns=1, indices=chosen):
+        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+        terms = chunk.terms(error.unsqueeze(1))
+        single += 0.5 * float(q.form.gram(terms).double().sum())
+        for term in terms:
+            for name, squares in term.square_sum().items():
+                noise[name] += float(squares.double().sum())
+    times = task.n_data / len(chosen)
+    blocks = {
+        n: {
+            "gradient": math.sqrt(_square(x)),
+            "noise": math.sqrt(times * noise[n]),
+            "batch": task.n_data * times * noise[n] / _square(x) if bool(x.any()) else math.inf,
+        }
+        for n, x in g.items()
+    }
+    residual = size[2] / (size[0] + size[1]) if size[0] + size[1] > 0 else 0.0
+    found = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
+    _SEEN[posterior] = (task, found)
+    return found
+
+
+def _square(x: torch.Tensor) -> float:
+    return float(x.double().square().sum())
