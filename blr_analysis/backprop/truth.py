@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,15 +34,44 @@ def autograd_gradients(
     ]
     shape = (len(probe), len(cotangents))
     truth = {n: p.new_empty(*shape, *p.shape) for n, p in params.items()}
-    for i in range(len(probe)):
-        for j, cotangent in enumerate(cotangents):
-            try:
-                row = pulled([outputs[i]], [cotangent[i]], leaves)
-            except RuntimeError as error:
-                raise not_differentiable(error) from error
-            for name, gradient in zip(leaves, row, strict=True):
-                truth[name][i, j] = gradient
+    with no_backward_inside(task, leaves):
+        for i in range(len(probe)):
+            for j, cotangent in enumerate(cotangents):
+                try:
+                    row = pulled([outputs[i]], [cotangent[i]], leaves)
+                except RuntimeError as error:
+                    raise not_differentiable(error) from error
+                for name, gradient in zip(leaves, row, strict=True):
+                    truth[name][i, j] = gradient
     return truth, cotangents
+
+
+@contextmanager
+def no_backward_inside(task: Task, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a model whose backward pass calls ``backward()`` itself, as reentrant checkpointing of
+    one's own does: what that adds to ``p.grad`` is missing from the gradients asked for.
+
+    Gradients that lie in the model's ``p.grad`` come back as they were.
+
+    Raises:
+        ModelError: some ``p.grad`` was written to.
+    """
+    own = dict(task.model.named_parameters())
+    before = {name: p.grad for name, p in own.items()}
+    for p in own.values():
+        p.grad = None
+    try:
+        yield
+        written = [n for n, p in own.items() if p.grad is not None]
+        written += [n for n, p in leaves.items() if p.grad is not None and n not in written]
+    finally:
+        for name, p in own.items():
+            p.grad = before[name]
+    if written:
+        raise ModelError(
+            f"the model's backward pass runs a backward() of its own for {written[:5]}: switch off "
+            "gradient checkpointing (or the custom autograd.Function that does it)"
+        )
 
 
 def not_differentiable(error: RuntimeError) -> ModelError:

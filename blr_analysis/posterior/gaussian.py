@@ -134,6 +134,7 @@ class Posterior:
         prior_precision: float | Mapping[str, float] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
+        tokens: int | None = None,
     ) -> Posterior:
         """The diagonal posterior that an optimizer learned while it trained.
 
@@ -149,6 +150,7 @@ class Posterior:
                 prior_precision=prior_precision,
                 scaling=scaling,
                 batch_size=batch_size,
+                tokens=tokens,
             ),
             model,
         )
@@ -164,6 +166,7 @@ class Posterior:
         prior_precision: float | Mapping[str, float] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
+        tokens: int | None = None,
         names: Sequence[str] | None = None,
     ) -> Posterior:
         """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
@@ -179,6 +182,7 @@ class Posterior:
                 prior_precision=prior_precision,
                 scaling=scaling,
                 batch_size=batch_size,
+                tokens=tokens,
                 names=names,
             ),
             model,
@@ -371,7 +375,7 @@ class Posterior:
             raise PosteriorError(
                 f"the posterior was learned from n_data={self.n_data} examples, the task has "
                 f"{task.n_data}; use the training data themselves, or give the right n_data when "
-                "capturing the posterior"
+                "capturing the posterior (of sequences n_data=sequences, tokens=tokens)"
             )
         return self.to(task.device, task.check_parameters(mine))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from parts import Graph, graph, normal
@@ -83,6 +85,41 @@ def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
     task = Task(graph(call, **parts), (normal(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="checkpointing"):
         fit_laplace(task, prior_precision=1.0, progress=False)
+
+
+class Recomputed(torch.autograd.Function):
+    """Checkpointing as people write it: forward again in the backward pass, and backward()."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.run(x), grads)
+        return None, x.grad
+
+
+def test_checkpointing_of_ones_own_is_refused() -> None:
+    """``autograd.grad`` says 0 for its layer, ``backward()`` the truth."""
+
+    def call(m: Graph, x: Tensor) -> Tensor:
+        return m.out(Recomputed.apply(lambda h: torch.tanh(m.two(h)), torch.tanh(m.one(x))))
+
+    parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
+    model = graph(call, **parts)
+    x, y = normal(6, 3), torch.arange(6) % 2
+    nn.functional.cross_entropy(model(x), y).backward()
+    held = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert held["two.weight"].any()
+    with pytest.raises(ModelError, match=r"'two\.weight'.*checkpointing"):
+        fit_laplace(Task(model, (x, y)), prior_precision=1.0, progress=False)
+    assert all(torch.equal(p.grad, held[n]) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize(

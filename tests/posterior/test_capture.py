@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from blr_analysis.errors import (
 from blr_analysis.learning_rule.optim import IVON, OGN
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.task import Task
 
 N, DELTA = 200, 3.0
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -607,3 +609,44 @@ def test_a_parameter_without_a_step_is_all_start() -> None:
     train_ivon(optimizer, model)
     share = from_optimizer(optimizer, model).record["initial_share"]
     assert share == pytest.approx(1000 / sum(p.numel() for p in model.parameters()), rel=1e-3)
+
+
+# ---------------------------------------------------------------- sequences and their tokens
+
+
+@pytest.mark.parametrize("kind", [IVON, torch.optim.Adam])
+def test_tokens_scale_the_precision_and_sequences_are_counted(kind: Any, tmp_path: Path) -> None:
+    """A mean over the tokens of 6 sequences, as of so many examples of one token each."""
+    torch.manual_seed(0)
+    ids = torch.randint(5, (6, 4))
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
+    tokens = ids.numel()
+    given = {"ess": tokens, "weight_decay": 0.1, "beta2": 0.5} if kind is IVON else {}
+    optimizer = kind(model.parameters(), lr=0.01, **given)
+    for _ in range(3):
+        looked = optimizer.sampled_params(train=True) if kind is IVON else nullcontext()
+        with looked:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+    prior = {} if kind is IVON else {"prior_precision": 2.0}
+    q = Posterior.from_optimizer(optimizer, model, n_data=6, tokens=tokens, **prior)
+    one_by_one = Posterior.from_optimizer(optimizer, model, n_data=tokens, **prior)
+    assert (q.n_data, q.record["tokens"]) == (6, tokens)
+    for name in q.mean:
+        assert torch.equal(q.precision(name), one_by_one.precision(name))
+    task = Task(model, (ids, ids), likelihood="tokens")
+    assert q.on(task).n_data == task.n_data
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    saved = Posterior.from_checkpoint(
+        tmp_path / "state.pt", model, n_data=6, tokens=tokens, **prior
+    )
+    assert torch.equal(saved.precision("1.bias"), q.precision("1.bias"))
+    with pytest.raises(InputError, match="tokens"):
+        Posterior.from_optimizer(optimizer, model, n_data=6, tokens=0, **prior)
+    if kind is IVON:
+        for wrong in ({"n_data": 6}, {"n_data": 6, "tokens": 7}, {"tokens": tokens}):
+            with pytest.raises(OptimizerError, match="tokens"):
+                Posterior.from_optimizer(optimizer, model, **wrong)
+    with pytest.raises(PosteriorError, match="tokens"):
+        one_by_one.on(task)

@@ -8,14 +8,42 @@ from typing import Any, ClassVar
 
 import torch
 
-from blr_analysis.checks import one_of
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
 from blr_analysis.learning_rule.optim.settings import POSITIVE
 from blr_analysis.learning_rule.table import ROWS
 
+BETA2 = 0.99999
+BROAD = 0.05
+"""How wide q may become in ``steps`` where the data say nothing, in units of the weights."""
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
+
+
+def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0) -> float:
+    r"""The β₂ with which h has left its start after ``steps``: 1 − β₂ = c / steps, e^−c of it left.
+
+    The larger c, the more of h is the data's; but where the data say nothing h falls to
+    hess_init·e^−c, and the noise of the draws grows to (ess · hess_init · e^−c)^−½, which has to
+    stay below the size of the weights: 0.05. Hence c = log(ess · hess_init · 0.05²), and from 1
+    to 5 in any case. The estimate of h is noisy by √(c / (2 · epochs)) of itself.
+
+    Raises:
+        InputError: ``steps`` is no positive whole number.
+
+    Example:
+        >>> [round(1000 * (1 - beta2_for(1000, ess)), 2) for ess in (100, 10_000, 1_000_000)]
+        [1.0, 3.22, 5.0]
+    """
+    if steps is None:
+        return BETA2
+    positive_int("steps", steps)
+    try:
+        c = math.log(float(ess) * float(hess_init) * BROAD**2)
+    except (TypeError, ValueError):  # what is wrong with them is said where groups are checked
+        c = 1.0
+    return 1 - min(max(c, 1.0), 5.0, steps) / steps
 
 
 class IVON(RowOptimizer):
@@ -51,8 +79,16 @@ class IVON(RowOptimizer):
         >>> optimizer.state[model.weight]["hess"].shape
         torch.Size([1, 3])
 
+    *What to set* (docs/ivon.md has the reasons and figures): ``ess`` the number of training
+    examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``,
+    which at the start is that of ``torch.optim.SGD(momentum=0)`` (ten times that of
+    ``momentum=0.9``): h has left its start when training ends, and the step size is then
+    lr·(hess_init + δ)/(h + δ). Without ``steps`` or a ``beta2`` of your own h hardly moves in
+    trainings of less than 100,000 steps: the posterior is then ``hess_init``'s, not the data's.
+
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
-    too; all but ``params``, ``mc_samples``, ``sync`` and ``generator`` can be set per group.
+    too (``steps`` apart); all but ``params``, ``mc_samples``, ``sync``, ``generator`` and ``steps``
+    can be set per group.
 
     Args:
         params: parameters, named parameters or groups, real and floating-point; any mix of
@@ -74,6 +110,8 @@ class IVON(RowOptimizer):
         rescale_lr: see ``lr``.
         generator: draws the noise, on its own device, and is saved and restored with the state.
             By default torch's global generators, which are the user's to save.
+        steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
+            is left at its default, see :func:`beta2_for`.
 
     Behaviour:
 
@@ -116,7 +154,7 @@ class IVON(RowOptimizer):
         ess: float,
         hess_init: float = 1.0,
         beta1: float = 0.9,
-        beta2: float = 0.99999,
+        beta2: float = BETA2,
         weight_decay: float = 1e-4,
         mc_samples: int = 1,
         hess_approx: str = "price",
@@ -126,8 +164,10 @@ class IVON(RowOptimizer):
         rescale_lr: bool = True,
         *,
         generator: torch.Generator | None = None,
+        steps: int | None = None,
     ) -> None:
-        self._set_up(ROWS["IVON"], locals())
+        given = {**locals(), "beta2": beta2 if beta2 != BETA2 else beta2_for(steps, ess, hess_init)}
+        self._set_up(ROWS["IVON"], given)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

@@ -60,7 +60,10 @@ SETTINGS: dict[str, Setting] = {
     "floor": NATURAL,
     "noise": NATURAL,
 }
-OF_THE_OPTIMIZER = ("params", "row", "mc_samples", "sync", "generator", "model", "loss_reduction")
+OF_THE_OPTIMIZER = (
+    *("params", "row", "mc_samples", "sync", "generator"),
+    *("model", "loss_reduction", "steps"),
+)
 """Arguments that no group has one of its own of."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.checks import positive_int
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
 from blr_analysis.posterior.capture.readers import Reader, State, steps
 from blr_analysis.posterior.capture.scale import given_scale, own_scale
@@ -60,6 +61,7 @@ def assemble(
     prior_precision: float | Mapping[str, float] | None,
     scaling: str,
     batch_size: int | None,
+    tokens: int | None,
     record: dict[str, Any],
     bare: bool = False,
 ) -> Captured:
@@ -85,6 +87,7 @@ def assemble(
         0.0 if bare and prior_precision is None else prior_precision,
         scaling,
         batch_size,
+        None if tokens is None else positive_int("tokens", tokens),
     )
     mean, precision = {}, {}
     for slot in slots:

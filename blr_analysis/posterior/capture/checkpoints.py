@@ -31,6 +31,7 @@ def from_checkpoint(
     prior_precision: float | Mapping[str, float] | None = None,
     scaling: str = "sqrt",
     batch_size: int | None = None,
+    tokens: int | None = None,
     names: Sequence[str] | None = None,
     bare: bool = False,
 ) -> Captured:
@@ -54,10 +55,11 @@ def from_checkpoint(
         path: see above.
         model: the model that was trained (it is read for names and shapes, not changed), with
             the same parameters frozen.
-        n_data: as in :func:`from_optimizer`, like the three after it.
+        n_data: as in :func:`from_optimizer`, like the four after it.
         prior_precision: see there.
         scaling: see there.
         batch_size: see there.
+        tokens: see there.
         names: every parameter's name, in the order in which the optimizer got them.
         bare: as in :func:`from_optimizer`.
 
@@ -112,6 +114,7 @@ def from_checkpoint(
         prior_precision=prior_precision,
         scaling=scaling,
         batch_size=batch_size,
+        tokens=tokens,
         bare=bare,
         record={
             "source": saved.source,

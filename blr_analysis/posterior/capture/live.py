@@ -40,6 +40,7 @@ def from_optimizer(
     prior_precision: float | Mapping[str, float] | None = None,
     scaling: str = "sqrt",
     batch_size: int | None = None,
+    tokens: int | None = None,
     bare: bool = False,
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
@@ -66,6 +67,9 @@ def from_optimizer(
         scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
         batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
             included.
+        tokens: where examples are sequences and the loss was a mean over tokens, the number T of
+            all tokens that counted in training: S = T·√v̂ + δ, or IVON's ess is T, and n_data is
+            the number of sequences.
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
             models with: S is the data's part and may be 0. A ``prior_precision`` is optional
             then, and only recorded.
@@ -119,6 +123,7 @@ def from_optimizer(
         prior_precision=prior_precision,
         scaling=scaling,
         batch_size=batch_size,
+        tokens=tokens,
         bare=bare,
         record={
             "source": "optimizer",

@@ -43,6 +43,7 @@ def own_scale(
     prior_precision: Given | None,
     scaling: str,
     batch_size: int | None,
+    tokens: int | None = None,
 ) -> Scale:
     """For optimizers that learn a posterior: ess and weight_decay are in the groups.
 
@@ -56,7 +57,7 @@ def own_scale(
             "scaling out"
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
-    n = _check_ess(sizes, None if n_data is None else n_data_of(n_data), scaling)
+    n = _check_ess(sizes, None if n_data is None else n_data_of(n_data), scaling, tokens)
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
     if prior_precision is not None:
         given = _by_name(prior_precision, groups)
@@ -73,7 +74,7 @@ def own_scale(
         prior=prior,
         data_part=lambda hess, group: hess * float(group["ess"]),
         definition="S = ess*(h + weight_decay)",
-        record={"scaling": "ess", "ess": sizes},
+        record={"scaling": "ess", "ess": sizes, **_counted(tokens)},
     )
 
 
@@ -83,6 +84,7 @@ def given_scale(
     prior_precision: Given | None,
     scaling: str,
     batch_size: int | None,
+    tokens: int | None = None,
 ) -> Scale:
     """For second moments: N, δ and the choice of the formula are the caller's."""
     _check_scaling(scaling, batch_size)
@@ -100,15 +102,22 @@ def given_scale(
         decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
         raise OptimizerError(
             "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2; with weight "
-            f"decay w on the mean loss it is n_data*w, here {[n * decay for decay in decays]}"
+            "decay w on the mean loss it is n_data*w, here "
+            f"{[(tokens or n) * decay for decay in decays]}"
         )
-    factor = float(n) if scaling == "sqrt" else float(n) * float(batch_size or 1)
+    terms = float(n if tokens is None else tokens)  # of the loss, which is their mean
+    factor = terms if scaling == "sqrt" else terms * float(batch_size or 1)
     return Scale(
         n_data=n,
         prior=_by_name(prior_precision, groups),
         data_part=lambda v, _: factor * (v.sqrt() if scaling == "sqrt" else v),
         definition=f"S = {'N*sqrt(v_hat)' if scaling == 'sqrt' else 'N*B*v_hat'} + delta",
-        record={"scaling": scaling, "batch_size": batch_size, "bias_corrected": True},
+        record={
+            "scaling": scaling,
+            "batch_size": batch_size,
+            "bias_corrected": True,
+            **_counted(tokens),
+        },
     )
 
 
@@ -125,9 +134,21 @@ def _check_scaling(scaling: str, batch_size: object) -> None:
         raise InputError(f"batch_size is used with scaling='squared' only, not {scaling!r}.")
 
 
-def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
+def _counted(tokens: int | None) -> dict[str, int]:
+    return {} if tokens is None else {"tokens": tokens}
+
+
+def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str, tokens: int | None) -> int:
     if not all(math.isfinite(ess) and ess > 0 for ess in sizes):
         raise OptimizerError(f"the optimizer's ess must be positive and finite, not {sizes}.")
+    if tokens is not None and scaling != "ess":
+        if n_data is None:
+            raise OptimizerError("n_data, the number of sequences, is missing beside tokens=")
+        if not all(math.isclose(ess, tokens, rel_tol=1e-6) for ess in sizes):
+            raise OptimizerError(
+                f"tokens={tokens} is inconsistent with the optimizer's ess={sizes}"
+            )
+        return n_data
     n = n_data or max(1, round(sizes[0]))
     if scaling == "ess" or all(math.isclose(ess, n, rel_tol=1e-6) for ess in sizes):
         return n
@@ -138,7 +159,7 @@ def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str) -> int:
         )
     raise OptimizerError(
         f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out, or, "
-        "if ess was tempered on purpose, pass scaling='ess' as well"
+        f"if ess counts tokens, pass tokens={round(sizes[0])}; if it was tempered, scaling='ess'"
     )
 
 

@@ -20,7 +20,7 @@ SIGNATURES = {
     "BSAM": f"(params, lr, ess, {LEARNED}, radius=0.05, damping=0.1, {DRAWN})",
     "IVON": "(params, lr, ess, hess_init=1.0, beta1=0.9, beta2=0.99999, weight_decay=0.0001, "
     "mc_samples=1, hess_approx='price', clip_radius=inf, sync=False, debias=True, "
-    "rescale_lr=True, *, generator=None)",
+    "rescale_lr=True, *, generator=None, steps=None)",
     "OGN": f"(params, lr, ess, {LEARNED}, {READ})",
     "VOGN": f"(params, lr, ess, {LEARNED}, {READ})",
     "Vadam": f"(params, lr, ess, {LEARNED.replace('1.0', '0.0', 1)}, {DRAWN})",

@@ -260,3 +260,26 @@ def test_invalid_parameters() -> None:
         IVON([complex_parameter], lr=0.1, ess=10)
     named = IVON([("weight", torch.nn.Parameter(torch.ones(2)))], lr=0.1, ess=10)
     assert named.param_groups[0]["param_names"] == ["weight"]
+
+
+def test_steps_set_how_fast_the_start_is_forgotten() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+
+    def beta2(**given: Any) -> float:
+        return IVON([param], lr=0.1, **given).param_groups[0]["beta2"]
+
+    assert beta2(ess=10) == beta2(ess=10, steps=None) == 0.99999
+    assert beta2(ess=10, steps=100, beta2=0.5) == 0.5
+    for ess, hess_init in ((4000, 1.0), (4000, 5.0), (40_000, 0.3)):
+        kept = beta2(ess=ess, hess_init=hess_init, steps=10_000) ** 10_000
+        assert (ess * hess_init * kept) ** -0.5 == pytest.approx(0.05, rel=1e-2)
+    assert beta2(ess=1e9, steps=1000) ** 1000 == pytest.approx(math.exp(-5), rel=2e-2)
+    assert beta2(ess=1, steps=1000) ** 1000 == pytest.approx(math.exp(-1), rel=2e-2)
+    assert beta2(ess=1e9, steps=1) == 0
+    for wrong in (0, -3, 2.5, True):
+        with pytest.raises(InputError, match="steps"):
+            beta2(ess=10, steps=wrong)
+    with pytest.raises(InputError, match="ess"):
+        beta2(ess="many", steps=10)
+    state = IVON([param], lr=0.1, ess=10, steps=7).state_dict()
+    assert "steps" not in state["param_groups"][0]
