@@ -1,6 +1,6 @@
 """The data after a change, and the objective that a model retrained on them would minimise.
 
-F(θ) = Σ_{i kept, added, relabelled} ℓ_i(θ) + ½ (θ − m₀)ᵀ diag(δ) (θ − m₀)
+F(θ) = Σ_{i kept, added, relabelled} ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Objective:
-    """F(θ) = Σ_parts Σ_i ℓ_i(θ) + ½ (θ − m₀)ᵀ diag(δ) (θ − m₀).
+    """F(θ) = Σ_parts Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀).
 
     Attributes:
         parts: pairs of a task and the examples of it that count.
-        prior: δ.
-        prior_mean: m₀ by name; None: 0.
+        prior: δ, and θ₀, its mean.
         scales: of a sample, how many examples each one stands for, by part.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
     prior: Prior
-    prior_mean: Tree | None = None
     scales: tuple[float, ...] = ()
 
     @property
@@ -62,8 +60,7 @@ class Objective:
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        m = self.prior_mean
-        gap = params if m is None else {n: p - m[n] for n, p in params.items()}
+        gap = self.prior.gap(params)
         pull = self.prior.times(gap)
         squares = self.prior.times({n: x.double().square() for n, x in gap.items()})
         value = 0.5 * sum(float(s.sum()) for s in squares.values())
@@ -82,12 +79,8 @@ class Objective:
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        m = self.prior_mean
-        gap = params if m is None else {n: p - m[n] for n, p in params.items()}
-        value = 0.5 * sum(
-            float(s.sum())
-            for s in self.prior.times({n: x.double().square() for n, x in gap.items()}).values()
-        )
+        squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
+        value = 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
         for (task, indices), weight in zip(self.parts, self.weights, strict=True):
             with torch.no_grad(), task.evaluation():
                 for chosen in indices.split(task.batch_size):
@@ -109,7 +102,7 @@ class Objective:
             order = torch.randperm(len(indices), generator=generator)[:most]
             parts.append((task, indices[order]))
             scales.append(len(indices) / len(order))
-        return Objective(tuple(parts), self.prior, self.prior_mean, tuple(scales))
+        return Objective(tuple(parts), self.prior, tuple(scales))
 
     def precision(
         self, params: Tree, *, kind: str = "ggn", memory_budget: int | None = None

@@ -37,7 +37,7 @@ Part = tuple[Task, Tensor]  # a task, and the examples of it that count
 RATES = {"adam": (1e-2, 5e-3, 2e-3, 5e-4), "sgd": (0.6, 0.3, 0.15, 0.06, 0.02)}
 TAKEN = {"adam": 1.0, "sgd": 1 / 3}
 MOMENTUM = 0.9
-PROBES = 0.15  # of a training's passes go into finding its step size
+PROBES = 0.4  # as many passes as this part of a training's go into finding its step size
 STEPS = 120  # that a training should have at least, where the data allow it
 SMALLEST, LARGEST = 8, 128  # examples in a minibatch
 LOOKS = 500  # examples whose gradients say which weights have large ones
@@ -173,7 +173,7 @@ def growth(weights: Tree, start: Tree, squares: Tree) -> Tensor:
 def _with_rate(parts: Sequence[Part], prior: Prior, start: Tree, recipe: Recipe) -> Recipe:
     """With the step size that lowers the loss most in the first few minibatches."""
     rates = RATES[recipe.family]
-    steps = max(4, int(PROBES * recipe.steps / len(rates)))
+    steps = max(8, int(PROBES * recipe.steps / len(rates)))
 
     def reached(lr: float) -> float:
         try:
@@ -225,7 +225,7 @@ def _train(
             slopes = torch.autograd.grad(
                 mean, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
-            pull = prior.times({n: p.detach() for n, p in leaves.items()})
+            pull = prior.times(prior.gap({n: p.detach() for n, p in leaves.items()}))
             for (name, p), part in zip(leaves.items(), slopes, strict=True):
                 slope = part.to_dense() if part.is_sparse else part
                 p.grad = slope + pull[name] / n_data

@@ -178,7 +178,7 @@ class Solver:
 
     @cached_property
     def _start(self) -> Tree | None:
-        return getattr(self.q, "initial", None) or first_weights(self.task, seed=0)
+        return dict(self.q.initial or {}) or first_weights(self.task, seed=0)
 
     @cached_property
     def no_replay(self) -> str:
