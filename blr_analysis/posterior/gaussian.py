@@ -28,6 +28,9 @@ STILL_INITIAL = (
 )
 
 
+ENOUGH = 0.9  # of tr(ΛV): what a lower rank leaves out decides in influence
+
+
 class Posterior:
     """q(θ) = N(m, S⁻¹) over a model's trainable parameters, by their own names.
 
@@ -103,6 +106,9 @@ class Posterior:
         found = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
         unchecked = (self.record.get("calibration") or {}).get("unchecked")
         checked = ", scale unchecked: not at the minimum" if unchecked else ""
+        explained = self.record.get("explained", 1.0)
+        if explained < ENOUGH:
+            found += f", rank explains {explained:.0%}: too low for influence"
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
             f"n_data={self.n_data}, kind={kind!r}{start}{found}{checked})"

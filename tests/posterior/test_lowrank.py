@@ -346,3 +346,9 @@ def test_check_names_what_is_wrong() -> None:
         LowRank(form.base, basis, form.core).check()
     with pytest.raises(PosteriorError, match="not positive definite"):
         LowRank(form.base, form.basis, form.core - 1e6 * torch.eye(3)).check()
+
+
+def test_a_rank_too_small_for_influence_says_so() -> None:
+    for rank, short in ((1, True), (30, False)):
+        q = fitted(task_of(), rank=rank)
+        assert ("influence" in repr(q)) == short == (q.record["explained"] < 0.9)
