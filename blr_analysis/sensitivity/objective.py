@@ -125,7 +125,7 @@ class Objective:
 
 def whole(task: Task, prior: Prior) -> Objective:
     """That of a task as it is."""
-    return Objective(((task, torch.arange(task.n_data)),), prior, prior.mean)
+    return Objective(((task, torch.arange(task.n_data)),), prior)
 
 
 def changed(
@@ -148,7 +148,7 @@ def changed(
         parts.append((added, torch.arange(added.n_data)))
     if labels:
         parts.append((with_labels(task, labels), torch.arange(len(labels))))
-    return Objective(tuple(parts), prior, prior.mean)
+    return Objective(tuple(parts), prior)
 
 
 def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:

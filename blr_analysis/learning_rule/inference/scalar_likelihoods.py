@@ -80,7 +80,7 @@ def _closed(likelihood: Likelihood) -> ClosedForms:
             lambda m, v: (m + 0.5 * v).exp(),
         )
     if isinstance(likelihood, Gaussian):
-        noise = likelihood.variance
+        noise = float(torch.as_tensor(likelihood.variance).flatten()[0])  # f is one number
         return ClosedForms(
             lambda y, m, v: _log_normal(y - m, torch.full_like(v, noise)) - 0.5 * v / noise,
             lambda m, v: m,
