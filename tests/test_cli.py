@@ -309,8 +309,8 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
     gone = task.dataset.tensors[1] == 1
     for flags, options, said in (
         (("--solver", "posterior"), {"solver": "posterior"}, "without retraining"),
-        (("--passes", "5"), {"passes": 5}, "without retraining"),
-        (("--passes", "20"), {"passes": 20}, "by a descent of"),
+        (("--passes", "5"), {"passes": 5}, "by short trainings"),
+        (("--passes", "20"), {"passes": 20}, "by short trainings"),
         (("--solver", "cg", "--passes", "9"), {"solver": "cg", "passes": 9}, "a descent of 9"),
         (("--converge",), {"steps": "converge"}, "by a descent of"),
     ):

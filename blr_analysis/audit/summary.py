@@ -199,22 +199,31 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
         "NLL without": [f"{v:.3f}" for v in removals["nll_after"]],
         "change": [f"{v:+.3f}" for v in removals["nll_change"]],
     }
+    if "nll_low" in removals:
+        ends = zip(removals["nll_low"], removals["nll_high"], strict=True)
+        columns["likely between"] = [f"{low:.2f} and {high:.2f}" for low, high in ends]
     if not np.isnan(removals["accuracy_after"].to_numpy()).any():
         columns["accuracy without"] = [f"{v:.1%}" for v in removals["accuracy_after"]]
     order = removals["nll_change"].abs().argsort(kind="stable")[::-1].tolist()
     rows = {name: [values[k] for k in order[:MOST_ROWS]] for name, values in columns.items()}
     before = removals["nll_before"].iloc[0]
     passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
-    lead = f"Predicted {_how(passes)}, measured on {where} (NLL with all data: {before:.3f})."
+    solver = str(removals["solver"].iloc[0]) if "solver" in removals else "posterior"
+    lead = (
+        f"Predicted {_how(solver, passes)}, measured on {where} (NLL with all data: {before:.3f})."
+    )
+    lead += " Likely: in four cases of five, as measured where retraining is known."
     parts: list[RenderableType] = [grid(rows)]
     if len(order) > MOST_ROWS:
         parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
     return section(f"What if a {noun} were gone?", lead, *parts)
 
 
-def _how(passes: float) -> str:
+def _how(solver: str, passes: float) -> str:
+    if solver.startswith("replay"):
+        return f"by short trainings from fresh weights, with and without it, {passes:.0f} passes"
     if passes == 0:
-        return "without retraining"
+        return "without retraining, in one rough step"
     return f"by a descent of {passes:.0f} passes over the data that stay"
 
 
@@ -237,9 +246,13 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         columns["without "] = [f"{after:.1%}" for _, after in shares]
     lead = (
         f"{result.removed:,} of {n_data:,} training examples taken out; predicted "
-        f"{_how(0.0 if result.solver == 'posterior' else result.passes)}, measured on {where}."
+        f"{_how(result.solver, result.passes)}, measured on {where}."
     )
-    parts: list[RenderableType] = [grid(columns)]
+    low, high = result.interval
+    likely = f"NLL after retraining, in four cases of five: between {low:.3f} and {high:.3f}."
+    parts: list[RenderableType] = [grid(columns), note(likely)]
+    if result.note:
+        parts.append(note(f"Not to be trusted: {result.note}."))
     if result.solver != "posterior":
         if not result.converged and result.error is not None:
             parts.append(note(f"One more step would change the NLL by {result.error:.1g}."))

@@ -85,7 +85,7 @@ class Objective:
             with torch.no_grad(), task.evaluation():
                 for chosen in indices.split(task.batch_size):
                     f, y = task.run(task.fetch(chosen), params, chosen)
-                    value += weight * float(task.likelihood.nll(f, y).double().sum())
+                    value += weight * float(task.likelihood.at(chosen).nll(f, y).double().sum())
         return value
 
     @property

@@ -216,7 +216,7 @@ def _train(
             sums, size = [], 0
             for task, chosen in next(batches):
                 outputs, targets = task.run(task.fetch(chosen), leaves, chosen)
-                sums.append(task.likelihood.nll(outputs, targets).sum())
+                sums.append(task.likelihood.at(chosen).nll(outputs, targets).sum())
                 size += len(chosen)
             mean = torch.stack(sums).sum() / size
             losses.append(float(mean.detach()))

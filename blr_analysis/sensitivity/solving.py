@@ -33,6 +33,7 @@ LEAST_PASSES = 8  # with fewer a descent is not worth its start
 DRIFT = 0.1  # of the change: a model farther from its own minimum is not descended by "auto"
 TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
+FEWEST = 32  # examples for a replay
 SEEN = 2000  # examples that stay, at most, that say whether it does
 FAMILIES = {"adam_v": "adam", "rmsprop_v": "adam", "vadam": "adam", "ivon": "sgd", "vogn": "sgd"}
 
@@ -183,6 +184,8 @@ class Solver:
     @cached_property
     def no_replay(self) -> str:
         """Why this model's training cannot be replayed; "" where it can."""
+        if self.task.n_data < FEWEST:
+            return f"fewer than {FEWEST} examples are no training in minibatches"
         if any(isinstance(m, _BatchNorm) for m in self.task.model.modules()):
             return "its BatchNorm statistics belong to the trained weights"
         if self._start is None:
@@ -216,10 +219,12 @@ class Solver:
     def _one_step(
         self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
     ) -> Moved:
-        """The posterior's step. Where the loss on the changed data would rise, it is too long: it
-        is halved until that falls, or, where this very step was asked for, taken with a note."""
+        """The posterior's step. Of a group that it is too rough for (``note`` says why nothing
+        better was done) it is halved until the loss on the changed data does not rise."""
         q = self.q
         moved, floored = step(q, changes)
+        if not note:
+            return Moved(moved, floored, "posterior")
         move = add(moved.mean, -1.0, dict(q.mean))
         data = changed(
             self.task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
@@ -233,9 +238,6 @@ class Solver:
                 return True
 
         if not rises(1.0):
-            return Moved(moved, floored, "posterior", note=note)
-        if self.plan.solver == "posterior":
-            note = "the step raises the loss on the changed data: solver='auto' shortens it"
             return Moved(moved, floored, "posterior", note=note)
         sizes = (0.5**halving for halving in range(1, HALVINGS))
         size = next((size for size in sizes if not rises(size)), 0.0)

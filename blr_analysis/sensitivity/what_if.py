@@ -88,9 +88,10 @@ def what_if(
         relabel: index → new target.
         evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
             and their likelihood are used; the model is ``task``'s.
-        solver: "posterior" (one step in the posterior's structure; "auto" shortens it where it
-            would raise the loss on the changed data), "cg" (a descent on the changed data),
-            "replay" (a short training from the first weights with and without the change, see
+        solver: "posterior" (one step in the posterior's structure; where "auto" takes it for
+            want of better, shortened where it would raise the loss on the changed data), "cg"
+            (a descent on the changed data), "replay" (a short training from the first weights,
+            with and without the change, see
             :mod:`blr_analysis.sensitivity.replay`), "retrain" (``train``), or "auto": "posterior"
             for up to 1 % of the data; above, "cg" for a model that minimises its own F (checked
             by one pass over the data) and "replay" for one that does not (stopped early, trained

@@ -33,27 +33,12 @@ class Kronecker(Spectral):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
         """The eigenvectors of the factors in one sweep, the eigenvalues in another."""
-        moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
-        for terms in fit.passes("Kronecker factors"):
-            for term in terms:
-                factors = term.factors(padded=fit.padded)
-                if factors is None:
-                    continue
-                joint, right, left = factors[0], factors[1].double(), factors[2].double()
-                if joint.key in moments:
-                    _, r, d = moments[joint.key]
-                    right, left = r + right, d + left
-                moments[joint.key] = (joint, right, left)
-        blocks, values = [], {n: torch.zeros_like(p) for n, p in fit.params.items()}
-        for joint, *factors in moments.values():
-            like = values[joint.key]
-            right, left = (torch.linalg.eigh(m)[1].to(like) for m in factors)
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
-            for name in joint.names:
-                del values[name]
+        blocks = _bases(fit)
+        joined = {n for b in blocks for n in b.names}
+        values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
         values |= {b.key: b.left.new_zeros(b.shape) for b in blocks}
-        return cls(tuple(blocks), values, plain, tuple(fit.params)).summed(fit), {}
+        return cls(blocks, values, plain, tuple(fit.params)).summed(fit), {}
 
     @classmethod
     def read(
@@ -185,3 +170,24 @@ class Kronecker(Spectral):
         blocks = tuple(b.to(device, dtype) for b in self.blocks)
         values = {n: s.to(device, dtype) for n, s in self.values.items()}
         return replace(self, blocks=blocks, values=values)
+
+
+def _bases(fit: Fit) -> tuple[Basis, ...]:
+    """The eigenvectors of each layer's factors, summed in float64 over one sweep of the data."""
+    moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
+    for terms in fit.passes("Kronecker factors"):
+        for term in terms:
+            factors = term.factors(padded=fit.padded)
+            if factors is None:
+                continue
+            joint, right, left = factors[0], factors[1].double(), factors[2].double()
+            if joint.key in moments:
+                _, r, d = moments[joint.key]
+                right, left = r + right, d + left
+            moments[joint.key] = (joint, right, left)
+    blocks = []
+    for joint, *pair in moments.values():
+        like = fit.params[joint.key]
+        right, left = (torch.linalg.eigh(m)[1].to(like) for m in pair)
+        blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
+    return tuple(blocks)

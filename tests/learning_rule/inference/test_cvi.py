@@ -392,7 +392,7 @@ def test_bad_input() -> None:
         GeneralizedLinear(DiagonalGaussian(torch.zeros(7), torch.ones(7)))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="6 columns"):
         GeneralizedLinear(prior).fit((x[:, 1:], y))
-    with pytest.raises(DataError, match="must be 0 or 1"):
+    with pytest.raises(DataError, match="must lie in 0"):
         GeneralizedLinear(prior).fit((x, y + 1))
     with pytest.raises(DataError, match="must be counts"):
         GeneralizedLinear(prior, "poisson").fit((x, y - 0.5))

@@ -290,7 +290,7 @@ def test_bad_input(logistic: LatentFitted) -> None:
         GaussianProcess(lambda x, z: x).fit((X, Y))
     with pytest.raises(DataError, match="pair"):
         GaussianProcess().fit(X)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="must be 0 or 1"):
+    with pytest.raises(DataError, match="must lie in 0"):
         GaussianProcess().fit((X, Y + 1))
     broken = X.clone()
     broken[3, 1] = math.nan
