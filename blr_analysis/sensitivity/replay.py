@@ -44,7 +44,7 @@ LOOKS = 500  # examples whose gradients say which weights have large ones
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ReplayRecipe:
     """How a replay trains: the kind of its steps, their peak size and number, the size of its
     minibatches, and the seed of their order."""
 
@@ -70,7 +70,7 @@ class Replay:
     """
 
     start: Tree
-    recipe: Recipe
+    recipe: ReplayRecipe
     reference: Tree
     passes: float
     each: float
@@ -108,14 +108,14 @@ def prepare(
     whole = [(task, torch.arange(task.n_data))]
     batch = max(SMALLEST, min(LARGEST, int(task.n_data * each / STEPS)))
     steps = max(1, math.ceil(each * task.n_data / batch))
-    runs: dict[str, tuple[Recipe, Tree]] = {}
+    runs: dict[str, tuple[ReplayRecipe, Tree]] = {}
     for name in families:
-        recipe = _with_rate(whole, prior, start, Recipe(name, 0.0, steps, batch, seed))
+        recipe = _with_rate(whole, prior, start, ReplayRecipe(name, 0.0, steps, batch, seed))
         runs[name] = recipe, _train(whole, prior, start, recipe).weights
     likeness = {}
     if family is None:
         some = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))[:LOOKS]
-        still = Recipe("sgd", 0.0, math.ceil(len(some) / SMALLEST), SMALLEST, seed)
+        still = ReplayRecipe("sgd", 0.0, math.ceil(len(some) / SMALLEST), SMALLEST, seed)
         squares = _train([(task, some)], Prior.of_any(0.0), weights, still).squares
         own = growth(weights, start, squares)
         likeness = {
@@ -170,7 +170,9 @@ def growth(weights: Tree, start: Tree, squares: Tree) -> Tensor:
     return torch.stack(rows)
 
 
-def _with_rate(parts: Sequence[Part], prior: Prior, start: Tree, recipe: Recipe) -> Recipe:
+def _with_rate(
+    parts: Sequence[Part], prior: Prior, start: Tree, recipe: ReplayRecipe
+) -> ReplayRecipe:
     """With the step size that lowers the loss most in the first few minibatches."""
     rates = RATES[recipe.family]
     steps = max(8, int(PROBES * recipe.steps / len(rates)))
@@ -196,7 +198,12 @@ class _Trained:
 
 
 def _train(
-    parts: Sequence[Part], prior: Prior, start: Tree, recipe: Recipe, *, constant: bool = False
+    parts: Sequence[Part],
+    prior: Prior,
+    start: Tree,
+    recipe: ReplayRecipe,
+    *,
+    constant: bool = False,
 ) -> _Trained:
     """Minibatch steps from ``start``; unless ``constant``, their size falls as a cosine."""
     leaves = {n: p.detach().clone().requires_grad_() for n, p in start.items()}

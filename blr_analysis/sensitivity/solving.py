@@ -53,7 +53,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SolverPlan:
     """The solver that was asked for, checked.
 
     ``steps`` is None (as many as the passes allow), a number, or "converge".
@@ -75,7 +75,7 @@ class Plan:
         return self.steps is not None or self.passes is not None
 
 
-def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> Plan:
+def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> SolverPlan:
     """The three arguments together.
 
     Raises:
@@ -102,7 +102,7 @@ def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> Pl
         )
     if solver in ("cg", "replay") and passes is not None and passes < 2:
         raise InputError(f"solver={solver!r} needs passes of at least 2: one to start, one to move")
-    return Plan(solver, steps, passes)
+    return SolverPlan(solver, steps, passes)
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class Moved:
     note: str = ""
 
 
-class Solver:
+class GroupSolver:
     """Answers changes of one task; what serves them all is found when first asked for."""
 
-    def __init__(self, task: Task, q: Posterior, plan: Plan, chunking: Chunking) -> None:
+    def __init__(self, task: Task, q: Posterior, plan: SolverPlan, chunking: Chunking) -> None:
         self.task, self.q, self.plan, self.chunking = task, q, plan, chunking
 
     def solve(self, change: Change) -> Moved:
@@ -269,7 +269,7 @@ def _nothing(part: Share) -> Tree:
 
 
 def _descended(
-    data: Objective, q: Posterior, preconditioner: Posterior, plan: Plan, chunking: Chunking
+    data: Objective, q: Posterior, preconditioner: Posterior, plan: SolverPlan, chunking: Chunking
 ) -> Descent:
     steps = None if isinstance(plan.steps, str) else plan.steps
     bound = MOST_PASSES if plan.steps is not None else PASSES

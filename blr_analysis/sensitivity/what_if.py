@@ -41,7 +41,13 @@ from blr_analysis.sensitivity.replay import Replay
 from blr_analysis.sensitivity.retraining import Retrained, Train, retrained
 from blr_analysis.sensitivity.scores import all_fitted, fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
-from blr_analysis.sensitivity.solving import Change, Moved, Solver, checked_plan, next_parameters
+from blr_analysis.sensitivity.solving import (
+    Change,
+    GroupSolver,
+    Moved,
+    checked_plan,
+    next_parameters,
+)
 from blr_analysis.task import Task
 from blr_analysis.views import GroupRows
 
@@ -162,7 +168,7 @@ def what_if(
         return _of_retraining(runs, q, before, counts)
     if train is not None:
         raise InputError("train= belongs to solver='retrain'")
-    moved = Solver(task, q, plan, chunking).solve(change)
+    moved = GroupSolver(task, q, plan, chunking).solve(change)
     references = References(where, before)
     return WhatIf(
         parameters={n: m.cpu() for n, m in moved.posterior.mean.items()},
@@ -232,7 +238,7 @@ def what_if_each(
         raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
     chunking = Chunking(chunk_size, memory_budget, progress=False)
     before, _ = _measured(where, q.mean, False)
-    solver_of_all = Solver(task, q, plan, chunking)
+    solver_of_all = GroupSolver(task, q, plan, chunking)
     references = References(where, before)
     rows = []
     for value, indices in track(
