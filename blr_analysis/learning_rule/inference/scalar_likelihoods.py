@@ -80,7 +80,8 @@ def _closed(likelihood: Likelihood) -> ClosedForms:
             lambda m, v: (m + 0.5 * v).exp(),
         )
     if isinstance(likelihood, Gaussian):
-        noise = float(torch.as_tensor(likelihood.variance).flatten()[0])  # f is one number
+        given = likelihood.variance
+        noise = given[0] if isinstance(given, tuple) else given  # f is one number
         return ClosedForms(
             lambda y, m, v: _log_normal(y - m, torch.full_like(v, noise)) - 0.5 * v / noise,
             lambda m, v: m,
