@@ -212,7 +212,7 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     lead = (
         f"Predicted {_how(solver, passes)}, measured on {where} (NLL with all data: {before:.3f})."
     )
-    lead += " Likely: in four cases of five, as measured where retraining is known."
+    lead += " The ranges are rough: their widths rest on small networks, or on a guess."
     parts: list[RenderableType] = [grid(rows)]
     if len(order) > MOST_ROWS:
         parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
@@ -249,7 +249,7 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         f"{_how(result.solver, result.passes)}, measured on {where}."
     )
     low, high = result.interval
-    likely = f"NLL after retraining, in four cases of five: between {low:.3f} and {high:.3f}."
+    likely = f"NLL after retraining, roughly: between {low:.3f} and {high:.3f}."
     parts: list[RenderableType] = [grid(columns), note(likely)]
     if result.note:
         parts.append(note(f"Not to be trusted: {result.note}."))

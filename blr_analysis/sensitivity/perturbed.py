@@ -30,8 +30,9 @@ class WhatIf(Plottable):
         removed, added, relabelled: how many examples.
         floored: the fraction of S − S_G that had to be raised to the prior, where the learned
             precision is smaller than the group's share; near 0 for a posterior that fits.
-        interval: (low, high), where the nll after retraining lies in four cases of five: measured
-            on models whose retraining is known, not derived.
+        interval: (low, high), where the nll after retraining is likely to lie. Of "replay" its
+            width was set on small networks whose retraining is known; of "retrain" it follows
+            from the spread of two seeds or more; of "posterior", "cg" and one seed it is a guess.
         damping: the part of the posterior's step that was taken: less than 1 where the whole of
             it would have raised the loss on the changed data.
         note: why not to trust the answer, in one line; "" where nothing speaks against it.

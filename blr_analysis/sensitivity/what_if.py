@@ -268,8 +268,10 @@ def what_if_each(
     return GroupRows(rows).table
 
 
-# What the answers of a solver are worth: where truth lies, in four cases of five, relative to the
-# predicted change and to the loss before (python -m benchmarks.field measures the coverage).
+# How far answers are likely off, relative to the predicted change (below, above) and to the loss
+# before. Those of "replay" were set, with SHORT and GAP, on small networks whose retraining is
+# known (the cases of benchmarks/field.py and of the tests): the coverage found there is no
+# independent one. The others are guesses that no retraining has checked.
 SPREADS = {
     "cg": (0.15, 0.15, 0.02),
     "replay": (0.25, 0.4, 0.08),
@@ -277,7 +279,7 @@ SPREADS = {
     "calibrated": (0.12, 0.12, 0.05),
 }
 GAP = 0.2  # of how far the replay stays behind the model
-SHORT = 0.14  # log of how much less a change a short training sees than a whole one (the median)
+SHORT = 0.14  # log of how much less a change a short training sees: the median there
 NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
 
 
@@ -343,9 +345,9 @@ def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> E
     ℓ_j(m) + c (ℓ_j(θ^G) − ℓ_j(θ)),   c = exp(0.14) (1 + gap / (gap + |mean change|))
 
     gap: how much higher the replay's loss is than the model's. A short training sees less of a
-    change than a whole one (by a constant that was measured), and one that stays behind the less,
-    the larger the change is beside the gap (an interpolation between no correction, for changes
-    far below the gap, and ℓ_j(θ^G) itself, for those far above it).
+    change than a whole one (by a constant fitted on small networks), and one that stays behind
+    the less, the larger the change is beside the gap: an interpolation between no correction, for
+    changes far below the gap, and ℓ_j(θ^G) itself, for those far above it.
     Hits are the replay's where the group decides them (a loss that rises by a nat), or where the
     two replays differ, and the model's own elsewhere.
     """
@@ -365,7 +367,7 @@ def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> E
 def interval(
     before: float, after: float, solver: str, extra: float = 0.0, error: float = 0.0
 ) -> tuple[float, float]:
-    """Where the nll after retraining lies in four cases of five, as measured."""
+    """Where the nll after retraining is likely to lie; see :data:`SPREADS`."""
     shrink, stretch, noise = SPREADS[solver]
     change = after - before
     width = math.hypot(noise * abs(before), extra)
@@ -392,7 +394,7 @@ def _retrained(
 
 
 def _of_runs(runs: list[tuple[Retrained, Evaluation]], before: Evaluation) -> dict[str, Any]:
-    """Means over the runs, and the interval that the next one falls into in four cases of five."""
+    """Means over the runs, and the interval that the next one likely falls into."""
     losses = torch.stack([e.losses for _, e in runs]).mean(0)
     hits = [e.correct for _, e in runs if e.correct is not None]
     correct = torch.stack(hits).double().mean(0) if hits else None
