@@ -511,6 +511,9 @@ def class_table(
         "accuracy_before": mean(correct_before),
         "accuracy_after": mean(correct_after),
     }
+    if columns["nll_after"] is not None and correct_after is not None:
+        # a replay's difference can lead below 0, where no loss of a class lies
+        columns["nll_after"] = np.maximum(columns["nll_after"], 0.0)
     return _frame(columns)
 
 

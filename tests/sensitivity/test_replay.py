@@ -12,7 +12,8 @@ import blr_analysis as blr
 from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.sensitivity.replay import first_weights
-from blr_analysis.sensitivity.what_if import against, interval
+from blr_analysis.sensitivity.what_if import ByClass, against, interval
+from blr_analysis.views import make_table
 
 EPOCHS, BATCH = 12, 32
 
@@ -233,4 +234,8 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     assert torch.allclose(
         after.losses, torch.tensor([0.1, 0.3]) + np.exp(0.14) * torch.tensor([0.1, 2.0])
     )
+    below = against(reference, without, before)
+    assert float(below.losses[1]) < 0
+    table = ByClass(torch.tensor([0, 1]), before, below)
+    assert make_table(table).nll_after.tolist()[1] == 0.0
     assert after.correct.tolist() == [True, False]  # the second loss rose by more than a nat
