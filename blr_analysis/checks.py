@@ -20,28 +20,28 @@ from blr_analysis.errors import InputError
 def positive_int(name: str, value: Any) -> int:
     """A whole number above 0 (NumPy's too, but no booleans)."""
     try:
-        found = 0 if isinstance(value, bool) else operator.index(value)
+        whole = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = 0
-    if found < 1:
+        whole = 0
+    if whole < 1:
         raise InputError(f"{name} must be a positive integer, got {value!r}")
-    return found
+    return whole
 
 
 def positive_number(name: str, value: Any) -> float:
     """A finite number above 0 (NumPy's and tensors of one entry too, but no booleans or texts)."""
-    found = _number(value)
-    if not 0 < found < math.inf:
+    number = _number(value)
+    if not 0 < number < math.inf:
         raise InputError(f"{name} must be positive and finite, got {value!r}")
-    return found
+    return number
 
 
 def tolerance(name: str, value: Any) -> float:
     """A number, 0 or more (∞ too), such as a change below which a fit stops."""
-    found = _number(value)
-    if not found >= 0:
+    number = _number(value)
+    if not number >= 0:
         raise InputError(f"{name} must be 0 or more, got {value!r}")
-    return found
+    return number
 
 
 def whole(value: Any) -> int | None:

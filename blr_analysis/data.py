@@ -225,11 +225,11 @@ def chosen_indices(indices: Any, n_data: int, name: str = "indices") -> list[int
         return values.nonzero().flatten().tolist()
     if len(values) and (values.is_floating_point() or values.is_complex()):
         raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
-    found = [int(i) for i in values.tolist()]
-    bad = next((i for i in found if not 0 <= i < n_data), None)
+    chosen = [int(i) for i in values.tolist()]
+    bad = next((i for i in chosen if not 0 <= i < n_data), None)
     if bad is not None:
         raise InputError(f"{name} names example {bad}, but the examples are 0 … {n_data - 1}")
-    return found
+    return chosen
 
 
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:

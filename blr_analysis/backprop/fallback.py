@@ -62,8 +62,10 @@ def module_columns(
         args, kwargs = tree_unflatten(whole, spec)
         placed = {a: own_values.get(n, params[n]) for a, n in places.items()}
         out = functional_call(visit.unit.module, placed, args, kwargs, tie_weights=False)
-        found = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()]
-        return [t.reshape(c.shape[2:]) for t, c in zip(found, stacked, strict=True)]
+        leaves = [
+            t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        return [t.reshape(c.shape[2:]) for t, c in zip(leaves, stacked, strict=True)]
 
     def one(inputs: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
         filled = _filled(moved, inputs, mapped)
@@ -110,7 +112,7 @@ def pulled(
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     if not pairs:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [f for f, _ in pairs],
         list(leaves.values()),
         [c for _, c in pairs],
@@ -118,7 +120,7 @@ def pulled(
         allow_unused=True,
         materialize_grads=True,
     )
-    return [g.detach().to_dense() for g in found]
+    return [g.detach().to_dense() for g in grads]
 
 
 def task_columns(
@@ -134,8 +136,8 @@ def task_columns(
         with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
             leaves = {n: params[n].detach().requires_grad_() for n in names}
             outputs, _ = task.run(fetched(task, index), {**params, **leaves}, index)
-        found = [pulled([outputs], [c[position : position + 1]], leaves) for c in cotangents]
-        for name, column in zip(names, zip(*found, strict=True), strict=True):
+        rows_of = [pulled([outputs], [c[position : position + 1]], leaves) for c in cotangents]
+        for name, column in zip(names, zip(*rows_of, strict=True), strict=True):
             rows[name].append(torch.stack(column))
     return Dense({n: torch.stack(r) for n, r in rows.items()})
 

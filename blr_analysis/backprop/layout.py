@@ -67,11 +67,11 @@ def layout_of(task: Task, params: Mapping[str, Tensor], units: Sequence[Unit]) -
     axes: dict[tuple[str, int], Axes] = {}
     unknown: set[str] = set()
     for small, large in _pairs(current):
-        found = None if large is None or small.stale else _axes_between(small, large, sizes)
-        if found is None:
+        places = None if large is None or small.stale else _axes_between(small, large, sizes)
+        if places is None:
             unknown.update(small.unit.names.values())
         else:
-            axes[small.unit.path, small.occurrence] = found
+            axes[small.unit.path, small.occurrence] = places
     return Layout(current[0], axes, shared, frozenset(unknown))
 
 
@@ -96,13 +96,13 @@ def _first_shared(runs: Sequence[Recording]) -> Shared:
     for small, large in _pairs(runs):
         if large is None or len(small.outputs) != len(large.outputs):
             continue
-        found = [
+        shared = [
             (small.unit.path, small.occurrence, position)
             for position, (a, b) in enumerate(zip(small.outputs, large.outputs, strict=True))
             if a.shape == b.shape
         ]
-        if found:
-            return frozenset(found)
+        if shared:
+            return frozenset(shared)
     return frozenset()
 
 

@@ -103,8 +103,8 @@ class Tally:
         likelihood = self._likelihood.at(indices)
         hits, counted = likelihood.correct(f, y), likelihood.counted(y)
         tokens = None if counted is None else counted.sum(-1)
-        found = (likelihood.nll(f, y), hits, tokens)
-        self._seen.append(tuple(t.cpu() for t in found if t is not None))
+        rows = (likelihood.nll(f, y), hits, tokens)
+        self._seen.append(tuple(t.cpu() for t in rows if t is not None))
         self._targets.append(y.cpu())
 
     @property
@@ -153,14 +153,14 @@ def batch_gradient(
             return f, y, None
         e = task.likelihood.at(indices).error(f.detach(), y) if errors is None else errors
         try:
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
             )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise not_differentiable(error) from error
-    return f.detach(), y, list(found)
+    return f.detach(), y, list(grads)
 
 
 def loss_and_gradient(

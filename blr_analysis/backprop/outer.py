@@ -310,11 +310,11 @@ def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 def _by_rows(a: Tensor, variance: Tensor, squared: Callable[[Tensor], Tensor]) -> Tensor:
     """``squared(a) @ varianceᵀ``, some rows at a time: what is squared never leaves the cache."""
-    found = a.new_empty(len(a), len(variance))
+    products = a.new_empty(len(a), len(variance))
     rows = max(64, CACHED // a.shape[-1])
-    for part, out in zip(a.split(rows), found.split(rows), strict=True):
+    for part, out in zip(a.split(rows), products.split(rows), strict=True):
         torch.mm(squared(part), variance.mT, out=out)
-    return found
+    return products
 
 
 def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:

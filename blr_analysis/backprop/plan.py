@@ -136,7 +136,7 @@ def _read_all(
 ) -> tuple[list[Term], set[str]]:
     """The probe's terms, and the names that some visit could not read at all."""
     broken = set(layout.unknown)
-    found: list[Term] = []
+    terms_read: list[Term] = []
     values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     try:
         grads = layout.recording.backward(cotangents)
@@ -152,10 +152,10 @@ def _read_all(
             try:
                 terms = read(task.model, values, visit, axes, visited, len(probe))
                 merged(terms)[0].jacobian()
-                found += terms
+                terms_read += terms
             except Exception:  # whatever a layer makes of inputs that its rule did not expect
                 broken |= names
-    kept = [term for term in merged(found) if broken.isdisjoint(term.names)]
+    kept = [term for term in merged(terms_read) if broken.isdisjoint(term.names)]
     if plan.whole_model:
         kept.append(task_columns(task, values, plan.whole_model, probe, cotangents))
     return kept, broken

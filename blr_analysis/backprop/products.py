@@ -113,8 +113,8 @@ class Curvature:
             group = max(1, self._budget // max(1, part.size))
             for start in range(0, count, group):
                 columns = [x[start : start + group] for x in flat]
-                for whole, found in zip(total, part.multiply(columns), strict=True):
-                    whole[start : start + group] += found
+                for whole, share in zip(total, part.multiply(columns), strict=True):
+                    whole[start : start + group] += share
         self.products += count
         return {
             n: t.reshape((*lead, *p.shape))
@@ -194,7 +194,7 @@ def _batched(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tenso
     can, else one after the other."""
 
     def one(cotangent: list[Tensor], several: bool) -> list[Tensor]:
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             outputs,
             inputs,
             cotangent,
@@ -203,7 +203,7 @@ def _batched(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tenso
             materialize_grads=True,
             is_grads_batched=several,
         )
-        return list(found)
+        return list(grads)
 
     count = len(cotangents[0])
     if count > 1:

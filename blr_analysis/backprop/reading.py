@@ -51,7 +51,7 @@ class Plan:
         """G_ic of every unit for these cotangents, each parameter in exactly one term."""
         grads = recording.backward(cotangents)
         values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
-        found: list[Term] = []
+        terms: list[Term] = []
         alone = set(self.whole_model)
         if self.routes:
             alone |= self._misplaced(recording, cotangents[0], grads)
@@ -61,9 +61,9 @@ class Plan:
                 if axes is None:
                     alone.update(visit.unit.names.values())
                 else:
-                    found += read(task.model, values, visit, axes, visited, len(indices))
+                    terms += read(task.model, values, visit, axes, visited, len(indices))
         result = []
-        for term in merged(found):
+        for term in merged(terms):
             if alone.isdisjoint(term.names):
                 result.append(term)
             else:
@@ -85,7 +85,7 @@ class Plan:
         scales = (1 + steps.frac()).to(cotangent)
         lead = scales.view(batch, *[1] * (cotangent.ndim - 1))
         scaled = recording.backward([cotangent * lead])
-        found: set[str] = set()
+        names: set[str] = set()
         for visit, before, after in zip(recording.visits, grads, scaled, strict=True):
             axes = self.axes_of(visit, batch)
             for axis, (g, *_), (h,) in zip(axes[1] if axes else [], before, after, strict=False):
@@ -94,8 +94,8 @@ class Plan:
                 gap = axis.first(h, batch).reshape(rows.shape) - rows
                 bound = torch.finfo(g.dtype).eps ** 0.6 * torch.linalg.vector_norm(rows, dim=1)
                 if bool((torch.linalg.vector_norm(gap, dim=1) > bound).any()):
-                    found.update(visit.unit.names.values())
-        return found
+                    names.update(visit.unit.names.values())
+        return names
 
     def axes_of(self, visit: Visit, batch: int) -> Axes | None:
         """Where the examples are in what a layer saw; None where the plan does not know.
@@ -104,7 +104,7 @@ class Plan:
         one that it did see.
         """
         known = (self.axes.get((visit.unit.path, o)) for o in range(visit.occurrence, -1, -1))
-        axes = next((found for found in known if found is not None), None)
+        axes = next((a for a in known if a is not None), None)
         if visit.stale or axes is None:
             return None
         leaves = [*tree_flatten((visit.args, visit.kwargs))[0], *visit.outputs]

@@ -102,11 +102,11 @@ class Recording:
                 grads = [None] * len(leaves)
             for column, grad, leaf in zip(columns, grads, leaves, strict=True):
                 column.append(torch.zeros_like(leaf) if grad is None else grad.detach())
-        found, start = [], 0
+        by_visit, start = [], 0
         for visit in self.visits:
-            found.append(columns[start : start + len(visit.edges)])
+            by_visit.append(columns[start : start + len(visit.edges)])
             start += len(visit.edges)
-        return found
+        return by_visit
 
 
 def fetched(task: Task, indices: Tensor) -> Any:

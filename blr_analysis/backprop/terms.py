@@ -207,11 +207,11 @@ def products(
     room: int | None = None,
 ) -> Tensor:
     """⟨G_ic, s ∘ U_k⟩ summed over the layers, ``[B, K, r]``: :meth:`Term.products`."""
-    found: Tensor | None = None
+    sums: Tensor | None = None
     for term in terms:
         share = term.products(stack, dtype=dtype, scale=scale, room=room)
-        found = share if found is None else found.add_(share)
-    return total([]) if found is None else found
+        sums = share if sums is None else sums.add_(share)
+    return total([]) if sums is None else sums
 
 
 def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
@@ -268,7 +268,7 @@ def rank_one(matrices: Tensor, left: Tensor, right: Tensor, room: int) -> Tensor
     """⟨G_i, r_k s_kᵀ⟩ of gradients ``[B, g, O, I]`` that are held as they are, ``[B, r]``."""
     b, g, o, _ = matrices.shape
     r = left.shape[-1]
-    found = matrices.new_zeros(b, r)
+    inner = matrices.new_zeros(b, r)
     for at in slices(o, room // (2 * b * g * r)):
-        found += (matrices[:, :, at] @ right).mul_(left[:, at]).sum((1, 2))
-    return found
+        inner += (matrices[:, :, at] @ right).mul_(left[:, at]).sum((1, 2))
+    return inner

@@ -161,7 +161,7 @@ def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:
     """Σ_c u_c ∂e_c/∂f of every example; examples do not mix."""
     if not e.requires_grad:
         return torch.zeros_like(f)
-    (found,) = torch.autograd.grad(
+    (slope,) = torch.autograd.grad(
         e, f, vector, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return found
+    return slope

@@ -189,11 +189,11 @@ class Poisson(_Independent):
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
-        found = outputs.detach()
-        if bool((found > math.log(torch.finfo(found.dtype).max)).any()):
+        log_rates = outputs.detach()
+        if bool((log_rates > math.log(torch.finfo(log_rates.dtype).max)).any()):
             raise ModelError(
-                f"the model's log-rates reach {float(found.max()):.3g}, whose exp overflows "
-                f"{found.dtype}; check the weights (the poisson likelihood takes the rate's log)"
+                f"the model's log-rates reach {float(log_rates.max()):.3g}, whose exp overflows "
+                f"{log_rates.dtype}; check the weights (poisson takes the log of the rate)"
             )
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:

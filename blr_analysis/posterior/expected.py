@@ -28,12 +28,12 @@ def expected_errors(task: Task, q: Posterior, chunking: Chunking) -> Tensor:
         InputError: sequences, whose outputs have no V_i.
     """
     check(task)
-    found = []
+    means = []
     columns = n_outputs(task, q.mean)
     for chunk in chunks(task, q.mean, chunking, columns=columns, label="expected errors"):
         errors = [chunk.likelihood.error(f, chunk.targets) for f in _draws(q, chunk)]
-        found.append(torch.stack(errors).mean(0))
-    return torch.cat(found)
+        means.append(torch.stack(errors).mean(0))
+    return torch.cat(means)
 
 
 def expected_root(q: Posterior, chunk: Chunk) -> Tensor:

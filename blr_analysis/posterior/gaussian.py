@@ -103,15 +103,15 @@ class Posterior:
         kind, share = self.record.get("kind", "given"), self.record.get("initial_share")
         start = "" if share is None else f", initial_share={share:.2g}"
         choice = self.record.get("prior_choice")
-        found = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
+        notes = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
         unchecked = (self.record.get("calibration") or {}).get("unchecked")
         checked = ", scale unchecked: not at the minimum" if unchecked else ""
         explained = self.record.get("explained", 1.0)
         if explained < ENOUGH:
-            found += f", rank explains {explained:.0%}: too low for influence"
+            notes += f", rank explains {explained:.0%}: too low for influence"
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r}{start}{found}{checked})"
+            f"n_data={self.n_data}, kind={kind!r}{start}{notes}{checked})"
         )
 
     @property

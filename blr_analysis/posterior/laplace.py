@@ -148,9 +148,9 @@ def fit_laplace(
     if prior_precision is None:
         kronecker, _ = Kronecker.fitted(fit)
         slope, _ = loss_and_gradient(task, params)
-        delta, found = chosen_prior(kronecker, prior.gap(params), slope)
+        delta, how = chosen_prior(kronecker, prior.gap(params), slope)
         prior = Prior({None: delta}, prior.mean)
-        choice = {"prior_choice": {"delta": delta, **found}}
+        choice = {"prior_choice": {"delta": delta, **how}}
     if curvature == "exact":
         form, more = _exact(task, params, KINDS[structure], prior, chunking)
     else:

@@ -102,12 +102,12 @@ def averaged(
     with torch.no_grad(), task.evaluation():
         for k, i, params in shown:
             f, y = task.run(task.fetch(order[i]), params, order[i])
-            dtype, found = f.dtype, -_losses(scored, f, y).double().cpu()
+            dtype, log_likelihood = f.dtype, -_losses(scored, f, y).double().cpu()
             if k == 0:
-                log_p.append(found)
+                log_p.append(log_likelihood)
                 targets.append(y.cpu())
             else:
-                log_p[i] = torch.logaddexp(log_p[i], found)
+                log_p[i] = torch.logaddexp(log_p[i], log_likelihood)
             if scored.is_sequence:
                 continue
             mean = scored.mean(f).cpu() / passes

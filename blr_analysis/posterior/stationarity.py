@@ -130,9 +130,9 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         for n, x in g.items()
     }
     residual = size[2] / (size[0] + size[1]) if size[0] + size[1] > 0 else 0.0
-    found = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
-    _SEEN[posterior] = (task, found)
-    return found
+    rest = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
+    _SEEN[posterior] = (task, rest)
+    return rest
 
 
 def _square(x: torch.Tensor) -> float:

@@ -200,8 +200,8 @@ def calibrate(
 
 
 def _unchecked(task: Task, q: Posterior) -> str | None:
-    found = stationarity(task, q)
-    return None if found.near else found.verdict
+    rest = stationarity(task, q)
+    return None if rest.near else rest.verdict
 
 
 def _given(indices: Any, n_data: int) -> Tensor:

@@ -129,8 +129,8 @@ def cg(
     Example:
         >>> import torch
         >>> A = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
-        >>> found = cg(lambda v: {"w": v["w"] @ A}, {"w": torch.ones(3)})
-        >>> found.iterations, torch.allclose(found.x["w"], torch.tensor([1.0, 0.5, 0.2]))
+        >>> solution = cg(lambda v: {"w": v["w"] @ A}, {"w": torch.ones(3)})
+        >>> solution.iterations, torch.allclose(solution.x["w"], torch.tensor([1.0, 0.5, 0.2]))
         (3, True)
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance <= 0:

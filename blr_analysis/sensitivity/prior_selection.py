@@ -130,8 +130,8 @@ def select_prior_precision(
         >>> X = torch.randn(30, 5, dtype=torch.float64); y = X[:, 0] + torch.randn(30)
         >>> model = torch.nn.Linear(5, 1, bias=False).double()
         >>> task = blr.Task(model, (X, y), likelihood="gaussian")
-        >>> found = select_prior_precision(task, [0.1, 1.0, 10.0, 100.0], progress=False)
-        >>> found.best in (0.1, 1.0, 10.0, 100.0), len(found.table)
+        >>> choice = select_prior_precision(task, [0.1, 1.0, 10.0, 100.0], progress=False)
+        >>> choice.best in (0.1, 1.0, 10.0, 100.0), len(choice.table)
         (True, 4)
     """
     check_outputs(task, "select_prior_precision")

@@ -105,15 +105,15 @@ def select(
         chosen = chosen_indices(selection, n, name)
     if not chosen:
         raise InputError(f"{name} selects none of the {n} examples")
-    found = torch.tensor(sorted(chosen))
-    if bool((found.diff() == 0).any()):
-        twice = int(found[1:][found.diff() == 0][0])
+    indices = torch.tensor(sorted(chosen))
+    if bool((indices.diff() == 0).any()):
+        twice = int(indices[1:][indices.diff() == 0][0])
         raise InputError(f"{name} names example {twice} more than once; name each example once")
-    return found
+    return indices
 
 
 def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name: str) -> list[int]:
-    found = []
+    chosen = []
     for i in range(n):
         try:
             answer = question(ExampleRow(columns, i))
@@ -125,8 +125,8 @@ def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name
                 f"{type(error).__name__}: {error}"
             ) from error
         if _yes(answer, i, name):
-            found.append(i)
-    return found
+            chosen.append(i)
+    return chosen
 
 
 def _yes(answer: Any, index: int, name: str) -> bool:
@@ -150,7 +150,7 @@ def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
     """
     if not isinstance(by, str):
         raise InputError(f"by must be the name of a column, got {by!r}")
-    found: dict[Any, list[int]] = {}
+    members: dict[Any, list[int]] = {}
     missing: list[int] = []
     for i, value in enumerate(Columns(task, posterior)[by]):
         try:
@@ -161,12 +161,12 @@ def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
                 f"column {by!r} holds several values per example (a {type(value).__name__}); "
                 "group by another"
             ) from error
-        (missing if _is_missing(value) else found.setdefault(value, [])).append(i)
+        (missing if _is_missing(value) else members.setdefault(value, [])).append(i)
     try:
-        keys = sorted(found)
+        keys = sorted(members)
     except TypeError:
-        keys = sorted(found, key=str)
-    groups = {key: torch.tensor(found[key]) for key in keys}
+        keys = sorted(members, key=str)
+    groups = {key: torch.tensor(members[key]) for key in keys}
     return {**groups, float("nan"): torch.tensor(missing)} if missing else groups
 
 

@@ -308,8 +308,8 @@ def _ratios(estimates: Sequence[GradientEstimate]) -> list[float]:
         dtype = state_dtype(alike[0].shown)
         before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
         now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
-        found = torch.stack(now) / torch.stack(before)
-        ratios.update(zip(map(id, alike), found.tolist(), strict=True))
+        changes = torch.stack(now) / torch.stack(before)
+        ratios.update(zip(map(id, alike), changes.tolist(), strict=True))
     return [ratios[id(estimate)] for estimate in estimates]
 
 

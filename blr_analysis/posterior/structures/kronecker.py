@@ -102,7 +102,7 @@ class Kronecker(Spectral):
 
     def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
         delta = Prior.of_any(prior)
-        found = {n: delta.of(n) for n in self.plain}
+        values = {n: delta.of(n) for n in self.plain}
         for block in self.blocks:
             each = [torch.as_tensor(delta.of(n), dtype=torch.float64) for n in block.names]
             low, high = min(float(p.min()) for p in each), max(float(p.max()) for p in each)
@@ -111,16 +111,18 @@ class Kronecker(Spectral):
                     f"a Kronecker posterior needs one prior precision for all of {block.names}, "
                     f"got {low:g} … {high:g}; use structure='diag' for a prior per weight"
                 )
-            found[block.key] = low
-        return found
+            values[block.key] = low
+        return values
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
-        found = {n: 1 / self.values[n] if inverse else self.values[n].clone() for n in self.plain}
+        diagonal = {
+            n: 1 / self.values[n] if inverse else self.values[n].clone() for n in self.plain
+        }
         for block in self.blocks:
             s = self.values[block.key]
             s = 1 / s if inverse else s
-            found.update(block.split(block.left.square() @ s @ block.right.square().mT))
-        return {n: found[n] for n in self.order}
+            diagonal.update(block.split(block.left.square() @ s @ block.right.square().mT))
+        return {n: diagonal[n] for n in self.order}
 
     def rotation_cost(self) -> tuple[int, int]:
         shapes = [block.shape for block in self.blocks]
@@ -133,14 +135,14 @@ class Kronecker(Spectral):
         Terms that cover other parameters than one block does are made dense and regrouped.
         """
         by_names = {block.names: block for block in self.blocks}
-        found: list[tuple[Term, Basis | None]] = []
+        pairs: list[tuple[Term, Basis | None]] = []
         loose: Tree = {}
         for term in terms:
             block = by_names.get(term.names)
             if block is not None:
-                found.append((term, block))
+                pairs.append((term, block))
             elif all(n in self.plain for n in term.names):
-                found.append((term, None))
+                pairs.append((term, None))
             else:
                 loose.update(term.jacobian())
         for block in self.blocks:
@@ -153,8 +155,8 @@ class Kronecker(Spectral):
                     else self.values[block.key].new_zeros(*lead, *self.shapes[n])
                     for n in block.names
                 }
-                found.append((Dense(columns), block))
-        return [*found, (Dense(loose), None)] if loose else found
+                pairs.append((Dense(columns), block))
+        return [*pairs, (Dense(loose), None)] if loose else pairs
 
     def tensors(self) -> dict[str, Tensor]:
         stored = {}

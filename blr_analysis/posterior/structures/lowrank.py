@@ -147,10 +147,10 @@ class LowRank(Structure):
 
     def _metric(self) -> Tensor:
         """BᵀD⁻¹B in float64."""
-        found = torch.zeros_like(self.core)
+        metric = torch.zeros_like(self.core)
         for name, columns, part in self._columns():
-            found += (part / self.base[name].flatten()[columns].double()) @ part.mT
-        return found
+            metric += (part / self.base[name].flatten()[columns].double()) @ part.mT
+        return metric
 
     def _columns(self) -> Iterator[tuple[str, slice, Tensor]]:
         """B in float64, some weights at a time: name, which weights, ``[r, weights]``."""
@@ -164,10 +164,10 @@ class LowRank(Structure):
     def _inner(self, v: Tree) -> Tensor:
         """Bᵀ v, ``[n, r]``, for v ``[n, p]`` in float64."""
         some = next(iter(v.values()))
-        found = self.core.new_zeros(len(some), self.rank)
+        inner = self.core.new_zeros(len(some), self.rank)
         for name, columns, part in self._columns():
-            found += v[name][:, columns] @ part.mT
-        return found
+            inner += v[name][:, columns] @ part.mT
+        return inner
 
     def _spread(self, x: Tensor) -> Tree:
         """B x, ``[n, p]``, for x ``[n, r]``."""
@@ -218,7 +218,9 @@ class LowRank(Structure):
         return {n: x.to(self.base[n].dtype) for n, x in self._diagonal(inverse).items()}
 
     def _diagonal(self, inverse: bool) -> Tree:
-        found = {n: 1 / d.double() if inverse else d.double().clone() for n, d in self.base.items()}
+        diagonal = {
+            n: 1 / d.double() if inverse else d.double().clone() for n, d in self.base.items()
+        }
         if inverse:
             c = self.whitened.values
             small = self._small(-c / (1 + c))
@@ -226,11 +228,11 @@ class LowRank(Structure):
             small = self.core
         for name, columns, part in self._columns():
             share = ((small @ part) * part).sum(0)
-            flat = found[name] = found[name].flatten().contiguous()
+            flat = diagonal[name] = diagonal[name].flatten().contiguous()
             if inverse:
                 share = share / self.base[name].flatten()[columns].double().square()
             flat[columns] += share
-        return {n: d.reshape(self.base[n].shape) for n, d in found.items()}
+        return {n: d.reshape(self.base[n].shape) for n, d in diagonal.items()}
 
     def logdet(self) -> Tensor:
         parts = [d.double().log().sum() for d in self.base.values()]
@@ -243,14 +245,14 @@ class LowRank(Structure):
         c = self.whitened.values
         variance = {n: 1 / d.double() for n, d in self.base.items()}
         like = next(iter(self.base.values())).dtype
-        found = []
+        grams = []
         for part in pieces(terms, self._examples_at_once(terms)):
             exact = [t.cast(torch.float64) for t in part]
             t = products(exact, self.basis, dtype=torch.float64, scale=variance)
             t = t @ self.whitened.turn
             whole = total([term.gram(variance) for term in exact])
-            found.append((whole - (t * (c / (1 + c))) @ t.mT).to(like))
-        return torch.cat(found)
+            grams.append((whole - (t * (c / (1 + c))) @ t.mT).to(like))
+        return torch.cat(grams)
 
     def _examples_at_once(self, terms: Sequence[Term]) -> int:
         """So many that the products of all their columns with B are no large matrix."""
@@ -315,10 +317,10 @@ class LowRank(Structure):
         return LowRank(base, self.basis, self.core)
 
     def tensors(self) -> dict[str, Tensor]:
-        found = dict(self.base)
-        found.update({f"{n}.basis": b for n, b in self.basis.items()})
-        found["lowrank.core"] = self.core.to(next(iter(self.base.values())).dtype)
-        return found
+        tensors = dict(self.base)
+        tensors.update({f"{n}.basis": b for n, b in self.basis.items()})
+        tensors["lowrank.core"] = self.core.to(next(iter(self.base.values())).dtype)
+        return tensors
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:
         return LowRank(

@@ -230,11 +230,11 @@ class _Krylov:
     def rotated(self, vectors: Tensor) -> Tensor:
         """Vᵀ Q, ``[r, P]``; the blocks are given up."""
         like = self._curvature.like
-        found = like.new_zeros(vectors.shape[1], len(like))
+        turned = like.new_zeros(vectors.shape[1], len(like))
         start = 0
         for i, block in enumerate(self._blocks):
             part = vectors[start : start + len(block)].to(like)
-            found.addmm_(part.mT, block)
+            turned.addmm_(part.mT, block)
             start += len(block)
             self._blocks[i] = block[:0]
-        return found
+        return turned
