@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -174,9 +172,3 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(out.replace("│", " ").split())
     assert "its expectation is not the Fisher" in said
     assert "fisher" in run(capsys, "--help")[1]
-
-
-def test_other_commands_do_not_load_transformers() -> None:
-    code = "import sys, blr_analysis.cli; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

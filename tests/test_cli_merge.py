@@ -244,9 +244,11 @@ def test_start_up_and_merging_load_only_what_they_need(here: Path) -> None:
     """Other commands do not pay for recipes, and a merge does not pay for tables and pictures."""
     code = """if True:
         import sys
+        import blr_analysis.huggingface
         from blr_analysis.cli import main
-        tables = {"pandas", "matplotlib", "sklearn", "transformers", "pyarrow"}
-        loaded = sorted({"pydantic", "ruamel.yaml", *tables} & set(sys.modules))
+        tables = {"pandas", "matplotlib", "scipy", "sklearn", "transformers", "pyarrow"}
+        others = {"pydantic", "ruamel.yaml", "peft", "lightning", "pytorch_lightning"}
+        loaded = sorted((others | tables) & set(sys.modules))
         if loaded: sys.exit(f"at start-up: {loaded}")
         code = main(["merge", "recipe.yml", "out", "--verify", "--tensors"])
         loaded = sorted(tables & set(sys.modules))

@@ -235,15 +235,3 @@ def test_a_precision_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None
         fit(tmp_path, LightningPrecision(), ModelCheckpoint(tmp_path, filename="last"))
     assert (tmp_path / "last.ckpt").is_file()
     assert (tmp_path / "last.precision" / "notes.txt").read_text() == "precious"
-
-
-def test_the_package_alone_loads_no_trainer() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, blr_analysis, blr_analysis.huggingface;"
-        "print(*{'transformers', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
