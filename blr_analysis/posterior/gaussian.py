@@ -331,6 +331,30 @@ class Posterior:
         self.form._take(dict(v))
         return dict(v)
 
+    def at(self, prior_precision: Given | Prior) -> Posterior:
+        """The same data's precision under another δ: S − diag(δ) + diag(δ').
+
+        Raises:
+            PosteriorError: an impossible δ', or one below what rounding leaves of S − δ.
+
+        Example:
+            >>> q = Posterior({"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 1.5])},
+            ...               prior_precision=1.0, n_data=10)
+            >>> q.at(3.0).precision("w")
+            tensor([6.0000, 3.5000])
+        """
+        shapes = {n: tuple(m.shape) for n, m in self.mean.items()}
+        prior = Prior.read(prior_precision, shapes).placed(self.mean)
+        new, own = prior.within(self.record), self.prior.within(self.record)
+        change = {n: new.like(n, m) - own.like(n, m) for n, m in self.mean.items()}
+        return Posterior(
+            self.mean,
+            self.form.plus_prior(change),
+            prior_precision=Prior(prior.entries, self.prior.mean),
+            n_data=self.n_data,
+            record={k: v for k, v in self.record.items() if k != "prior_choice"},
+        )
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device (and in another floating dtype).
 

@@ -227,8 +227,12 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
 def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
     """The posteriors of one training run, each checked against the task; of one, a list of it.
 
+    Where the last one's δ was found, not given, all take it: that of an early checkpoint is for
+    weights that training has left.
+
     Raises:
-        InputError, PosteriorError: an empty list; as :func:`fitted`, naming which of them it is.
+        InputError, PosteriorError: an empty list, checkpoints of different runs; as
+            :func:`fitted`, naming which of them it is.
     """
     if not isinstance(posterior, list | tuple):
         return [fitted(task, posterior)]
@@ -240,9 +244,22 @@ def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
             checked.append(fitted(task, q))
         except (InputError, PosteriorError) as error:
             raise type(error)(f"posterior[{k}]: {error}") from error
-        if checked[k].form.shapes != checked[0].form.shapes:
-            raise PosteriorError(f"posterior[{k}] has other parameters than [0]: take one run's")
-    return checked
+        if difference := _other_run(checked[k], checked[0]):
+            raise PosteriorError(f"posterior[{k}] has {difference} than [0]: take one run's")
+    last = checked[-1]
+    if "prior_choice" not in last.record:
+        return checked
+    return [q if q is last or "prior_choice" not in q.record else q.at(last.prior) for q in checked]
+
+
+def _other_run(one: Posterior, two: Posterior) -> str | None:
+    """What says that these are not of one training run."""
+    if one.form.shapes != two.form.shapes:
+        return "other parameters"
+    a, b = one.initial, two.initial
+    if a is not None and b is not None and any(not torch.equal(a[n], b[n]) for n in a):
+        return "another initial="
+    return None
 
 
 def check_outputs(task: Any, who: str) -> None:

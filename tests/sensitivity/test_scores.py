@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.sensitivity import scores as scores_module
 
 N = 12
@@ -349,3 +349,48 @@ def test_several_posteriors_are_averaged() -> None:
     assert blr.sensitivity(task, qs, variance=False, progress=False).variance is None
     with pytest.raises(InputError, match="empty list"):
         blr.sensitivity(task, [])
+
+
+def run_of_checkpoints(**settings: object) -> tuple[blr.Task, list[blr.Posterior]]:
+    """Posteriors of two networks on the same data, as checkpoints of one run are."""
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tasks = [blr.Task(mlp(seed=seed), (x, torch.arange(30) % 3)) for seed in (3, 4)]
+    return tasks[1], [blr.fit_laplace(t, progress=False, **settings) for t in tasks]
+
+
+ANALYSES = {
+    "sensitivity": lambda task, q: blr.sensitivity(task, q, progress=False).self_influence,
+    "influence": lambda task, q: blr.influence(task, q, task, progress=False).matrix,
+    "what_if": lambda task, q: torch.tensor(
+        blr.what_if(task, q, remove=[1], solver="posterior", progress=False).nll
+    ),
+    "suspicious": lambda task, q: blr.suspicious(task, q, duplicates=False, progress=False).gain,
+}
+
+
+@pytest.mark.parametrize("analysis", ANALYSES)
+def test_checkpoints_take_the_last_ones_found_prior(analysis: str) -> None:
+    asked = ANALYSES[analysis]
+    task, (first, last) = run_of_checkpoints()
+    assert first.prior_precision != last.prior_precision
+    there = blr.fit_laplace(
+        blr.Task(mlp(seed=3), (task.fetch(torch.arange(30))[0], torch.arange(30) % 3)),
+        prior_precision=last.prior_precision,
+        progress=False,
+    )
+    given = asked(task, [there, last])
+    torch.testing.assert_close(asked(task, [first, last]), given, rtol=1e-10, atol=1e-12)
+    named = first.at(first.prior_precision)  # as a user gives it: it stays
+    other = asked(task, [named, last])
+    assert not torch.allclose(other, given, rtol=1e-6)
+
+
+def test_checkpoints_of_other_first_weights_are_refused() -> None:
+    start = [mlp(seed=seed).state_dict() for seed in (8, 9)]
+    task, qs = run_of_checkpoints(prior_precision=1.0)
+    ours, theirs = (
+        blr.Posterior(q.mean, q.form, prior_precision=1.0, n_data=30, initial=initial)
+        for q, initial in zip(qs, start, strict=True)
+    )
+    with pytest.raises(PosteriorError, match=r"posterior\[1\] has another initial"):
+        blr.sensitivity(task, [ours, theirs])
