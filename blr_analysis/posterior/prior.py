@@ -26,7 +26,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def take_off(total: Tensor, delta: float, stored: torch.dtype, *, roundings: int = 1) -> Tensor:
     """H = S − δ, in place of S; 0 where no more is left than some roundings of δ in S as it was
-    ``stored``."""
+    ``stored``: one where S is still in memory and the file must lose nothing else, four where it
+    comes from a file, whose maker may have scaled and added it before."""
     left = total.sub_(delta)
     return left.masked_fill_(left.abs() <= roundings * torch.finfo(stored).eps * delta, 0.0)
 

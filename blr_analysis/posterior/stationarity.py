@@ -23,6 +23,7 @@ import torch
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
 DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
@@ -108,8 +109,7 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     pull = q.prior.times(q.prior.gap(q.mean))
     g = {n: s + pull[n] for n, s in slope.items()}
     size = [math.sqrt(sum(_square(x) for x in tree.values())) for tree in (slope, pull, g)]
-    step = q.form.solve(g)
-    decrement = 0.5 * sum(float((x.double() * step[n].double()).sum()) for n, x in g.items())
+    decrement = _gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
     single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
@@ -133,6 +133,17 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     rest = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
     _SEEN[posterior] = (task, rest)
     return rest
+
+
+def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
+    """Whether a change that pulls with this gradient is lost in the training that goes on."""
+    return stationarity(task, q).decrement > DRIFT * _gain(q, gradient)
+
+
+def _gain(q: Posterior, g: Tree) -> float:
+    """½ gᵀ Σ g, summed in float64."""
+    step = q.form.solve(g)
+    return 0.5 * sum(float((x.double() * step[n].double()).sum()) for n, x in g.items())
 
 
 def _square(x: torch.Tensor) -> float:

@@ -24,12 +24,12 @@ from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import products
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.curvature import Precision, cg
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import changed
-from blr_analysis.sensitivity.solving import drifts, own_slope
 from blr_analysis.task import Task
 
 HELD = 512 * 2**20  # bytes of vectors over the parameters, where the user names no bound
@@ -120,12 +120,11 @@ def descended_removals(
     progress: bool | None = None,
 ) -> Removals:
     """Take each of these examples out by at most so many passes over the others."""
-    own = own_slope(task, q)
     outputs, drifting = [], torch.zeros(len(indices), dtype=torch.bool)
     left, spent = torch.ones(len(indices), dtype=torch.float64), 1.0
     for k, row in enumerate(track(indices, total=len(indices), label="descents", show=progress)):
         alone = row.reshape(1)
-        params, drifting[k] = q.mean, drifts(q, own, loss_and_gradient(task, q.mean, alone)[0])
+        params, drifting[k] = q.mean, drifts(task, q, loss_and_gradient(task, q.mean, alone)[0])
         if not drifting[k]:
             descent = Descent.start(changed(task, q.prior, leaving=alone), dict(q.mean), q.form)
             descend(descent, steps=None, passes=passes, tolerance=1.0)

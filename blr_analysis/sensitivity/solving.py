@@ -17,9 +17,10 @@ from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import Descent, add, descend
-from blr_analysis.sensitivity.objective import Objective, changed, dot, whole
+from blr_analysis.sensitivity.objective import Objective, changed
 from blr_analysis.sensitivity.replay import Replay, first_weights, prepare
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
@@ -30,7 +31,6 @@ REPLAY_PASSES = 6  # of "replay"
 MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there the posterior's one step is taken by solver="auto"
 LEAST_PASSES = 8  # with fewer a descent is not worth its start
-DRIFT = 0.1  # of the change: a model farther from its own minimum is not descended by "auto"
 TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
 FEWEST = 32  # examples for a replay
@@ -205,16 +205,12 @@ class GroupSolver:
             family=FAMILIES.get(str(self.q.record.get("kind"))),
         )
 
-    @cached_property
-    def _own_slope(self) -> float:
-        return own_slope(self.task, self.q)
-
     def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
         """Whether a descent would show more of the training that goes on than of the change."""
         pull = {n: torch.zeros_like(m) for n, m in self.q.mean.items()}
         for sign, part in changes:
             pull = add(pull, sign, part.gradient)
-        return drifts(self.q, self._own_slope, pull)
+        return drifts(self.task, self.q, pull)
 
     def _one_step(
         self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
@@ -250,18 +246,6 @@ def _at(q: Posterior, mean: Tree, **record: Any) -> Posterior:
     return Posterior(
         mean, q.form, prior_precision=q.prior, n_data=q.n_data, record={**q.record, **record}
     )
-
-
-def own_slope(task: Task, q: Posterior) -> float:
-    """gᵀ Σ g for the gradient g = ∇ℓ̄(m) of the model's own objective; one pass over the data."""
-    own = whole(task, q.prior).at(q.mean).gradient
-    return dot(own, q.form.solve(own))
-
-
-def drifts(q: Posterior, own: float, pull: Tree) -> bool:
-    """Whether m is too far from the minimum of its own objective for a change that pulls at it
-    with this gradient: its own slope is above a tenth of the change's."""
-    return own > DRIFT * dot(pull, q.form.solve(pull))
 
 
 def _nothing(part: Share) -> Tree:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,17 +135,8 @@ def influence(
         >>> matrix.shape, matrix.top(2).helpful.shape, matrix.group(by="target").values.shape
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
-    works = _works(
-        task,
-        posterior,
-        test_task,
-        measure,
-        normalize,
-        expected,
-        projection,
-        generator,
-        memory_budget,
-    )
+    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget)
+    works = settings.works(task, posterior, test_task)
     n_test = works[-1].test_task.n_data
     _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
     matrix: Tensor | None = None
@@ -193,17 +184,8 @@ def top_influence(
         >>> top.helpful.shape, top.table.shape[0]
         (torch.Size([30, 2]), 120)
     """
-    works = _works(
-        task,
-        posterior,
-        test_task,
-        measure,
-        normalize,
-        expected,
-        projection,
-        generator,
-        memory_budget,
-    )
+    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget)
+    works = settings.works(task, posterior, test_task)
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
     for piece in _mean(works, progress):
@@ -211,44 +193,44 @@ def top_influence(
     return joined(list(blocks.values()), works[-1].about(len(works)))
 
 
-def _works(
-    task: Task,
-    posterior: Any,
-    test_task: Any,
-    measure: Measure,
-    normalize: Normalize,
-    expected: bool | None,
-    projection: int | None,
-    generator: torch.Generator | None,
-    memory_budget: int | None,
-) -> list[_Work]:
-    """One for each posterior, which share the memory; arguments checked."""
-    qs = all_fitted(task, posterior)
-    where = _tested(test_task, task, qs[-1])
-    if not isinstance(normalize, bool) and normalize != "cosine":
-        raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
-    if expected is not None:
-        instance("expected", expected, bool, "True, False or None")
-    if projection is not None:
-        positive_int("projection", projection)
+@dataclass(frozen=True)
+class _Settings:
+    """What :func:`influence` and :func:`top_influence` are asked for beside the tasks."""
+
+    measure: Measure
+    normalize: Normalize
+    expected: bool | None
+    projection: int | None
+    generator: torch.Generator | None
+    memory_budget: int | None
+
+    def works(self, task: Task, posterior: Any, test_task: Any) -> list[_Work]:
+        """One for each posterior, which share the memory; arguments checked."""
+        qs = all_fitted(task, posterior)
+        where = _tested(test_task, task, qs[-1])
+        memory_budget = self.memory_budget
+        if not isinstance(self.normalize, bool) and self.normalize != "cosine":
+            raise InputError(f'normalize must be True, False or "cosine", got {self.normalize!r}')
+        if self.expected is not None:
+            instance("expected", self.expected, bool, "True, False or None")
+        if self.projection is not None:
+            positive_int("projection", self.projection)
+            if len(qs) > 1:
+                raise InputError("projection= takes one posterior; add up the parts")
+        if memory_budget is not None:
+            positive_int("memory_budget", memory_budget)
         if len(qs) > 1:
-            raise InputError("projection= takes one posterior; leave it out, or add up the parts")
-    if memory_budget is not None:
-        positive_int("memory_budget", memory_budget)
-    if len(qs) > 1:
-        memory_budget = max(1, (memory_budget or DEFAULT_MEMORY) // len(qs))
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    instance("generator", generator, torch.Generator, "a torch.Generator")
-    words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
-    cotangent = cotangent_of(measure)
-    works = []
-    for q in qs:
-        averaged = q.record.get("expected", False) if expected is None else expected
-        own = _expected(task, q, memory_budget) if averaged else loss_gradient
-        more = (cotangent, own, words, normalize, projection, generator, memory_budget)
-        works.append(_Work(task, q, where, *more))
-    return works
+            memory_budget = max(1, (memory_budget or DEFAULT_MEMORY) // len(qs))
+        generator = torch.Generator().manual_seed(0) if self.generator is None else self.generator
+        instance("generator", generator, torch.Generator, "a torch.Generator")
+        cotangent = cotangent_of(self.measure)
+        settings = replace(self, memory_budget=memory_budget)
+        works = []
+        for q in qs:
+            averaged = q.record.get("expected", False) if self.expected is None else self.expected
+            own = _expected(task, q, memory_budget) if averaged else loss_gradient
+            works.append(_Work(task, q, where, cotangent, own, settings, generator))
+        return works
 
 
 def _expected(task: Task, q: Posterior, memory_budget: int | None) -> Cotangent:
@@ -278,31 +260,26 @@ class _Work:
     test_task: Task
     cotangent: Cotangent
     own: Cotangent  # of the training examples
-    measure: str
-    normalize: Normalize
-    size: int | None
+    settings: _Settings
     generator: torch.Generator
-    memory_budget: int | None
     error: ProjectionError | None = None
 
     def about(self, checkpoints: int) -> Pairs:
-        return Pairs(
-            self.task,
-            self.q,
-            self.test_task,
-            self.error,
-            self.measure,
-            NORMALIZE[self.normalize],
-            checkpoints,
-        )
+        measure, kind = self.settings.measure, NORMALIZE[self.settings.normalize]
+        words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
+        return Pairs(self.task, self.q, self.test_task, self.error, words, kind, checkpoints)
 
     def scaled(self, progress: bool | None) -> Iterator[Piece]:
         """The pieces, normalized where that is asked for."""
-        if not self.normalize:
+        if not self.settings.normalize:
             yield from self.pieces(progress)
             return
         roots = self._roots(self.task, self.own)
-        others = self._roots(self.test_task, self.cotangent) if self.normalize == "cosine" else None
+        others = (
+            self._roots(self.test_task, self.cotangent)
+            if self.settings.normalize == "cosine"
+            else None
+        )
         for piece in self.pieces(progress):
             piece.values.div_(roots[piece.train, None].to(piece.values))
             if others is not None:
@@ -311,7 +288,7 @@ class _Work:
 
     def _roots(self, task: Task, cotangent: Cotangent) -> Tensor:
         """√(gᵀ Σ g) of every example, on the CPU; where there is no gradient, 1."""
-        chunking = Chunking(memory_budget=self.memory_budget, progress=False)
+        chunking = Chunking(memory_budget=self.settings.memory_budget, progress=False)
         squares = [
             self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
             for chunk in chunks(task, self.q.mean, chunking, columns=1)
@@ -326,17 +303,17 @@ class _Work:
             self.test_task,
             cotangent=self.cotangent,
             train_cotangent=self.own,
-            memory_budget=self.memory_budget,
+            memory_budget=self.settings.memory_budget,
             progress=progress,
             **where,
         )
 
     def pieces(self, progress: bool | None) -> Iterator[Piece]:
-        if self.size is None:
+        if self.settings.projection is None:
             yield from self.exact(progress)
             return
-        budget = Budget.of(self.memory_budget, self.q, self.test_task.n_data)
-        sketch = self._sketch(self.size, budget)
+        budget = Budget.of(self.settings.memory_budget, self.q, self.test_task.n_data)
+        sketch = self._sketch(self.settings.projection, budget)
         parts = []
         order = torch.arange(self.test_task.n_data)
         for block in order.split(budget.vectors):
