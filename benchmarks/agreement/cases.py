@@ -81,6 +81,9 @@ class Case:
     y_test: Tensor
     checkpoints: list[State]  # the first is the model that is analysed
     noise: float = 1.0  # variance of a Gaussian likelihood
+    class_weights: list[float] | None = None  # of the loss that was trained
+    smoothing: float = 0.0
+    dampings: tuple[float, ...] = ()  # for peers; δ where there are none
     subsets: Subsets | None = None
     left_out: LeftOut | None = None
     removed: Removed | None = None

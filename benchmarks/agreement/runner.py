@@ -44,7 +44,10 @@ def write_problem(case: Case, x: Tensor, y: Tensor, folder: Path) -> None:
         "architecture": case.architecture,
         "likelihood": case.likelihood,
         "delta": case.delta,
+        "dampings": case.dampings or (case.delta,),
         "noise": case.noise,
+        "class_weights": case.class_weights,
+        "smoothing": case.smoothing,
         "checkpoints": len(case.checkpoints),
     }
     (folder / "problem.json").write_text(json.dumps(described))

@@ -2,7 +2,8 @@
 
 A problem is a folder: ``problem.npz`` holds the arrays ``x, y, x_test, y_test`` and
 ``weights.<k>.<name>`` for the trained model (k = 0) and others trained from other seeds;
-``problem.json`` the architecture, the likelihood, δ, and options. A peer writes ``scores.npz``:
+``problem.json`` the architecture, the likelihood, what is special about the loss, and dampings
+(N times what a peer adds to its mean curvature). A peer writes ``scores.npz``:
 ``influence[i, j]``, the change of test loss j when example i is left out (up to a positive factor
 where the method knows none), and ``scores.json``: seconds and bytes.
 """
@@ -38,7 +39,10 @@ class Problem:
         self.architecture: dict[str, Any] = described["architecture"]
         self.likelihood: str = described["likelihood"]
         self.delta: float = described["delta"]
+        self.dampings: list[float] = described["dampings"]
         self.noise: float = described["noise"]
+        self.smoothing: float = described["smoothing"]
+        self.class_weights: list[float] | None = described["class_weights"]
         self.folder, self.dtype = folder, dtype
         with np.load(folder / "problem.npz", allow_pickle=False) as arrays:
             held = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
@@ -64,7 +68,18 @@ class Problem:
         return model.eval()
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """ℓ_i, ``[B]``."""
+        """ℓ_i as trained, ``[B]``."""
+        if self.likelihood == "categorical":
+            weight = None
+            if self.class_weights:
+                weight = torch.tensor(self.class_weights, dtype=outputs.dtype)
+            return F.cross_entropy(
+                *(outputs, y, weight), reduction="none", label_smoothing=self.smoothing
+            )
+        return self.judged(outputs, y)
+
+    def judged(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Losses of test examples, without weights and smoothing, ``[B]``."""
         if self.likelihood == "categorical":
             return F.cross_entropy(outputs, y, reduction="none")
         target = y.reshape(outputs.shape)
@@ -94,9 +109,17 @@ def lenet(classes: int = 10) -> nn.Module:
     )
 
 
+def convnet(classes: int = 10) -> nn.Module:
+    """The demo's network for 8 × 8 images: two convolutions and a linear read-out, tanh."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, classes)),
+    )
+
+
 def build(architecture: dict[str, Any]) -> nn.Module:
-    """The model that an architecture describes: ``{"kind": "mlp" | "lenet", **arguments}``."""
-    kinds: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet": lenet}
+    """The model that an architecture describes: ``{"kind": "mlp", **arguments}``, or another."""
+    kinds: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet": lenet, "convnet": convnet}
     arguments = dict(architecture)
     return kinds[arguments.pop("kind")](**arguments)
 

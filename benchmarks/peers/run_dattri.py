@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,21 @@ def methods(folder: Path) -> dict[str, Method]:
     model = problem.model()
     size = sum(p.numel() for p in model.parameters())
 
-    def loss(params: dict[str, Tensor], batch: Any) -> Tensor:
-        x, y = batch
-        single = x.ndim == problem.x.ndim - 1  # inside its vmap an example has no batch dimension
-        if single:
-            x, y = x[None], y[None]
-        return problem.losses(functional_call(model, params, (x,)), y).mean()
+    def mean(losses: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        def of(params: dict[str, Tensor], batch: Any) -> Tensor:
+            x, y = batch
+            if x.ndim == problem.x.ndim - 1:  # inside its vmap an example has no batch dimension
+                x, y = x[None], y[None]
+            return losses(functional_call(model, params, (x,)), y).mean()
+
+        return of
 
     def scores(kind: Any, **options: Any) -> Tensor:
         task = AttributionTask(
-            loss_func=loss, model=model, checkpoints=[{n: w for n, w in problem.weights[0].items()}]
+            loss_func=mean(problem.losses),
+            target_func=mean(problem.judged),
+            model=model,
+            checkpoints=[{n: w for n, w in problem.weights[0].items()}],
         )
         attributor = kind(task=task, device="cpu", **options)
         train = TensorDataset(problem.x, problem.y)

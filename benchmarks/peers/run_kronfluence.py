@@ -1,4 +1,4 @@
-"""kronfluence: EK-FAC influence at its default damping and at δ/N."""
+"""kronfluence: EK-FAC influence at its default damping, its heuristic, and others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Losses(Task):
         return outputs + torch.randn_like(outputs)
 
     def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-        return self.problem.losses(model(batch[0]), batch[1]).sum()
+        return self.problem.judged(model(batch[0]), batch[1]).sum()
 
 
 def methods(folder: Path) -> dict[str, Method]:
@@ -75,7 +75,11 @@ def methods(folder: Path) -> dict[str, Method]:
 
     return {
         "kronfluence EK-FAC, its damping": lambda: scores(DEFAULT_DAMPING),
-        "kronfluence EK-FAC, damping δ/N": lambda: scores(problem.delta / problem.n),
+        "kronfluence EK-FAC, its heuristic": lambda: scores(None),
+        **{
+            f"kronfluence EK-FAC, damping {d:g}/N": lambda d=d: scores(d / problem.n)
+            for d in problem.dampings
+        },
     }
 
 

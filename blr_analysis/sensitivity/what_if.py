@@ -269,7 +269,7 @@ def what_if_each(
 
 # How far answers are likely off, relative to the predicted change (below, above) and to the loss
 # before. Those of "replay" were set, with SHORT and GAP, on small networks whose retraining is
-# known (the cases of benchmarks/field.py and of the tests): the coverage found there is no
+# known (the cases of benchmarks/field and of the tests): the coverage found there is no
 # independent one. The others are guesses that no retraining has checked.
 SPREADS = {
     "cg": (0.15, 0.15, 0.02),

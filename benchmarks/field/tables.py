@@ -1,0 +1,248 @@
+"""How near the estimates come to a case's truth: the rows of the three tables."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from benchmarks.agreement import metrics, runner
+from benchmarks.agreement.cases import Case as Asked
+from benchmarks.field.cases import test_losses, train
+from benchmarks.field.truth import Truth, halves, relabelled
+from benchmarks.truth import store
+
+JUDGED = 200  # test examples of the datamodeling score
+LOOKS = 3  # checkpoints, of one run or of several seeds
+PEERS = ("kronfluence", "dattri", "traker")
+GRID = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # N times a peer's damping
+LIMIT = 150.0  # seconds that a peer may take, all its methods together
+SINGLE = ("kron", "diag", "lowrank")
+Row = tuple[str, ...]
+
+
+def task_of(truth: Truth, model: nn.Module) -> blr.Task:
+    """What the package is told: the model, its data, and the loss that was trained."""
+    data = truth.data
+    columns = {"group": data.groups.tolist()}
+    return blr.Task(model, (data.x, data.y), likelihood=truth.case.loss(), metadata=columns)
+
+
+def judged_by(truth: Truth, model: nn.Module, count: int | None = None) -> blr.Task:
+    """The test examples under the plain loss."""
+    data = truth.data
+    likelihood = truth.case.loss() if data.y.is_floating_point() else "categorical"
+    return blr.Task(model, (data.test_x[:count], data.test_y[:count]), likelihood=likelihood)
+
+
+def fitted(task: blr.Task, structure: str = "kron") -> blr.Posterior:
+    return blr.fit_laplace(task, structure=structure, prior_precision=None, progress=False)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float(((a - b).abs() / b).mean())
+
+
+def leave_one_seed_out(rows: Tensor, score: Callable[[Tensor, Tensor], float]) -> float:
+    """The score of one seed (a row) against the mean of the others, averaged: the ceiling."""
+    seeds = range(len(rows))
+    others = [rows[[k for k in seeds if k != s]].mean(0) for s in seeds]
+    return sum(score(rows[s], others[s]) for s in seeds) / len(rows)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(metrics.pearson(a, b))
+
+
+def described(answers: list[dict[str, Tensor]], true: Tensor) -> Row:
+    """Means over the models of Pearson's r, error, "nothing", and what the intervals hold."""
+    cells = []
+    for found in answers:
+        kept = found["kept"]
+        after, right = found["after"][kept], true[kept]
+        inside = (found["low"][kept] <= right) & (right <= found["high"][kept])
+        cells.append(
+            (
+                correlation(after, right),
+                relative(after, right),
+                relative(found["before"][kept], right),
+                float(inside.double().mean()),
+            )
+        )
+    means = torch.tensor(cells).mean(0).tolist()
+    return tuple(f"{value:.2f}" for value in means)
+
+
+def top(rows: Tensor) -> Row:
+    """The ceiling's cells."""
+    scores = (leave_one_seed_out(rows, score) for score in (correlation, relative))
+    return (*(f"{score:.2f}" for score in scores), "", "")
+
+
+def groups(truth: Truth, models: int, folder: Path) -> Iterator[Row]:
+    """Without each group: by default, with as many passes as epochs, with two retrained."""
+    case = truth.case
+    rows = truth.losses["groups"].double().mean(2)
+    yield ("one seed against the others", *top(rows), f"{case.epochs}")
+
+    def again(data: Any, seed: int) -> nn.Module:
+        x, y = (
+            torch.stack(part) for part in zip(*(data[i] for i in range(len(data))), strict=True)
+        )
+        return train(case, x, y, seed)
+
+    settings: dict[str, dict[str, Any]] = {
+        "default": {},
+        "as many passes as epochs": {"passes": case.epochs},
+        "default, two groups retrained": {"train": again, "seeds": 3, "cache": folder / "two"},
+    }
+    for label, options in settings.items():
+        answers, spent, solvers = [], 0.0, set()
+        for model in truth.models[:models]:
+            task = task_of(truth, model)
+            each = blr.what_if_each(
+                *(task, fitted(task)),
+                by="group",
+                evaluate=judged_by(truth, model),
+                progress=False,
+                **options,
+            )
+            named = {"after": "nll_after", "before": "nll_before", "low": "nll_low"}
+            named["high"] = "nll_high"
+            found = {k: torch.tensor(each[column].to_numpy()) for k, column in named.items()}
+            found["kept"] = torch.tensor((each.solver != "retrain").to_numpy())
+            answers.append(found)
+            spent = max(spent, each.passes.max())
+            solvers |= set(each.solver) - {"retrain"}
+        yield (label, *described(answers, rows.mean(0)), f"{spent:.0f}, {', '.join(solvers)}")
+
+
+def relabellings(truth: Truth, models: int) -> Iterator[Row]:
+    """A tenth of each group with another target."""
+    rows = truth.losses["relabelled"].double().mean(2)
+    yield ("one seed against the others", *top(rows), f"{truth.case.epochs}")
+    answers, solvers = [], set()
+    for model in truth.models[:models]:
+        task, judged = task_of(truth, model), judged_by(truth, model)
+        q = fitted(task)
+        options: dict[str, Any] = {"evaluate": judged, "progress": False}
+        found = [blr.what_if(task, q, relabel=c, **options) for c in relabelled(truth.data)]
+        ends = torch.tensor([one.interval for one in found])
+        answers.append(
+            {
+                "after": torch.tensor([one.nll for one in found]),
+                "before": torch.tensor([one.before.nll for one in found]),
+                "low": ends[:, 0],
+                "high": ends[:, 1],
+                "kept": torch.ones(len(found), dtype=torch.bool),
+            }
+        )
+        solvers |= {(one.solver, f"{one.passes:.0f}") for one in found}
+    used = ", ".join(f"{passes}, {solver}" for solver, passes in sorted(solvers))
+    yield ("default", *described(answers, rows.mean(0)), used)
+
+
+def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) -> Iterator[Row]:
+    """Linear datamodeling scores: ours, and every peer's at its default and its best damping."""
+    case, data = truth.case, truth.data
+    rows = truth.losses["halves"][:, :, :JUDGED].double()
+    true, kept = rows.mean(0), halves(len(data.x))
+    yield (
+        "one seed against the others",
+        f"{leave_one_seed_out(rows, lambda a, b: metrics.ceiling(b, a).value):.3f}",
+    )
+
+    def score(influence: Tensor) -> float:
+        plain = influence.as_subclass(Tensor).double()
+        return metrics.linear_datamodeling(plain, kept, true).value
+
+    def influence(model: nn.Module, posterior: Any) -> Tensor:
+        # of the plain loss, whatever was trained
+        judged = blr.Task(
+            model, (data.test_x[:JUDGED], data.test_y[:JUDGED]), likelihood=case.loss()
+        )
+        options: dict[str, Any] = {"measure": test_losses, "progress": False}
+        return blr.influence(task_of(truth, model), posterior, judged, **options)
+
+    chosen = truth.models[:models]
+    posteriors = [fitted(task_of(truth, model)) for model in chosen]
+    deltas = [q.record["prior_choice"]["delta"] for q in posteriors]
+    for structure in SINGLE:
+        fits = posteriors
+        if structure != "kron":
+            fits = [fitted(task_of(truth, model), structure) for model in chosen]
+        each = [score(influence(m, q)) for m, q in zip(chosen, fits, strict=True)]
+        yield (structure, f"{sum(each) / len(each):.3f}")
+        if structure == "kron":
+            yield ("kron, the first model", f"{each[0]:.3f}")
+    each = [score(influence(*run(truth, seed))) for seed in range(models)]
+    yield (f"kron, {LOOKS} checkpoints of a run", f"{sum(each) / len(each):.3f}")
+    if models > 1:
+        yield (f"kron, {models} seeds together", f"{score(influence(chosen[0], posteriors)):.3f}")
+    if peers is not None:
+        answers = of_peers(truth, deltas, folder, peers)
+        scores = {label: score(answer) for label, answer in answers.items()}
+        yield from ((label, f"{value:.3f}") for label, value in scores.items())
+
+
+def run(truth: Truth, seed: int) -> tuple[nn.Module, list[blr.Posterior]]:
+    """A training seen after every third of its epochs: the model, and a posterior of each."""
+    posteriors = []
+    case, data = truth.case, truth.data
+    looks = {round(case.epochs * k / LOOKS) for k in range(1, LOOKS + 1)}
+
+    def look(epoch: int, model: nn.Module) -> None:
+        if epoch in looks:
+            state = torch.get_rng_state()
+            posteriors.append(fitted(task_of(truth, copy.deepcopy(model))))
+            torch.set_rng_state(state)
+
+    return train(case, data.x, data.y, seed, look), posteriors
+
+
+def of_peers(truth: Truth, deltas: list[float], folder: Path, peers: Path) -> dict[str, Tensor]:
+    """Name → influence ``[N, M]`` of every method of every peer, or an empty tensor if it failed.
+
+    They see the first model; what they answered is kept, as it does not depend on this package.
+    """
+    case, data = truth.case, truth.data
+    number = data.y.is_floating_point()
+    asked = Asked(
+        "field",
+        case.network,
+        "gaussian" if number else "categorical",
+        deltas[0],
+        *(data.x, data.y, data.test_x, data.test_y),
+        checkpoints=[model.state_dict() for model in truth.models[:LOOKS]],
+        noise=0.5,
+        class_weights=list(case.class_weights) or None,
+        smoothing=case.smoothing,
+        dampings=GRID,
+    )
+    answers: dict[str, Tensor] = {}
+    for name in PEERS:
+        python, script = runner.interpreter(peers, name), runner.SCRIPTS / f"run_{name}.py"
+        if python is None:
+            continue
+        shown = (script.read_text(), truth.recipe, GRID, LIMIT)
+        digest = hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
+        path = folder / f"peer-{name}.safetensors"
+        kept = store.read(path, digest)
+        if kept is None:
+            given = (data.test_x[:JUDGED], data.test_y[:JUDGED])
+            found = runner.ask(python, script, asked, *given, LIMIT)
+            tensors = {a.name: a.influence for a in found if a.influence is not None}
+            failed = {a.name: a.error for a in found if a.influence is None}
+            kept = store.Stored(tensors, {"hash": digest, "failed": failed})
+            store.write(path, kept.tensors, kept.record)
+        answers |= kept.tensors
+        for label, why in kept.record["failed"].items():
+            print(f"{label}: {why}", file=sys.stderr, flush=True)
+    return answers
