@@ -51,6 +51,7 @@ NAMES = {
     "gradient_mismatch",
     "merge_curve",
     "suggest_weights",
+    "replays",
 }
 
 # name → (the first arguments, the keyword-only ones with their defaults)

@@ -1,6 +1,7 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
 from blr_analysis.sensitivity.calibration import calibrate
+from blr_analysis.sensitivity.ensemble import replays
 from blr_analysis.sensitivity.influence import (
     GroupInfluence,
     Influence,
@@ -39,6 +40,7 @@ __all__ = [
     "calibrate",
     "influence",
     "leave_one_out",
+    "replays",
     "select_prior_precision",
     "sensitivity",
     "subset_posterior",
