@@ -202,12 +202,21 @@ def _same(a: Any, b: Any) -> bool:
     return True  # nothing that could be compared without knowing it
 
 
-def chosen_indices(indices: Any, n_data: int, name: str = "indices") -> list[int]:
+def chosen_indices(
+    indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
+) -> list[int]:
     """Indices or a boolean mask as a list of indices, checked, in the order given.
 
+    A mask that is a pandas Series is read by its own index: the ``labels`` of the examples, or
+    0 … N − 1.
+
     Raises:
-        InputError: a mask of another length, an index out of range, or something else.
+        InputError: a mask of another length or index, an index out of range, or something else.
     """
+    if hasattr(indices, "to_numpy"):
+        if hasattr(indices, "reindex") and indices.dtype == bool:
+            indices = _by_label(indices, n_data, name, labels)
+        indices = indices.to_numpy()
     if isinstance(indices, np.ndarray):
         indices = np.require(indices, requirements="W")
     try:
@@ -230,6 +239,22 @@ def chosen_indices(indices: Any, n_data: int, name: str = "indices") -> list[int
     if bad is not None:
         raise InputError(f"{name} names example {bad}, but the examples are 0 … {n_data - 1}")
     return chosen
+
+
+def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
+    """A boolean Series in the order of the examples."""
+    own = list(mask.index)
+    for places in (labels, range(n_data)):
+        if places is not None and own == list(places):
+            return mask
+        if places is not None and mask.index.is_unique and set(own) == set(places):
+            return mask.reindex(places)
+    if len(own) != n_data:
+        return mask
+    raise InputError(
+        f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the {n_data} examples; "
+        f"pass {name}.to_numpy() if it is in their order"
+    )
 
 
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:

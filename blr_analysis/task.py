@@ -64,7 +64,8 @@ class Task:
         batch_size: examples in one forward pass.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
-            value per example; they come back in every table and can be selected by.
+            value per example; they come back in every table and can be selected by. Masks may have
+            the DataFrame's index.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -108,6 +109,7 @@ class Task:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)
         self.forward: Forward = forward or default_forward
         self.metadata = read_metadata(metadata, self.n_data)
+        self.row_labels = list(metadata.index) if hasattr(metadata, "index") else None  # pandas
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
@@ -132,10 +134,10 @@ class Task:
         Raises:
             InputError: a mask of another length, or an index out of range.
         """
-        chosen = chosen_indices(indices, self.n_data)
+        chosen = chosen_indices(indices, self.n_data, labels=self.row_labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
-        return Task(
+        part = Task(
             self.model,
             self.examples.subset(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
@@ -144,6 +146,8 @@ class Task:
             device=self.device,
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
         )
+        part.row_labels = self.row_labels and [self.row_labels[i] for i in chosen]
+        return part
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device."""

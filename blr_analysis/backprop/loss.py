@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blr_analysis.backprop.record import fetched
-from blr_analysis.backprop.truth import not_differentiable
+from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood, TokenCategorical
 from blr_analysis.progress import track
@@ -145,7 +145,8 @@ def batch_gradient(
     """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf).
 
     Raises:
-        ModelError: autograd cannot differentiate the model.
+        ModelError: autograd cannot differentiate the model, or would leave out what its backward
+            pass differentiates itself.
     """
     with torch.enable_grad(), task.evaluation():
         f, y = task.run(fetched(task, indices), leaves, indices)
@@ -153,9 +154,10 @@ def batch_gradient(
             return f, y, None
         e = task.likelihood.at(indices).error(f.detach(), y) if errors is None else errors
         try:
-            grads = torch.autograd.grad(
-                f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
-            )
+            with no_backward_inside(task, leaves):
+                grads = torch.autograd.grad(
+                    f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
+                )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -100,9 +100,7 @@ def select(
     if callable(selection):
         chosen = _asked(selection, Columns(task, posterior), n, name)
     else:
-        if hasattr(selection, "to_numpy"):
-            selection = selection.to_numpy()
-        chosen = chosen_indices(selection, n, name)
+        chosen = chosen_indices(selection, n, name, task.row_labels)
     if not chosen:
         raise InputError(f"{name} selects none of the {n} examples")
     indices = torch.tensor(sorted(chosen))

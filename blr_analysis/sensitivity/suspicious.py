@@ -13,6 +13,12 @@ example i's outputs move when the weights move as the posterior lets them: the p
 copies always move together. For many samples corr is tr(J_i Σ J_jᵀ) scaled to 1 for an example with
 itself: likeness as the model sees it, for any kind of input, where pixels have a distance and
 sentences have none.
+
+A twin must be nearer than chance has it. Around an example of a cloud of any local dimension m the
+log spacings of its neighbours' distances, k log(d_k+1 / d_k), are independent and exponential with
+mean 1/m (Rényi, 1953; Levina & Bickel, 2004), so that m cancels in
+
+    P(spacing k > t · mean of the n farther ones) = (1 + t/n)⁻ⁿ
 """
 
 from __future__ import annotations
@@ -39,9 +45,13 @@ from blr_analysis.views import Plottable, Tabular
 KINDS = ("label", "unfamiliar", "duplicate")
 NONE = "none"
 CLOSE = 0.5  # a twin at less than half the distance of the tenth neighbour
+OWN_SEED = 73_019  # added to the user's, which their data may have been drawn from
 STEP = 0.05  # of a posterior standard deviation: δf by a difference, close to linear
 WIDTH = 512  # numbers by which an example is known, at most
 NEIGHBOURS = 10
+AROUND = 33  # neighbours that tell how far apart examples are here
+ALIKE = 4  # copies of an example, at most, that must stand out from its other neighbours
+CHANCE = 0.01  # of a false twin anywhere in the data, where nearness is chance
 BLOCK = 2**23  # numbers of the matrix of pairs that are held at a time
 
 
@@ -128,7 +138,8 @@ def suspicious(
             posterior that overstates V_i harms the gain: see :func:`blr_analysis.leave_one_out`.
         duplicates: whether to look for twins.
         share: which part of the examples to suspect, at most, by each score. Labels and twins
-            must stand out by themselves as well: a gain above 0, a closeness above ½.
+            must stand out by themselves as well: a gain above 0, a closeness above ½ that chance
+            does not explain.
         samples: directions in which the weights are moved to find twins.
         seed: of those directions.
         chunk_size, memory_budget, progress: as in :func:`blr_analysis.sensitivity`.
@@ -187,11 +198,12 @@ def suspicious(
     heights = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
     pieces = zip(heights, scores.variance.split(4096), strict=True)
     unfamiliarity = torch.cat([(height * v).sum((1, 2)) for height, v in pieces])
-    closeness, twin = None, None
+    closeness, twin, distinct = None, None, None
     if duplicates:
-        closeness, twin = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
+        closeness, twin, told = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
+        distinct = closeness.where(told, 0)
     kind, order = judged(
-        gain, unfamiliarity, closeness, share, contradicts=task.likelihood.is_classification
+        gain, unfamiliarity, distinct, share, contradicts=task.likelihood.is_classification
     )
     return Suspicions(
         gain=gain,
@@ -244,6 +256,7 @@ def judged(
 
     An example is of the kind in whose ranking it stands highest, among those that suspect it: the
     first ``share`` of each ranking, and only gains above 0 and closenesses above ½ at all.
+    Closenesses that chance explains are to be given as 0.
     """
     n = len(gain)
     floors = (0.0 if contradicts else -torch.inf, -torch.inf, CLOSE)
@@ -266,8 +279,9 @@ def judged(
 
 def twins(
     task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Closeness and index of every example's nearest other, ``[N]`` each.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Closeness and index of every example's nearest other, and whether chance fails to explain it,
+    ``[N]`` each.
 
     Closeness 1 − d_nearest / d_10th (the farthest where there are fewer) is 1 for copies and
     0 where the nearest is no nearer than the tenth. Examples that do not move at all have 0.
@@ -277,15 +291,16 @@ def twins(
             f"twins are looked for among 3 examples or more, got {task.n_data}; pass "
             "duplicates=False"
         )
-    moves = F.normalize(responses(task, q, samples=samples, seed=seed, progress=progress), dim=1)
-    return nearest(moves, progress=progress)
+    moves, rounding = responses(task, q, samples=samples, seed=seed, progress=progress)
+    return nearest(F.normalize(moves, dim=1), rounding, progress=progress)
 
 
 def responses(
     task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
-) -> Tensor:
-    """δf_i of every example, ``[N, S·C]``; with many outputs random mixtures of them."""
-    generator = torch.Generator().manual_seed(seed)
+) -> tuple[Tensor, Tensor]:
+    """δf_i of every example, ``[N, S·C]``, with many outputs random mixtures of them; and the
+    distance, relative to ‖δf_i‖, that rounding leaves between two copies, ``[N]``."""
+    generator = torch.Generator().manual_seed(seed + OWN_SEED)
     before, _ = predict(task, q.mean, progress=False)
     c = before.shape[1]
     kept = max(1, min(c, WIDTH // samples))
@@ -298,15 +313,21 @@ def responses(
             mix = torch.randn(c, kept, generator=generator, dtype=torch.float64)
             moved = moved @ mix.to(moved.dtype)
         parts.append(moved)
-    return torch.cat(parts, 1)
+    moves = torch.cat(parts, 1)
+    error = torch.finfo(before.dtype).eps * before.norm(dim=1) * (samples * kept / c) ** 0.5 / STEP
+    return moves, 4 * error / moves.norm(dim=1).clamp_min(torch.finfo(before.dtype).tiny)
 
 
-def nearest(unit: Tensor, *, progress: bool | None = None) -> tuple[Tensor, Tensor]:
-    """Closeness and nearest other row of unit vectors ``[N, D]``."""
+def nearest(
+    unit: Tensor, rounding: Tensor, *, progress: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Closeness, nearest other row, and whether chance fails to explain it, of unit vectors
+    ``[N, D]``; distances below ``rounding`` count as nothing."""
     n = len(unit)
     size = max(1, BLOCK // n)
-    k = min(NEIGHBOURS, n - 1)
+    k = min(AROUND, n - 1)
     closeness, twin = torch.empty(n, dtype=unit.dtype), torch.empty(n, dtype=torch.long)
+    told = torch.zeros(n, dtype=torch.bool)
     starts = range(0, n, size)
     for start in track(starts, total=len(starts), label="pairs", show=progress):
         rows = torch.arange(start, min(start + size, n))
@@ -314,10 +335,30 @@ def nearest(unit: Tensor, *, progress: bool | None = None) -> tuple[Tensor, Tens
         likeness[rows - start, rows] = -torch.inf
         top, index = likeness.topk(k, dim=1)
         gap = (2 - 2 * top).clamp_min(0).sqrt()
-        # what rounding leaves between two copies counts as nothing
-        gap[gap < 4 * torch.finfo(unit.dtype).eps ** 0.5] = 0
-        far = gap[:, -1]
+        # of near ones the difference itself: 2 − 2 corr is all rounding there
+        for near in (top > 1 - 1e-3).nonzero().split(BLOCK // unit.shape[1]):
+            i, j = near.unbind(1)
+            gap[i, j] = torch.linalg.vector_norm(unit[rows[i]] - unit[index[i, j]], dim=1)
+        gap[gap < rounding[rows, None]] = 0
+        gap, order = gap.sort(1)
+        far = gap[:, min(NEIGHBOURS, k) - 1]
         close = torch.where(far > 0, 1 - gap[:, 0] / far, (gap[:, 0] == 0).to(unit.dtype))
         still = torch.linalg.vector_norm(unit[rows], dim=1) == 0
-        closeness[rows], twin[rows] = torch.where(still, 0, close), index[:, 0]
-    return closeness, twin
+        closeness[rows] = torch.where(still, 0, close)
+        twin[rows] = index.gather(1, order[:, :1])[:, 0]
+        told[rows] = (gap[:, 0] == 0) | (by_chance(gap) < CHANCE / n)
+    return closeness, twin, told
+
+
+def by_chance(gap: Tensor) -> Tensor:
+    """How likely nearest neighbours would stand out so by chance, from sorted distances
+    ``[B, K]``: the least of the probabilities for the first few spacings, times their number."""
+    logs = gap.double().clamp_min(torch.finfo(torch.float64).tiny).log()
+    spacing = logs.diff(dim=1) * torch.arange(1, gap.shape[1])
+    least = torch.ones(len(gap), dtype=torch.float64)
+    tried = min(ALIKE, spacing.shape[1] - 1)
+    for k in range(tried):
+        others = spacing[:, k + 1 :]
+        times = spacing[:, k] / others.sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+        least = torch.minimum(least, (1 + times) ** -float(others.shape[1]))
+    return tried * least

@@ -9,6 +9,7 @@ import torch
 from parts import Graph, graph, normal
 from torch import Tensor, nn
 
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
@@ -119,6 +120,8 @@ def test_checkpointing_of_ones_own_is_refused() -> None:
     assert held["two.weight"].any()
     with pytest.raises(ModelError, match=r"'two\.weight'.*checkpointing"):
         fit_laplace(Task(model, (x, y)), prior_precision=1.0, progress=False)
+    with pytest.raises(ModelError, match=r"'two\.weight'.*checkpointing"):
+        loss_and_gradient(Task(model, (x, y)), {n: p.detach() for n, p in model.named_parameters()})
     assert all(torch.equal(p.grad, held[n]) for n, p in model.named_parameters())
 
 

@@ -45,7 +45,8 @@ MASK = [i in (1, 4, 8) for i in range(N)]
         MASK,
         torch.tensor(MASK),
         np.array(MASK),
-        pd.Series(MASK, index=range(100, 100 + N)),
+        pd.Series(MASK),
+        pd.Series(MASK[::-1], index=range(N - 1, -1, -1)),
         [1, 4, 8],
         (8, 1, 4),
         {4, 8, 1},
@@ -76,6 +77,22 @@ def test_masks_and_indices_in_any_order_mean_the_same(audit_indices, random) -> 
     q: Any = None
     assert select(shuffled, task, q).tolist() == sorted(audit_indices)
     assert select(mask, task, q).tolist() == sorted(audit_indices)
+
+
+def test_a_series_is_read_by_its_index(audit) -> None:
+    task, q = audit
+    other = pd.Series(MASK, index=range(100, 100 + N))
+    with pytest.raises(InputError, match=r"remove\.to_numpy\(\)"):
+        select(other, task, q)
+    assert select(other.to_numpy(), task, q).tolist() == [1, 4, 8]
+    table = pd.DataFrame({"source": list("aabbccaab")}, index=range(100, 100 + N))
+    named = blr.Task(task.model, task.examples, metadata=table)
+    assert select(other, named, q).tolist() == [1, 4, 8]
+    assert select(other[::-1], named, q).tolist() == [1, 4, 8]
+    part = named.subset(other)
+    assert part.metadata == {"source": ["a", "c", "b"]}
+    turned = pd.Series([True, False, False], index=[101, 104, 108])
+    assert select(turned, part.subset([2, 0, 1]), q).tolist() == [1]
 
 
 def test_one_index_and_a_range(audit) -> None:

@@ -12,7 +12,14 @@ from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.sensitivity.suspicious import judged, nearest, relabelling, responses
+from blr_analysis.sensitivity.suspicious import (
+    CLOSE,
+    judged,
+    nearest,
+    relabelling,
+    responses,
+    twins,
+)
 
 DELTA = 1.0
 CENTRES = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
@@ -119,7 +126,7 @@ def test_several_posteriors_are_averaged() -> None:
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
     task, q = laplace(trained(x, y, 3), x, y)
-    drawn = [responses(task, q, samples=128, seed=seed, progress=False) for seed in range(25)]
+    drawn = [responses(task, q, samples=128, seed=seed, progress=False)[0] for seed in range(25)]
     moves = torch.cat(drawn, 1)
     assert moves.shape == (12, 25 * 128 * 3)
     found = moves @ moves.T / (25 * 128)
@@ -150,7 +157,7 @@ def test_nearest_against_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     distance = torch.cdist(unit, unit)
     distance.fill_diagonal_(torch.inf)
     monkeypatch.setitem(nearest.__globals__, "BLOCK", 7 * 40)  # more than one block
-    closeness, twin = nearest(unit, progress=False)
+    closeness, twin, told = nearest(unit, torch.full((40,), 1e-7), progress=False)
     rows = torch.arange(40) != 20
     kept = distance[rows]
     kept[:, 20] = 2**0.5  # 2 − 2 · 0
@@ -159,6 +166,7 @@ def test_nearest_against_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(kept.gather(1, twin[rows, None]), sorted_[:, :1])
     assert (float(closeness[3]), int(twin[3]), int(twin[11])) == (1.0, 11, 3)
     assert float(closeness[20]) == 0
+    assert told.nonzero().flatten().tolist() == [3, 11]
 
 
 def test_every_copy_is_found_though_there_are_many_outputs() -> None:
@@ -169,7 +177,7 @@ def test_every_copy_is_found_though_there_are_many_outputs() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40))
     task = blr.Task(model, (x, torch.arange(80) % 40))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-    assert responses(task, q, samples=32, progress=False).shape == (80, 512)
+    assert responses(task, q, samples=32, progress=False)[0].shape == (80, 512)
     found = blr.suspicious(task, q, share=1.0, progress=False)
     copies = torch.zeros(80, dtype=torch.bool)
     copies[:10] = copies[69:] = True
@@ -177,6 +185,42 @@ def test_every_copy_is_found_though_there_are_many_outputs() -> None:
     assert (found.closeness == 1).tolist() == copies.tolist()
     assert found.twin[71:].tolist() == list(range(1, 10))
     assert int(found.twin[69]) in (0, 70)
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "slips"),
+    [
+        (2, 32, [0.0]),  # in the plane 2,000 points are too close for more
+        (10, 32, [0.0, 1e-4, 1e-2]),
+        (50, 0, [0.0, 1e-2, 0.05]),
+        (784, 0, [0.0, 1e-2, 0.1]),
+    ],
+)
+def test_gaussian_rows_have_no_twins_but_those_planted(
+    width: int, hidden: int, slips: list[float]
+) -> None:
+    """Rows of the very seed that the default directions might come from; copies with slips far
+    below the distance of neighbours (1e-2 among 2,000 in the plane) are told, three alike too."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, width)
+    body = [nn.Linear(width, hidden), nn.ReLU()] if hidden else []
+    model = nn.Sequential(*body, nn.Linear(hidden or width, 3))
+    optimizer, y = torch.optim.Adam(model.parameters(), lr=1e-2), torch.randint(3, (2000,))
+    for rows in torch.randperm(2000).split(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+
+    def suspected(x: Tensor) -> list[int]:
+        task = blr.Task(model, (x, y))
+        q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+        closeness, _, told = twins(task, q, samples=32, progress=False)
+        return (told & (closeness > CLOSE)).nonzero().flatten().tolist()
+
+    assert suspected(x) == []
+    slip = torch.tensor(slips * 21)[:21, None]
+    x[-21:] = x[[*range(20), 0]] + slip * torch.randn(21, width)
+    assert suspected(x) == [*range(20), *range(1979, 2000)]
 
 
 def test_planted_faults_in_digits() -> None:
