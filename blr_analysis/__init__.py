@@ -35,6 +35,7 @@ from blr_analysis.merging import (
     suggest_weights,
 )
 from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.report import report
 from blr_analysis.sensitivity import (
     GroupInfluence,
     Influence,
@@ -121,6 +122,7 @@ __all__ = [
     "merge",
     "merge_curve",
     "replays",
+    "report",
     "select_prior_precision",
     "sensitivity",
     "subset_posterior",

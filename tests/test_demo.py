@@ -27,6 +27,7 @@ FILES = {
     "posterior.safetensors",
     "digits.py",
     "summary.txt",
+    "report.html",
 }
 
 

@@ -33,8 +33,8 @@ LAYERS = (
     {"memory_map"},
     {"tables", "huggingface"},
     {"plots"},
-    {"report"},
     {"audit"},
+    {"report"},
     {"demo"},
     {"cli"},
 )
@@ -55,6 +55,7 @@ ADAPTERS = frozenset(f"{PACKAGE}.huggingface.{name}" for name in ("trainer", "li
 DYNAMIC = {"views", "audit", "cli"}
 # Where a distribution's name is not what one imports.
 DISTRIBUTION = {
+    "PIL": "pillow",
     "sklearn": "scikit-learn",
     "pytorch_lightning": "lightning",
     "ruamel": "ruamel.yaml",

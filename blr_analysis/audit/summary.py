@@ -79,16 +79,19 @@ def trust_section(
     task: Task, posterior: Posterior, leverage: Tensor | None = None
 ) -> RenderableType:
     """What the model's distance from its minimum means for the numbers that follow."""
-    said = f"The model is {stationarity(task, posterior).verdict}."
-    parts = []
+    said, *more = trust_notes(task, posterior, leverage)
+    return section("How far to trust it", said, *map(note, more))
+
+
+def trust_notes(task: Task, posterior: Posterior, leverage: Tensor | None = None) -> list[str]:
+    """The sentences of :func:`trust_section`."""
+    said = [f"The model is {stationarity(task, posterior).verdict}."]
     if leverage is not None and (many := int((leverage >= 1).sum())):
-        parts.append(
-            note(
-                f"{many:,} of {len(leverage):,} examples have a leverage of 1 or more: their own "
-                "estimates are rough; leave_one_out(refine=) takes them out by a descent."
-            )
+        said.append(
+            f"{many:,} of {len(leverage):,} examples have a leverage of 1 or more: their own "
+            "estimates are rough; leave_one_out(refine=) takes them out by a descent."
         )
-    return section("How far to trust it", said, *parts)
+    return said
 
 
 def influential_section(table: pd.DataFrame, shown: int) -> RenderableType:
@@ -141,7 +144,7 @@ def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
 def loo_section(loo: LeaveOneOut, on_test: Evaluation | None) -> RenderableType:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
     rows = [
-        ("training data", _mean(loo.losses_before), _accuracy(loo.predictions_before, loo)),
+        ("training data", _mean(loo.losses_before), accuracy_of(loo.predictions_before, loo)),
         ("leave-one-out estimate", loo.nll, loo.accuracy),
     ]
     if on_test is not None:
@@ -155,7 +158,7 @@ def loo_section(loo: LeaveOneOut, on_test: Evaluation | None) -> RenderableType:
     lead = "From the training data alone: the mean loss, in nats, of each example when left out."
     parts: list[RenderableType] = [grid(columns)]
     if on_test is not None:
-        parts.append(note(_agreement(loo, on_test)))
+        parts.append(note(agreement(loo, on_test)))
     return section("How well will it generalise?", lead, *parts)
 
 
@@ -210,7 +213,7 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
     solver = str(removals["solver"].iloc[0]) if "solver" in removals else "posterior"
     lead = (
-        f"Predicted {_how(solver, passes)}, measured on {where} (NLL with all data: {before:.3f})."
+        f"Predicted {how(solver, passes)}, measured on {where} (NLL with all data: {before:.3f})."
     )
     lead += " The ranges are rough: their widths rest on small networks, or on a guess."
     parts: list[RenderableType] = [grid(rows)]
@@ -219,7 +222,7 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     return section(f"What if a {noun} were gone?", lead, *parts)
 
 
-def _how(solver: str, passes: float) -> str:
+def how(solver: str, passes: float) -> str:
     if solver.startswith("replay"):
         return f"by short trainings from fresh weights, with and without it, {passes:.0f} passes"
     if passes == 0:
@@ -245,8 +248,10 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         columns["accuracy"] = [f"{before:.1%}" for before, _ in shares]
         columns["without "] = [f"{after:.1%}" for _, after in shares]
     lead = (
-        f"{result.removed:,} of {n_data:,} training examples taken out; predicted "
-        f"{_how(result.solver, result.passes)}, measured on {where}."
+        f"{result.removed:,} of {n_data:,} training examples taken out"
+        + (f", {result.relabelled:,} relabelled" if result.relabelled else "")
+        + "; predicted "
+        f"{how(result.solver, result.passes)}, measured on {where}."
     )
     low, high = result.interval
     likely = f"NLL after retraining, roughly: between {low:.3f} and {high:.3f}."
@@ -342,7 +347,7 @@ def _mean(values: Any) -> float:
     return float(values.double().mean())
 
 
-def _accuracy(predictions: Any, loo: LeaveOneOut) -> float | None:
+def accuracy_of(predictions: Any, loo: LeaveOneOut) -> float | None:
     if loo.accuracy is None:
         return None
     hits = predictions.to(loo.targets.dtype) == loo.targets.reshape(predictions.shape)
@@ -350,7 +355,7 @@ def _accuracy(predictions: Any, loo: LeaveOneOut) -> float | None:
     return float(hits.double().mean())
 
 
-def _agreement(loo: LeaveOneOut, on_test: Evaluation) -> str:
+def agreement(loo: LeaveOneOut, on_test: Evaluation) -> str:
     """How far the estimate is from the test data, against the latter's own uncertainty."""
     gap = loo.nll - on_test.nll
     m = len(on_test.losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from blr_analysis.cli.algorithms import algorithms as _algorithms
 from blr_analysis.cli.fisher import fisher as _fisher
 from blr_analysis.cli.merging import merge as _merge
 from blr_analysis.cli.options import (
+    By,
     Calibrate,
     Correction,
     Fit,
@@ -35,9 +36,11 @@ from blr_analysis.cli.words import (
     LOO,
     MAP,
     MERGE,
+    REPORT,
     ROOT,
     WHAT_IF,
 )
+from blr_analysis.errors import InputError
 
 app = typer.Typer(
     add_completion=False,
@@ -97,14 +100,7 @@ def audit(
     prior_precision: PriorPrecision = None,
     calibrate: Calibrate = None,
     test: Test = None,
-    by: Annotated[
-        str,
-        typer.Option(
-            metavar="COLUMN",
-            help="Take out each group of this column in turn: target, prediction or a column of "
-            "the task's metadata; none for none; auto for the classes, where they are few.",
-        ),
-    ] = "auto",
+    by: By = "auto",
     passes: Passes = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
@@ -121,6 +117,7 @@ def audit(
         write_text,
     )
     from blr_analysis.audit.summary import as_text
+    from blr_analysis.report import write_report
 
     column = None if by == "none" else by
     way = Way(posterior, fit, prior_precision, calibrate)
@@ -131,8 +128,40 @@ def audit(
         printed = summary(findings)
         files = write(findings, at.out, say=at.say)
         files.append(write_text(as_text(printed), at.out, "summary.txt"))
+        at.say("writing the page")
+        files.append(write_report(findings, at.out / "report.html"))
     show(printed, paper())
     show(files_section(at.out, files), paper())
+
+
+@app.command(help=REPORT)
+def report(
+    task: TaskName,
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    calibrate: Calibrate = None,
+    test: Test = None,
+    by: By = "auto",
+    passes: Passes = None,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="The page's heading.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
+    ] = Path("report.html"),
+) -> None:
+    """Everything, as one page."""
+    from blr_analysis.audit import check_column, investigate
+    from blr_analysis.files import held
+    from blr_analysis.report import write_report
+
+    column = None if by == "none" else by
+    way = Way(posterior, fit, prior_precision, calibrate)
+    with held(out), job(task, way, test, check=lambda ours: check_column(column, ours)) as at:
+        findings = investigate(
+            at.task, at.posterior, test=at.test, by=column, passes=passes, say=at.say
+        )
+        at.say("writing the page")
+        typer.echo(write_report(findings, out, title=title))
 
 
 @app.command("map", help=MAP)
@@ -212,14 +241,20 @@ def loo(
 def what_if_(
     task: TaskName,
     remove: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="SELECTION",
             help="COLUMN=VALUE, a query of the table as pandas writes it, or indices such as 3,17. "
             "Repeated: whatever any of them selects.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CSV", help="What was decided in a report's gallery: drop and relabel these."
+        ),
+    ] = None,
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
@@ -243,18 +278,23 @@ def what_if_(
     from blr_analysis.audit.summary import has_classes
     from blr_analysis.cli.selectors import check, selected
     from blr_analysis.plots import plot_what_if
+    from blr_analysis.report.decisions import read_decisions
     from blr_analysis.sensitivity import what_if
     from blr_analysis.tables import write_table
 
-    for text in remove:
+    if (remove is None) == (decisions is None):
+        raise InputError("give --remove SELECTION or --decisions CSV, one of them")
+    chosen = {} if decisions is None else read_decisions(decisions)
+    for text in remove or ():
         check(text)
     with job(task, Way(posterior, fit, prior_precision), test, out) as at:
-        leaving = selected(remove, at.task, at.posterior)
-        at.say(f"what if: without {int(leaving.sum()):,} of {at.task.n_data:,} examples")
+        if remove:
+            chosen = {"remove": selected(remove, at.task, at.posterior)}
+        at.say(f"what if: {_asked(chosen)} of {at.task.n_data:,} examples")
         result = what_if(
             at.task,
             at.posterior,
-            remove=leaving,
+            **chosen,
             evaluate=at.test,
             solver=solver.value,
             steps="converge" if converge else None,
@@ -268,6 +308,13 @@ def what_if_(
     where = "the training data" if at.test is None else "the test data"
     show(trust_section(at.task, at.posterior), paper())
     show(what_if_section(result, where, at.task.n_data), paper())
+
+
+def _asked(chosen: dict[str, Any]) -> str:
+    """ "without 3, with 2 relabelled"."""
+    leaving, labels = chosen.get("remove"), chosen.get("relabel")
+    gone = 0 if leaving is None else int(leaving.sum()) if hasattr(leaving, "sum") else len(leaving)
+    return f"without {gone:,}" + (f", with {len(labels):,} relabelled," if labels else "")
 
 
 app.command("fisher", help=FISHER)(_fisher)

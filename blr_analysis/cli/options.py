@@ -100,6 +100,14 @@ Passes = Annotated[
         "good number), instead of the posterior's one step: slower, and far closer to retraining.",
     ),
 ]
+By = Annotated[
+    str,
+    typer.Option(
+        metavar="COLUMN",
+        help="Take out each group of this column in turn: target, prediction or a column of "
+        "the task's metadata; none for none; auto for the classes, where they are few.",
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write tables and pictures here.")
 ]

@@ -88,8 +88,26 @@ AUDIT = flowed(
       blr-analysis audit train.py:make_task --fit kron --prior-precision 5 --calibrate 32
 
     Writes the tables table (every example), leave_one_out and removals as CSV and Parquet,
-    summary.txt, the posterior, and the pictures memory_map, deviations, leave_one_out, suspicious
-    and removals, as far as the task allows them.
+    report.html (one page with all of it, for a browser), summary.txt, the posterior, and the
+    pictures memory_map, deviations, leave_one_out, suspicious and removals, as far as the task
+    allows them.
+    """
+)
+
+REPORT = flowed(
+    """
+    The whole audit as one HTML page, to look at and to hand on: it needs nothing but a browser.
+
+    FILE is what posterior.save(FILE) wrote after training:
+
+      blr-analysis report train.py:make_task -p FILE
+      blr-analysis report train.py:make_task -p FILE --test make_test --out digits.html
+
+    The memory map to point at, every example to sort, search and save as CSV, suspicious labels
+    to keep, relabel or drop, groups taken out, and what test predictions rest on. What was decided
+    there is a question for what-if:
+
+      blr-analysis what-if train.py:make_task -p FILE --decisions decisions.csv
     """
 )
 
@@ -134,6 +152,7 @@ WHAT_IF = flowed(
       blr-analysis what-if train.py:make_task -p FILE --remove "loss > 2.5 and source != 'web'"
       blr-analysis what-if train.py:make_task -p FILE --remove suspicious=true
       blr-analysis what-if train.py:make_task -p FILE --remove 12,40 --out DIR
+      blr-analysis what-if train.py:make_task -p FILE --decisions decisions.csv
 
     COLUMN=VALUE needs no quotes; everything else is the query of a pandas DataFrame (and, or, not,
     in), without function calls. Columns are those of the audit's table: index, target, prediction,

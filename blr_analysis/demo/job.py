@@ -32,6 +32,7 @@ from blr_analysis.errors import InitialPrecisionWarning
 from blr_analysis.learning_rule.optim import IVON
 from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import Posterior
+from blr_analysis.report import write_report
 from blr_analysis.sensitivity import Monitor
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
@@ -85,6 +86,17 @@ def run(
         files.append(write_picture(_bars(removals), folder, "removals"))
         files.append(write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
         files.append(write_text(as_text(results), folder, "summary.txt"))
+        say("writing the page")
+        closest, truth = removals.predicted[removals.closest], removals.retrained.items()
+        page = write_report(
+            findings,
+            folder / "report.html",
+            title="Audit of the demo's digits",
+            monitor=monitor,
+            removals=closest,
+            truth={c: nll for c, (nll, _) in truth},
+        )
+        files.append(page)
     show(results, console)
     show(files_section(folder, files), console)
     show(
@@ -93,6 +105,12 @@ def run(
     )
     for command in _commands(folder):
         console.print(f"  {command}", soft_wrap=True, markup=False, highlight=False)
+    console.print(
+        f"\nOpen {page} in a browser: the same, to look at and to hand on.",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
     return findings, removals
 
 

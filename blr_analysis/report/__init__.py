@@ -1,0 +1,107 @@
+"""One self-contained page for colleagues who have nothing installed.
+
+    blr.report(task, posterior, "report.html", test=test_task)
+
+    Findings ─ contents ─► plain data ─┐
+             ─ charts ───► Bokeh ──────┼─ page ─► one HTML file
+             ─ thumbnails ► one sheet ─┘
+
+Bokeh and Jinja are imported when a page is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blr_analysis.task import Task
+
+if TYPE_CHECKING:
+    from blr_analysis.audit import Findings
+    from blr_analysis.posterior import Posterior
+    from blr_analysis.sensitivity import Monitor
+
+__all__ = ["report", "write_report"]
+
+
+def report(
+    task: Task,
+    posterior: Posterior,
+    path: str | os.PathLike[str] = "report.html",
+    *,
+    test: Task | None = None,
+    by: str | None = "auto",
+    passes: int | None = None,
+    images: Any = None,
+    texts: Sequence[str] | None = None,
+    monitor: Monitor | None = None,
+    title: str | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Run every analysis of a task and write what it says as one HTML file.
+
+    The page needs no network and no program but a browser: an interactive memory map, every
+    example as a row to sort, search and export, suspicious labels with keep, relabel and drop,
+    groups taken out, and what each of some test examples rests on. It begins with how far all
+    that can be trusted. Below 6 MB for 10,000 examples with thumbnails; of more, 10,000 are shown
+    one by one and all are counted in cells.
+
+    Args:
+        task: the model and the data it was trained on; metadata become columns, and a column of
+            sentences the examples' text.
+        posterior: learned on those data.
+        path: the file to write; replaced if it is there.
+        test: further examples: how well they are predicted, and which training examples each of
+            some of them rests on.
+        by, passes: which groups are taken out and how, as in ``blr_analysis.audit.investigate``.
+        images: one image per training example, see :func:`blr_analysis.plots.image_of`; also
+            PIL images and encoded bytes. Left out, the task's own inputs if they are images.
+        texts: one text per training example, in place of a metadata column.
+        monitor: what :class:`blr_analysis.Monitor` saw while the model trained.
+        title: the page's heading.
+        progress: None shows bars on a terminal when the work is long.
+
+    Returns:
+        The path.
+
+    Raises:
+        StorageError: the file cannot be written; found out before the analyses.
+        InputError, DataError: as the analyses; images or texts of another number, no images.
+
+    Example:
+        >>> import tempfile, torch, blr_analysis as blr
+        >>> X, y = torch.randn(40, 2), torch.randint(3, (40,))
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+        >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report(task, q, f"{folder}/report.html", progress=False).stat().st_size < 2e6
+        True
+    """
+    from blr_analysis.audit import investigate
+    from blr_analysis.files import held
+
+    target = Path(path).expanduser()
+    with held(target):
+        findings = investigate(task, posterior, test=test, by=by, passes=passes, progress=progress)
+        return write_report(
+            findings,
+            target,
+            images=images,
+            texts=texts,
+            monitor=monitor,
+            title=title,
+            progress=progress,
+        )
+
+
+def write_report(findings: Findings, path: str | os.PathLike[str], **options: Any) -> Path:
+    """Write the page of an audit that was done; options as in :func:`report`.
+
+    Raises:
+        StorageError: the file cannot be written; what was there before stays.
+    """
+    from blr_analysis.report.page import write_page
+
+    return write_page(findings, Path(path), **options)

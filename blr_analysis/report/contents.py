@@ -1,0 +1,237 @@
+"""What stands on the page: plain data for its script, and sentences for its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from blr_analysis.audit import Findings, most_suspicious
+from blr_analysis.audit.findings import influence_column
+from blr_analysis.audit.pictures import images_of, plain
+from blr_analysis.audit.summary import REGION_MEANS
+from blr_analysis.errors import DataError
+from blr_analysis.report.thumbnails import picture_of
+from blr_analysis.sensitivity import TopInfluence, top_influence
+from blr_analysis.task import Task
+
+MOST_SINGLE = 10_000  # examples with a point, a row and a thumbnail of their own
+GALLERY = 60
+TESTS = (35, 15)  # test examples asked about: of the largest loss, and at even distances
+NEIGHBOURS = 5  # of either sign
+MOST_COLUMNS = 24
+TEXT = (80, 400, 1_500_000)  # characters of a text: at least, at most, and of all together
+FIRST = ("index", "target", "left_out_prediction", "region", "suspicious", "label_quality")
+LAST = ("loss", "left_out_loss", "deviation", "leverage", "prediction", "error", "variance")
+LAST += ("self_influence",)
+WORD = 80  # characters of a cell
+LONG = 40  # characters from which on a column of words is the examples' text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The examples that are shown one by one, in the order of the dataset.
+
+    Attributes:
+        index: their places in the dataset.
+        table: their rows of :attr:`blr_analysis.audit.Findings.table`.
+        texts: their texts, shortened; None where they have none.
+    """
+
+    index: np.ndarray
+    table: pd.DataFrame
+    texts: list[str] | None
+
+    def place(self, index: Any) -> int:
+        """The row of an example."""
+        return int(np.searchsorted(self.index, int(index)))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Test examples, and the training examples that help and harm each of them most."""
+
+    test: Task
+    chosen: torch.Tensor
+    top: TopInfluence
+    losses: torch.Tensor
+
+
+def neighbours_of(findings: Findings, progress: bool | None) -> Neighbours | None:
+    """The influences on some test examples; None without test data."""
+    if findings.test is None or findings.on_test is None:
+        return None
+    worst, spread = TESTS
+    losses = findings.on_test.losses
+    order = losses.argsort(descending=True, stable=True)
+    even = torch.linspace(0, len(order) - 1, min(spread, len(order))).long()
+    chosen = torch.unique(torch.cat([order[:worst], even]))
+    chosen = chosen[losses[chosen].argsort(descending=True, stable=True)]
+    top = top_influence(
+        findings.task,
+        findings.posterior,
+        findings.test.subset(chosen),
+        k=min(NEIGHBOURS, findings.task.n_data),
+        progress=progress,
+    )
+    return Neighbours(findings.test, chosen, top, losses[chosen])
+
+
+def rows_of(findings: Findings, texts: Sequence[str] | None, neighbours: Neighbours | None) -> Rows:
+    """All examples where they are few; else the telling ones and an even share of the others."""
+    table = findings.table
+    n = len(table)
+    index = np.arange(n)
+    if n > MOST_SINGLE:
+        told = [most_suspicious(table, GALLERY)["index"].to_numpy()]
+        if neighbours is not None:
+            told += [
+                neighbours.top.helpful.flatten().numpy(),
+                neighbours.top.harmful.flatten().numpy(),
+            ]
+        measure = table[influence_column(table)].to_numpy(float)
+        told.append(np.argsort(-measure, kind="stable")[: MOST_SINGLE // 2])
+        index = np.unique(np.concatenate(told))
+        others = np.setdiff1d(np.arange(n), index)
+        even = np.linspace(0, len(others) - 1, MOST_SINGLE - len(index)).astype(int)
+        index = np.sort(np.concatenate([index, others[even]]))
+    shown = table.iloc[index].reset_index(drop=True)
+    if texts is None and (column := text_column(shown)) is not None:
+        texts, shown = list(shown.pop(column)), shown
+    elif texts is not None:
+        if len(texts) != n:
+            raise DataError(f"{len(texts)} texts for {n} examples: pass one for each")
+        texts = [texts[i] for i in index]
+    return Rows(index, shown, None if texts is None else shortened(texts, len(index)))
+
+
+def text_column(table: pd.DataFrame) -> str | None:
+    """The column whose words are sentences; None where there is none."""
+    for name in table:
+        words = [v for v in table[name].head(200) if isinstance(v, str)]
+        if words and np.median([len(w) for w in words]) > LONG:
+            return str(name)
+    return None
+
+
+def shortened(texts: Sequence[Any], n: int) -> list[str]:
+    """Each text as long as all of them together allow; what was cut off is said."""
+    least, most, together = TEXT
+    length = min(most, max(least, together // max(n, 1)))
+    return [_short(str(text), length) for text in texts]
+
+
+def columns_of(rows: Rows) -> list[dict[str, Any]]:
+    """Each column of the table: its name, whether it holds numbers, and its values."""
+    first = [name for name in FIRST if name in rows.table]
+    last = [name for name in LAST if name in rows.table]
+    between = [name for name in rows.table if name not in (*first, *last)]
+    columns = []
+    for name in [*first, *between, *last][:MOST_COLUMNS]:
+        values = rows.table[name]
+        numbers = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+        shown = [_cell(v) for v in values]
+        columns.append({"name": str(name), "number": bool(numbers), "values": shown})
+    return columns
+
+
+def colours_of(rows: Rows) -> list[str]:
+    """The columns worth colouring by: the region, classes, sources, and a few numbers."""
+    first = ["region", *(c for c in ("suspicious", "leverage") if c in rows.table)]
+    for name in rows.table:
+        distinct = rows.table[name].map(str).nunique() if name not in first else 0
+        words = not pd.api.types.is_float_dtype(rows.table[name])
+        if words and name != "index" and 2 <= distinct <= 50:
+            first.append(str(name))
+    return first
+
+
+def filters_of(rows: Rows, colours: Sequence[str]) -> list[str]:
+    """The columns to choose a value of: few values, and what somebody would ask for."""
+    answers = ("region", "prediction", "left_out_prediction", "leverage")
+    return [name for name in colours if name not in answers and rows.table[name].nunique() > 1]
+
+
+def pictures_of(
+    findings: Findings, rows: Rows, neighbours: Neighbours | None, images: Any
+) -> list[np.ndarray] | None:
+    """Thumbnails of the rows, then of the test examples asked about; None where there are none.
+
+    Raises:
+        InputError, DataError: something among ``images`` is no image.
+    """
+    images = images_of(findings.task) if images is None else images
+    if images is None:
+        return None
+    pictures = [picture_of(images, int(i)) for i in rows.index]
+    if neighbours is not None and (theirs := images_of(neighbours.test)) is not None:
+        pictures += [picture_of(theirs, int(i)) for i in neighbours.chosen]
+    return pictures
+
+
+def tests_of(rows: Rows, neighbours: Neighbours | None) -> list[dict[str, Any]]:
+    """Each test example with its target, answer and loss, and rows and nats of its neighbours."""
+    if neighbours is None:
+        return []
+    top, chosen = neighbours.top, neighbours.chosen
+    known = top.pairs.described(torch.arange(len(chosen)), test=True)
+    told = []
+    for k, index in enumerate(chosen.tolist()):
+        sides = {}
+        for side in ("helpful", "harmful"):
+            at, by = getattr(top, side)[k].tolist(), getattr(top, f"{side}_values")[k].tolist()
+            sides[side] = [[rows.place(i), _cell(v)] for i, v in zip(at, by, strict=True)]
+        about = {name: _words(values[k].tolist()) for name, values in known.items()}
+        loss = _cell(float(neighbours.losses[k]))
+        text = _text_of(neighbours.test, index)
+        told.append({"index": index, "loss": loss, "text": text, **about, **sides})
+    return told
+
+
+def suspects_of(findings: Findings, rows: Rows) -> list[int]:
+    """Rows of the gallery, the most suspicious first."""
+    return [rows.place(i) for i in most_suspicious(findings.table, GALLERY)["index"]]
+
+
+def classes_of(findings: Findings) -> list[Any]:
+    """The labels that an example could have; none for regression and several targets."""
+    table = findings.table
+    if "suspicious" not in table or "target" not in table:
+        return []
+    return [_cell(v) for v in sorted(set(table["target"]))]
+
+
+def regions_of(findings: Findings) -> list[dict[str, Any]]:
+    """Every region with its size and meaning."""
+    counts = findings.memory.counts()
+    return [{"name": r, "n": n, "means": REGION_MEANS[r]} for r, n in counts.items()]
+
+
+def _text_of(task: Task, index: int) -> str | None:
+    words = (v[index] for v in task.metadata.values())
+    return next((_short(w, TEXT[1]) for w in words if isinstance(w, str) and len(w) > LONG), None)
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(plain, value)) if isinstance(value, list) else plain(value)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
+def _cell(value: Any) -> Any:
+    """A value as JSON: numbers to four digits, None for NaN, words of bounded length."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        if not np.isfinite(value):
+            return None
+        return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.4g}")
+    return None if value is None else _short(str(value), WORD)

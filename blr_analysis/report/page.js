@@ -1,0 +1,334 @@
+"use strict";
+// The page's own wiring: one state (search, region, brush, order), shown in chart, table and cards.
+// Text goes in as text, never as markup.
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const columns = new Map(data.columns.map((c) => [c.name, c]));
+const n = data.columns[0].values.length;
+const PAGE = 25;
+// Okabe and Ito, and a shape for each: told apart by a colour-blind reader and in grey.
+const LIGHT = ["#7F7F7F", "#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#B8A800"];
+const DARK = ["#9A9A9A", "#3D9BE0", "#E69F00", "#F0742E", "#A6DCFF", "#2CC79B", "#E09CC4", "#E8DA3A"];
+const MARKS = ["circle", "square", "triangle", "diamond", "inverted_triangle", "plus", "x", "star"];
+const STEPS = ["#00224E", "#35456C", "#666970", "#948E77", "#C8B866", "#FEE838"]; // cividis
+const SHAPES = {
+  circle: "M7 2a5 5 0 1 0 .01 0z", square: "M2.5 2.5h9v9h-9z", triangle: "M7 2l5.5 10h-11z",
+  diamond: "M7 1l4 6-4 6-4-6z", inverted_triangle: "M7 12L1.5 2h11z", plus: "M6 1h2v5h5v2H8v5H6V8H1V6h5z",
+  x: "M2 3l1-1 4 4 4-4 1 1-4 4 4 4-1 1-4-4-4 4-1-1 4-4z", star: "M7 1l2 4h4l-3 3 1 5-4-3-4 3 1-5-3-3h4z",
+};
+const state = { words: "", where: {}, brush: null, by: null, down: true, page: 0 };
+let listed = [];
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const night = () => dark.matches && !document.documentElement.classList.contains("printed");
+let points = null, focus = null, shown = null, own = false;
+
+const value = (name, k) => columns.get(name)?.values[k] ?? null;
+const make = (tag, props = {}, ...inside) => {
+  const element = Object.assign(document.createElement(tag), props);
+  element.append(...inside.filter((part) => part !== null));
+  return element;
+};
+const tile = (k, side) => {
+  if (data.across === null || k === null) return null;
+  const element = make("span", { className: "tile" });
+  const place = { "--side": side + "px", "--column": k % data.across, "--row": Math.floor(k / data.across) };
+  for (const [name, v] of Object.entries(place)) element.style.setProperty(name, v);
+  return element;
+};
+const words = (text, name = "words") => text ? make("p", { className: name, dir: "auto", textContent: text }) : null;
+const said = (v) => v === null ? "" : typeof v === "boolean" ? (v ? "yes" : "no") : String(v);
+
+const long = (v) => typeof v === "string" && v.length > 24 ? "long" : "";
+
+// What is known of a row, as a card.
+const known = (k, names) => {
+  const list = make("dl");
+  for (const name of names) {
+    if (!columns.has(name) || value(name, k) === null) continue;
+    list.append(make("dt", { textContent: name.replaceAll("_", " ") }),
+      make("dd", { dir: "auto", className: long(value(name, k)), textContent: said(value(name, k)) }));
+  }
+  return list;
+};
+const ABOUT = ["target", "left_out_prediction", "region", "loss", "left_out_loss", "deviation", "leverage"];
+const DERIVED = new Set([...ABOUT, "index", "prediction", "error", "variance", "self_influence",
+  "label_quality", "suspicious"]);
+const extra = data.columns.map((c) => c.name).filter((name) => !DERIVED.has(name)).slice(0, 5);
+const about = (k, names = [...ABOUT, ...extra], more = "") => [
+  make("h4", { dir: "auto", textContent: `Example ${value("index", k)}${more && ": "}${more}` }),
+  tile(k, 96), words(data.texts?.[k]), known(k, names),
+];
+
+const card = $("card");
+const pointAt = (k, x, y) => {
+  card.replaceChildren(...about(k).filter((part) => part !== null));
+  card.hidden = false;
+  const { width, height } = card.getBoundingClientRect();
+  const left = x + 18 + width < innerWidth ? x + 18 : Math.max(4, x - width - 18);
+  card.style.left = left + "px";
+  card.style.top = Math.max(4, Math.min(y + 12, innerHeight - height - 4)) + "px";
+};
+const lookAt = (k) => {
+  if (focus === null) return;
+  focus.data = k === null ? { x: [], y: [] } : { x: [points.data.x[k]], y: [points.data.y[k]] };
+};
+
+// Which rows are meant.
+const haystack = Array.from({ length: n }, (_, k) =>
+  [...data.columns.filter((c) => !c.number || c.name === "index").map((c) => said(c.values[k])), data.texts?.[k] ?? ""]
+    .join("\n").toLowerCase());
+const allowed = (k) => (!state.words || haystack[k].includes(state.words)) &&
+  Object.entries(state.where).every(([name, v]) => v === "" || said(value(name, k)) === v);
+const refresh = () => {
+  const pass = Array.from({ length: n }, (_, k) => allowed(k));
+  const free = !pass.includes(false);
+  if (shown !== null) shown.booleans = free ? null : pass;
+  listed = [];
+  for (let k = 0; k < n; k++) if (pass[k] && (state.brush === null || state.brush.has(k))) listed.push(k);
+  if (state.by !== null) {
+    const values = columns.get(state.by).values, sign = state.down ? -1 : 1;
+    const order = (a, b) => typeof a === "string" || typeof b === "string" ? String(a).localeCompare(String(b)) : a - b;
+    listed.sort((a, b) => values[a] === null ? 1 : values[b] === null ? -1 : sign * order(values[a], values[b]) || a - b);
+  }
+  state.page = 0;
+  const count = (m) => m.toLocaleString("en");
+  $("count").textContent = `${count(listed.length)} of ${count(n)} examples` +
+    (n < data.n ? ` (${count(data.n)} in all)` : "") + (state.brush === null ? "" : ", inside the box");
+  rows();
+};
+
+// The table: one page of it at a time.
+const body = $("table").tBodies[0];
+const rows = () => {
+  const pages = Math.max(1, Math.ceil(listed.length / PAGE));
+  const part = listed.slice(state.page * PAGE, (state.page + 1) * PAGE);
+  body.replaceChildren(...part.map((k, place) => {
+    const row = make("tr", { tabIndex: place === 0 ? 0 : -1 });
+    row.dataset.k = k;
+    if (data.across !== null) row.append(make("td", {}, tile(k, 32)));
+    for (const c of data.columns)
+      row.append(make("td", { className: c.number ? "number" : long(c.values[k]), dir: c.number ? "ltr" : "auto",
+        textContent: said(c.values[k]) }));
+    if (data.texts) row.append(make("td", { className: "text long", dir: "auto", textContent: data.texts[k] }));
+    return row;
+  }));
+  $("where").textContent = `Page ${state.page + 1} of ${pages}`;
+  $("back").disabled = state.page === 0;
+  $("next").disabled = state.page >= pages - 1;
+  for (const button of $("table").tHead.querySelectorAll("button[data-name]"))
+    button.closest("th").ariaSort = button.dataset.name !== state.by ? "none" : state.down ? "descending" : "ascending";
+};
+const head = make("tr");
+if (data.across !== null) head.append(make("th", { scope: "col" }, make("span", { className: "hidden", textContent: "image" })));
+for (const c of data.columns) {
+  const button = make("button", { type: "button", textContent: c.name.replaceAll("_", " ") });
+  button.dataset.name = c.name;
+  button.onclick = () => {
+    state.down = state.by === c.name ? !state.down : c.number;
+    state.by = c.name;
+    refresh();
+  };
+  head.append(make("th", { scope: "col", className: c.number ? "number" : "" }, button));
+}
+if (data.texts) head.append(make("th", { scope: "col" }, make("button", { type: "button", disabled: true, textContent: "text" })));
+$("table").tHead.append(head);
+$("back").onclick = () => { state.page -= 1; rows(); };
+$("next").onclick = () => { state.page += 1; rows(); };
+const rowOf = (event) => event.target.closest("tr[data-k]");
+body.addEventListener("focusin", (event) => {
+  const row = rowOf(event), box = row.getBoundingClientRect();
+  lookAt(Number(row.dataset.k));
+  if (row.matches(":focus-visible")) pointAt(Number(row.dataset.k), Math.min(box.left + 60, innerWidth / 2), box.bottom);
+});
+body.addEventListener("focusout", () => { lookAt(null); card.hidden = true; });
+body.addEventListener("mouseover", (event) => { const row = rowOf(event); if (row) lookAt(Number(row.dataset.k)); });
+body.addEventListener("mouseleave", () => lookAt(null));
+body.addEventListener("keydown", (event) => {
+  const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+  const other = step && rowOf(event)?.[step];
+  if (!other) return;
+  rowOf(event).tabIndex = -1;
+  other.tabIndex = 0;
+  other.focus();
+  event.preventDefault();
+});
+addEventListener("keydown", (event) => { if (event.key === "Escape") card.hidden = true; });
+
+// Filters, colours, saving.
+let waiting = 0;
+$("search").oninput = (event) => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => { state.words = event.target.value.trim().toLowerCase(); refresh(); }, 120);
+};
+$("region").onchange = (event) => { state.where.region = event.target.value; refresh(); };
+for (const name of data.filters) {
+  const distinct = [...new Set(columns.get(name).values.map(said))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const select = make("select", {}, new Option("all", ""), ...distinct.map((v) => new Option(v, v)));
+  select.onchange = () => { state.where[name] = select.value; refresh(); };
+  $("by").append(make("label", {}, name.replaceAll("_", " ") + " ", select), " ");
+}
+$("clear").onclick = () => {
+  Object.assign(state, { words: "", where: {}, brush: null });
+  $("search").value = "";
+  for (const select of document.querySelectorAll("#region, #by select")) select.value = "";
+  if (points !== null) { own = true; points.selected.indices = []; own = false; }
+  refresh();
+};
+const quoted = (v) => /[",\r\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v;
+const save = (name, header, lines) => {
+  const text = [header, ...lines].map((line) => line.map((v) => quoted(said(v))).join(",")).join("\r\n") + "\r\n";
+  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+};
+$("export").onclick = () => save("examples.csv",
+  [...columns.keys(), ...(data.texts ? ["text"] : [])],
+  listed.map((k) => [...data.columns.map((c) => c.values[k]), ...(data.texts ? [data.texts[k]] : [])]));
+
+const colourings = (name) => {
+  const COLOURS = night() ? DARK : LIGHT;
+  const values = columns.get(name).values;
+  const numbers = values.some((v) => typeof v === "number" && v % 1 !== 0);
+  if (numbers) {
+    const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
+    const cuts = STEPS.slice(1).map((_, i) => sorted[Math.floor((i + 1) * sorted.length / STEPS.length)]);
+    const names = STEPS.map((_, i) => i === 0 ? `below ${cuts[0]}` : `from ${cuts[i - 1]}`);
+    const of = values.map((v) => v === null ? 0 : cuts.filter((c) => v >= c).length);
+    return { names, of, colours: STEPS, marks: STEPS.map(() => "circle") };
+  }
+  const many = new Map();
+  for (const v of values) many.set(said(v), (many.get(said(v)) ?? 0) + 1);
+  let names = [...many.keys()].sort((a, b) => many.get(b) - many.get(a));
+  const fixed = name === "region" ? ["regular", "uncertain", "unpredictable", "memorable"] : null;
+  if (fixed) names = fixed;
+  else if (names.length > COLOURS.length) names = [...names.slice(0, COLOURS.length - 1), "others"];
+  if (!fixed && names.at(-1) !== "others") names.sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const places = new Map(names.map((v, i) => [v, i]));
+  return { names, of: values.map((v) => places.get(said(v)) ?? names.length - 1), colours: COLOURS,
+    marks: fixed ? ["circle", "square", "triangle", "diamond"] : MARKS };
+};
+const paint = () => {
+  const { names, of, colours, marks } = colourings($("colour").value);
+  if (points !== null)
+    points.data = { ...points.data, colour: of.map((i) => colours[i]), mark: of.map((i) => marks[i]) };
+  $("legend").replaceChildren(...names.map((name, i) => {
+    const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    picture.setAttribute("viewBox", "0 0 14 14");
+    picture.setAttribute("aria-hidden", "true");
+    path.setAttribute("d", SHAPES[marks[i]]);
+    path.setAttribute("fill", colours[i]);
+    picture.append(path);
+    return make("li", { dir: "auto" }, picture, name === "" ? "(none)" : name);
+  }));
+};
+for (const name of data.colours) $("colour").append(new Option(name.replaceAll("_", " "), name));
+$("colour").onchange = paint;
+
+// Suspicious examples: keep, relabel or drop.
+const decisions = new Map();
+const decided = () => {
+  const count = (action) => [...decisions.values()].filter((d) => d.action === action).length;
+  $("decided").textContent = decisions.size
+    ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet";
+};
+const suspect = (k) => {
+  const doubt = data.classes.length ? `${said(value("target", k))} or ${said(value("left_out_prediction", k))}?` : "";
+  const item = make("li", {}, ...about(k, ["target", "left_out_prediction", "label_quality", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
+  const proposed = value("left_out_prediction", k);
+  const label = data.classes.length
+    ? make("select", { ariaLabel: "new label" }, ...data.classes.map((c) => new Option(said(c), said(c), false, c === proposed)))
+    : make("input", { ariaLabel: "new target", size: 8, value: said(proposed) });
+  const set = make("fieldset", {}, make("legend", { className: "hidden", textContent: "Decision on example " + value("index", k) }));
+  const choose = (action) => {
+    decisions.set(k, { action, label });
+    item.dataset.action = action;
+    decided();
+  };
+  for (const action of ["keep", "drop", "relabel"]) {
+    const radio = make("input", { type: "radio", name: "decision-" + k, value: action });
+    radio.onchange = () => choose(action);
+    set.append(make("label", {}, radio, " " + action));
+    if (action === "relabel") {
+      label.onchange = () => { set.querySelector("[value=relabel]").checked = true; choose("relabel"); };
+      set.append(label);
+    }
+  }
+  item.append(set);
+  return item;
+};
+if ($("gallery")) {
+  $("gallery").append(...data.suspects.map(suspect));
+  decided();
+  $("save").onclick = () => save("decisions.csv", ["index", "action", "label"],
+    [...decisions].map(([k, d]) => [value("index", k), d.action, d.action === "relabel" ? d.label.value : null]));
+}
+
+// Test examples and their neighbours.
+const testCard = (place) => {
+  const t = data.tests[place];
+  $("test").value = String(place);
+  $("earlier").disabled = place === 0;
+  $("later").disabled = place === data.tests.length - 1;
+  const list = make("dl");
+  for (const name of ["target", "prediction", "loss"])
+    if (t[name] !== undefined) list.append(make("dt", { textContent: name }), make("dd", { textContent: said(t[name]) }));
+  $("tested").replaceChildren(make("div", { className: "card" },
+    make("h4", { textContent: "Test example " + t.index }),
+    tile(data.testsPictured ? n + place : null, 96), words(t.text), list));
+  for (const side of ["helpful", "harmful"])
+    $(side).replaceChildren(...t[side].map(([k, nats]) => make("li", {},
+      make("h4", { textContent: `Example ${value("index", k)}: ${nats > 0 ? "+" : ""}${nats} nats` }),
+      tile(k, 64), words(data.texts?.[k]), known(k, ["target", "left_out_prediction", ...extra]))));
+};
+if ($("test")) {
+  data.tests.forEach((t, i) => $("test").append(new Option(
+    `${t.index}${t.target === undefined ? "" : `: ${t.target}, predicted ${t.prediction}`}, loss ${t.loss}`, String(i))));
+  $("test").onchange = () => testCard(Number($("test").value));
+  $("earlier").onclick = () => testCard(Number($("test").value) - 1);
+  $("later").onclick = () => testCard(Number($("test").value) + 1);
+  testCard(0);
+}
+
+// Charts follow the page's colours, also on paper.
+const dressed = () => {
+  paint();
+  const style = getComputedStyle(document.documentElement);
+  const [ink, line, paper] = ["--ink", "--line", "--paper"].map((v) => style.getPropertyValue(v).trim());
+  for (const doc of Bokeh.documents) for (const model of doc._all_models.values()) {
+    if ("axis_label_text_color" in model) model.setv({ axis_label_text_color: ink, major_label_text_color: ink,
+      axis_line_color: line, major_tick_line_color: line, minor_tick_line_color: null, axis_label_text_font_style: "normal",
+      axis_label_text_font_size: "13px", major_label_text_font_size: "12px" });
+    if ("grid_line_color" in model) model.setv({ grid_line_color: line, grid_line_alpha: 0.6 });
+    if (model.type === "Label") model.setv({ text_color: ink, background_fill_color: paper });
+    if (model.type === "Legend") model.setv({ label_text_color: ink, background_fill_alpha: 0, border_line_color: null });
+  }
+};
+const start = async () => {
+  Bokeh.set_log_level("error");
+  await Promise.all(Object.entries(data.charts).map(([name, item]) => Bokeh.embed.embed_item(item, "chart-" + name)));
+  const find = (name) => Bokeh.documents.map((d) => d.get_model_by_name(name)).find((m) => m !== null);
+  points = find("points"); focus = find("focus"); shown = find("shown");
+  dressed();
+  dark.addEventListener("change", dressed);
+  addEventListener("beforeprint", () => { document.documentElement.classList.add("printed"); dressed(); });
+  addEventListener("afterprint", () => { document.documentElement.classList.remove("printed"); dressed(); });
+  points.selected.properties.indices.change.connect(() => {
+    if (own) return;
+    const { indices } = points.selected;
+    state.brush = indices.length ? new Set(indices) : null;
+    refresh();
+  });
+  const place = { x: 0, y: 0 };
+  $("chart-map").addEventListener("pointermove", (event) => { place.x = event.clientX; place.y = event.clientY; }, true);
+  $("chart-map").addEventListener("pointerleave", () => { card.hidden = true; });
+  points.inspect.connect(() => {
+    const [k] = points.inspected.indices;
+    if (k === undefined) card.hidden = true;
+    else pointAt(k, place.x, place.y);
+  });
+  document.documentElement.dataset.ready = "yes";
+};
+refresh();
+paint();
+start();

@@ -1,0 +1,238 @@
+"""The page as one HTML file: template, style, script, Bokeh's own script, data, thumbnails."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from blr_analysis.audit import Findings
+from blr_analysis.audit.summary import DIAGONAL, accuracy_of, agreement, how, trust_notes
+from blr_analysis.files import drafted
+from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
+from blr_analysis.report.contents import (
+    classes_of,
+    colours_of,
+    columns_of,
+    filters_of,
+    neighbours_of,
+    pictures_of,
+    regions_of,
+    rows_of,
+    suspects_of,
+    tests_of,
+)
+from blr_analysis.report.thumbnails import sheet_of
+from blr_analysis.sensitivity import Monitor
+from blr_analysis.task import Task
+
+
+def write_page(
+    findings: Findings,
+    path: Path,
+    *,
+    images: Any = None,
+    texts: Sequence[str] | None = None,
+    monitor: Monitor | None = None,
+    title: str | None = None,
+    removals: pd.DataFrame | None = None,
+    truth: Mapping[Any, float] | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Write the page; ``removals`` in place of the findings' own, ``truth`` beside them."""
+    neighbours = neighbours_of(findings, progress)
+    rows = rows_of(findings, texts, neighbours)
+    pictures = pictures_of(findings, rows, neighbours, images)
+    sheet = None if pictures is None else sheet_of(pictures)
+    removals = findings.removals if removals is None else removals
+    charts = {"map": memory_chart(findings.memory, rows.index)}
+    if removals is not None:
+        charts["removals"] = removals_chart(removals, dict(truth or {}))
+    if monitor is not None and len(monitor.rows):
+        charts["training"] = training_chart(monitor.table)
+    colours = colours_of(rows)
+    data = {
+        "n": len(findings.table),
+        "columns": columns_of(rows),
+        "texts": rows.texts,
+        "colours": colours,
+        "filters": filters_of(rows, colours),
+        "classes": classes_of(findings),
+        "suspects": suspects_of(findings, rows),
+        "tests": tests_of(rows, neighbours),
+        "testsPictured": sheet is not None and sheet.n > len(rows.index),
+        "across": None if sheet is None else sheet.across,
+        "charts": charts,
+    }
+    script = _own("page.js")
+    library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+    text = _template().render(
+        title=title or f"Audit of {findings.task.n_data:,} training examples",
+        question=question(findings, removals),
+        trust=trust(findings, removals),
+        policy=policy(library, script),
+        style=Markup(_own("page.css")),
+        script=Markup(script),
+        library=Markup(library),
+        licence=metadata.distribution("bokeh").read_text("licenses/LICENSE.txt") or "BSD-3-Clause",
+        data=Markup(_harmless(data)),
+        sheet=sheet,
+        n=len(findings.table),
+        n_shown=len(rows.index),
+        regions=regions_of(findings),
+        judged=judged(findings),
+        agreement=None if findings.on_test is None else agreement(findings.loo, findings.on_test),
+        classification="suspicious" in findings.table,
+        n_suspects=len(data["suspects"]),
+        n_doubted=int(findings.table["suspicious"].sum()) if "suspicious" in findings.table else 0,
+        removals=removal_rows(removals),
+        removed_by=grouped(findings),
+        tests=data["tests"],
+        charts=charts,
+        version=_version(),
+        bokeh=metadata.version("bokeh"),
+    )
+    with drafted(path) as draft:
+        draft.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def question(findings: Findings, removals: pd.DataFrame | None) -> str:
+    """What was asked, in a sentence."""
+    task: Task = findings.task
+    size = sum(p.numel() for p in findings.posterior.mean.values())
+    asked = (
+        f"Which of {task.n_data:,} training examples shape this model "
+        f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
+        "well will it do on new data"
+    )
+    if removals is not None:
+        asked += f", with each {grouped(findings)} or without it"
+    return asked + "?"
+
+
+def grouped(findings: Findings) -> str:
+    """What the groups taken out are called."""
+    return "class" if findings.by in (None, "target") else str(findings.by)
+
+
+def trust(findings: Findings, removals: pd.DataFrame | None) -> list[str]:
+    """How far the answers hold: what the reader must know before the first number."""
+    said = trust_notes(findings.task, findings.posterior, findings.loo.leverage)
+    record = findings.posterior.record
+    calibration = record.get("calibration")
+    if calibration is None:
+        said.append(
+            "The posterior's scale was not calibrated: rankings hold better than the sizes of "
+            "effects (blr.calibrate, or audit --calibrate 32, checks it on examples left out)."
+        )
+    else:
+        apart = calibration.get("spread")
+        said.append(
+            f"Calibrated on examples truly left out: variances were multiplied by "
+            f"{calibration['scale']:.3g}"
+            + ("." if apart is None else f"; single examples remain {apart:.0%} apart.")
+        )
+        if calibration.get("unchecked"):
+            said.append(f"The scale is not certified: {calibration['unchecked']}.")
+    if findings.posterior.structure == "diag":
+        said.append(DIAGONAL)
+    if (record.get("initial_share") or 0.0) > 0.5:
+        said.append(
+            "More than half of the precision is still the optimizer's starting value, not the "
+            "data's: the scale of every estimate rests on that choice."
+        )
+    if removals is not None:
+        solver = str(removals["solver"].iloc[0]) if "solver" in removals else "posterior"
+        passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
+        said.append(
+            f"Groups were taken out {how(solver, passes)}; the ranges shown with them are rough: "
+            "their widths rest on small networks, or on a guess."
+        )
+    return said
+
+
+def judged(findings: Findings) -> list[dict[str, str]]:
+    """Loss and accuracy of the training data, the leave-one-out estimate, the test data."""
+    loo, n = findings.loo, findings.task.n_data
+    before = float(loo.losses_before.double().mean())
+    hits = accuracy_of(loo.predictions_before, loo)
+    rows = [("training data, as fitted", n, before, hits)]
+    rows.append(("estimate for new data (leave-one-out)", n, loo.nll, loo.accuracy))
+    if findings.on_test is not None:
+        on_test = findings.on_test
+        rows.append(("test data", len(on_test.losses), on_test.nll, on_test.accuracy))
+    return [
+        {
+            "what": what,
+            "n": f"{many:,}",
+            "nll": f"{nll:.4f}",
+            "accuracy": "" if accuracy is None else f"{accuracy:.1%}",
+        }
+        for what, many, nll, accuracy in rows
+    ]
+
+
+def removal_rows(removals: pd.DataFrame | None) -> list[dict[str, str]]:
+    """The table behind the chart of groups, the largest change first."""
+    if removals is None:
+        return []
+    ordered = removals.iloc[(-removals["nll_change"].abs()).argsort(kind="stable").to_numpy()]
+    rows = []
+    for row in ordered.to_dict("records"):
+        low, high = row.get("nll_low"), row.get("nll_high")
+        rows.append(
+            {
+                "group": str(row["group"])[:200],
+                "n": f"{row['n']:,}",
+                "after": f"{row['nll_after']:.3f}",
+                "change": f"{row['nll_change']:+.3f}",
+                "range": "" if low is None else f"{low:.2f} to {high:.2f}",
+            }
+        )
+    return rows
+
+
+def policy(*scripts: str) -> str:
+    """A Content-Security-Policy: these scripts, this file's style and pictures, nothing else."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _template() -> Any:
+    loader = PackageLoader("blr_analysis.report", "")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return env.get_template("page.html.jinja")
+
+
+def _own(name: str) -> str:
+    return files("blr_analysis.report").joinpath(name).read_text("utf-8")
+
+
+def _harmless(data: Any) -> str:
+    """JSON that no HTML parser takes for markup."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _version() -> str:
+    try:
+        return metadata.version("blr-analysis")
+    except metadata.PackageNotFoundError:
+        return "0.0.0"

@@ -1,0 +1,281 @@
+"""The page as a file: whole, self-contained, harmless whatever the data say."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import blr_analysis as blr
+from blr_analysis.cli import main
+from blr_analysis.errors import DataError, InputError, StorageError
+from blr_analysis.report.contents import MOST_SINGLE, TEXT
+from blr_analysis.report.decisions import read_decisions
+from blr_analysis.report.thumbnails import picture_of, sheet_of
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "\"quotes' and <!-- <b>bold</b> & $$x^2$$ \\(y\\)",
+    "\u202eright to left \u2028 שלום",
+    "word " * 2_000,
+    "=cmd|' /C calc'!A0",
+    "\ud800 half a pair",
+)
+
+
+class Parts(HTMLParser):
+    """The scripts of a page by their type, and every address that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripts: list[tuple[dict, str]] = []
+        self.meta: list[dict] = []
+        self.addresses: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        given = dict(attrs)
+        self.addresses += [v for k, v in attrs if k in ("src", "href", "action") and v]
+        if tag == "meta":
+            self.meta.append(given)
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append((given, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            about, text = self.scripts[-1]
+            self.scripts[-1] = about, text + data
+
+
+def parts(path: Path) -> Parts:
+    read = Parts()
+    read.feed(path.read_text("utf-8"))
+    return read
+
+
+def data_of(path: Path) -> dict:
+    return json.loads(parts(path).scripts[0][1])
+
+
+def column(data: dict, name: str) -> list:
+    return next(c["values"] for c in data["columns"] if c["name"] == name)
+
+
+def problem(n: int = 40, outputs: int = 3, likelihood: str = "categorical", **options):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=g)
+    y = {
+        "categorical": torch.arange(n) % outputs,
+        "gaussian": torch.randn(n, outputs, generator=g),
+        "poisson": (torch.arange(n) % 4).float(),
+        "bernoulli": (torch.arange(n) % 2).float(),
+    }[likelihood]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, outputs)
+    task = blr.Task(model, (x, y), likelihood=likelihood, **options)
+    test = blr.Task(model, (x[:9] + 0.1, y[:9]), likelihood=likelihood)
+    return task, test, blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+
+
+def written(tmp_path: Path, *problem_and_test, **options) -> Path:
+    task, test, posterior = problem_and_test
+    return blr.report(task, posterior, tmp_path / "r.html", test=test, progress=False, **options)
+
+
+def test_scripts_are_those_the_policy_allows_and_nothing_is_fetched(tmp_path: Path) -> None:
+    page = parts(written(tmp_path, *problem()))
+    (policy,) = (m["content"] for m in page.meta if "http-equiv" in m)
+    run = [text for about, text in page.scripts if "type" not in about]
+    assert len(run) == 2 and len(page.scripts) == 3
+    for script in run:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe-eval" not in policy
+    assert all(address.startswith("#") for address in page.addresses)
+
+
+def test_texts_are_data_whatever_they_say(tmp_path: Path) -> None:
+    texts = [HOSTILE[i % len(HOSTILE)] for i in range(40)]
+    task, test, posterior = problem(metadata={"</script>": [HOSTILE[i % 3] for i in range(40)]})
+    options = {"by": "</script>", "title": HOSTILE[0], "texts": texts}
+    path = written(tmp_path, task, test, posterior, **options)
+    page = parts(path)
+    assert len(page.scripts) == 3
+    texts = data_of(path)["texts"]
+    assert texts[0] == HOSTILE[0] and texts[1] == HOSTILE[1] and texts[2] == HOSTILE[2]
+    assert len(texts[3]) < TEXT[1] + 40 and "10,000 characters" in texts[3]
+
+
+def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
+    task, test, posterior = problem(metadata={"source": ["web", "book"] * 20})
+    data = data_of(written(tmp_path, task, test, posterior))
+    scores = blr.sensitivity(task, posterior, progress=False)
+    loo = blr.leave_one_out(task, posterior, progress=False)
+    assert column(data, "index") == list(range(40))
+    assert column(data, "source") == ["web", "book"] * 20
+    assert column(data, "deviation") == pytest.approx(scores.deviation.tolist(), rel=1e-3)
+    assert column(data, "left_out_loss") == pytest.approx(loo.losses.tolist(), rel=1e-3)
+    assert column(data, "region") == blr.memory_map(scores).region.tolist()
+    wrong = (loo.predictions != loo.targets).nonzero().flatten().tolist()
+    assert set(data["suspects"]) == set(wrong)
+    influence = blr.influence(task, posterior, test, progress=False)
+    for told in data["tests"]:
+        best = influence[:, told["index"]].topk(5)
+        assert [k for k, _ in told["helpful"]] == best.indices.tolist()
+        assert [v for _, v in told["helpful"]] == pytest.approx(best.values.tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "likelihood"), [(1, "gaussian"), (3, "gaussian"), (1, "poisson"), (1, "bernoulli")]
+)
+def test_every_likelihood_has_a_page(tmp_path: Path, outputs: int, likelihood: str) -> None:
+    path = written(tmp_path, *problem(24, outputs, likelihood))
+    assert len(data_of(path)["suspects"]) > 0
+
+
+def test_a_hundred_classes_and_no_test_data(tmp_path: Path) -> None:
+    task, _, posterior = problem(200, 100)
+    path = blr.report(task, posterior, tmp_path / "r.html", progress=False)
+    data = data_of(path)
+    assert len(data["classes"]) == 100 and data["tests"] == []
+    assert "No test data" in path.read_text("utf-8")
+
+
+def test_many_examples_are_counted_and_the_telling_ones_shown(tmp_path: Path) -> None:
+    task, _, posterior = problem(MOST_SINGLE + 500)
+    path = blr.report(task, posterior, tmp_path / "r.html", by=None, progress=False)
+    data, table = data_of(path), blr.sensitivity(task, posterior, progress=False).table
+    shown = column(data, "index")
+    assert len(shown) == MOST_SINGLE and data["n"] == MOST_SINGLE + 500
+    assert set(table["deviation"].nlargest(100).index) <= set(shown)
+    assert shown == sorted(shown)
+    assert "10,500 examples, 10,000 are shown" in path.read_text("utf-8")
+
+
+def test_what_cannot_be_trusted_stands_on_the_page(tmp_path: Path) -> None:
+    task, _, _ = problem()
+    posterior = blr.fit_laplace(task, structure="diag", prior_precision=0.01, progress=False)
+    path = blr.report(task, posterior, tmp_path / "r.html", progress=False)
+    said = path.read_text("utf-8")
+    assert "ranking only" in said and "diagonal" in said and "was not calibrated" in said
+    assert "BSD 3-Clause" in said and "Anaconda, Inc., and Bokeh Contributors" in said
+
+
+def test_a_page_that_cannot_be_written_is_found_out_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    task, _, posterior = problem()
+    with pytest.raises(StorageError):
+        blr.report(task, posterior, tmp_path / "file" / "r.html")
+
+
+PIXELS = np.arange(8 * 6, dtype=np.uint8).reshape(8, 6) * 5
+RGB = np.stack([PIXELS, 255 - PIXELS, PIXELS], -1)
+ALPHA = np.dstack([RGB, np.full_like(PIXELS, 255)])
+
+
+def png(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (PIXELS, PIXELS),
+        (PIXELS / 255, PIXELS),
+        (PIXELS[None], PIXELS),
+        (torch.tensor(RGB), RGB),
+        (np.moveaxis(RGB, -1, 0), RGB),
+        (ALPHA, RGB),
+        (Image.fromarray(RGB), RGB),
+        (Image.fromarray(PIXELS), PIXELS),
+        (png(ALPHA), RGB),
+    ],
+)
+def test_images_of_every_kind_keep_their_pixels(given, expected) -> None:
+    picture = picture_of([given], 0)
+    assert np.array_equal(picture, expected)
+    sheet = sheet_of([picture] * 3)
+    shown = Image.open(io.BytesIO(base64.b64decode(sheet.uri.partition(",")[2])))
+    tile = np.asarray(shown.convert("L" if expected.ndim == 2 else "RGB"))[:8, 1:7]
+    assert (sheet.edge, sheet.across, sheet.down) == (8, 2, 2)
+    assert np.array_equal(tile, expected)
+
+
+def test_floats_outside_0_to_1_are_stretched() -> None:
+    assert picture_of([PIXELS.astype(float) - 100], 0).max() == 255
+
+
+@pytest.mark.parametrize("bad", [b"no image", np.zeros((2, 3, 4, 5)), "words"])
+def test_what_is_no_image_is_named(bad) -> None:
+    with pytest.raises((DataError, InputError), match="no image"):
+        picture_of([bad], 0)
+
+
+def test_a_sheet_keeps_to_its_budget() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 32, 32, 3), dtype=np.uint8)
+    sheet = sheet_of(list(noise), budget=60_000)
+    assert len(sheet.uri) * 3 / 4 <= 60_100
+
+
+@pytest.mark.slow
+def test_ten_thousand_examples_with_thumbnails_stay_below_6_mb(tmp_path: Path) -> None:
+    images = torch.rand(10_000, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    task = blr.Task(model, (images, torch.arange(10_000) % 10))
+    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    assert blr.report(task, posterior, tmp_path / "r.html").stat().st_size < 6e6
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("index,action\n1,drop\n", "label"),
+        ("index,action,label\n1,burn,\n", "decision"),
+        ("index,action,label\nx,drop,\n", "decision"),
+        ("index,action,label\n1,relabel,cat\n", "cat"),
+        ("index,action,label\n1,keep,\n", "nothing"),
+        ("", "cannot read"),
+    ],
+)
+def test_decisions_that_are_none(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "d.csv").write_text(text)
+    with pytest.raises(InputError, match=word):
+        read_decisions(tmp_path / "d.csv")
+
+
+SCRIPT = """
+import torch, blr_analysis as blr
+torch.manual_seed(0)
+X, MODEL = torch.randn(30, 4), torch.nn.Linear(4, 3)
+def make_task():
+    return blr.Task(MODEL, (X, torch.arange(30) % 3), metadata={"source": ["a", "b"] * 15})
+"""
+
+
+def test_the_command_writes_a_page_and_what_if_reads_its_decisions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    asked = ("script.py:make_task", "--fit", "kron", "--prior-precision", "1")
+    assert main(["report", *asked, "--out", "new/page.html"]) == 0
+    assert data_of(Path("new/page.html"))["n"] == 30
+    Path("d.csv").write_text("index,action,label\n3,drop,\n5,relabel,1\n6,keep,\n")
+    assert main(["what-if", *asked, "--decisions", "d.csv"]) == 0
+    assert "1 of 30 training examples taken out, 1 relabelled" in capsys.readouterr().out
+    assert main(["what-if", *asked]) == 2
+    assert "--decisions" in capsys.readouterr().err
