@@ -17,7 +17,13 @@ from blr_analysis.plots import image_of
 
 BUDGET = 2_400_000  # bytes of a sheet before base64; the whole page stays below 6 MB
 EDGES = (48, 32, 24, 16)  # pixels of a tile, tried in turn until the sheet fits
-QUALITIES = (80, 50, 25)
+WAYS: tuple[dict[str, Any], ...] = (  # of writing a sheet, the finest first
+    {"lossless": True, "quality": 40},
+    {"quality": 80},
+    {"quality": 50},
+    {"quality": 25},
+)
+SAMPLE = 300  # pictures that tell how large the sheet will be
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,15 @@ def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Sheet:
     largest = max(max(p.shape[:2]) for p in pictures)
     edges = [e for e in EDGES if e < largest] or [EDGES[-1]]
     edges = [largest, *edges] if largest <= EDGES[0] else edges
-    written = b""
-    for edge in edges:
-        sheet, across = _laid_out(pictures, edge)
-        for options in ({"lossless": True, "quality": 40}, *({"quality": q} for q in QUALITIES)):
-            file = io.BytesIO()
-            sheet.save(file, "WEBP", method=2, **options)
-            written = file.getvalue()
-            if len(written) <= budget:
-                return Sheet(_uri(written), edge, across, len(pictures))
-            if len(written) > 6 * budget:
-                break  # a smaller tile, not a coarser one
-    return Sheet(_uri(written), edges[-1], across, len(pictures))
+    some = pictures[:: math.ceil(len(pictures) / SAMPLE)]
+    for edge, options in ((e, o) for e in edges for o in WAYS):
+        share = budget * len(some) / len(pictures)
+        if len(some) < len(pictures) and len(_written(some, edge, options)[0]) > share:
+            continue
+        written, across = _written(pictures, edge, options)
+        if len(written) <= budget:
+            break
+    return Sheet(_uri(written), edge, across, len(pictures))
 
 
 def picture_of(images: Any, index: int) -> np.ndarray:
@@ -84,6 +87,16 @@ def picture_of(images: Any, index: int) -> np.ndarray:
         alpha = picture[..., 3:]
         picture = picture[..., :3] * alpha + (1 - alpha)
     return np.round(255 * picture).clip(0, 255).astype(np.uint8)
+
+
+def _written(
+    pictures: Sequence[np.ndarray], edge: int, options: dict[str, Any]
+) -> tuple[bytes, int]:
+    """The sheet's bytes, and how many tiles stand in a row."""
+    sheet, across = _laid_out(pictures, edge)
+    file = io.BytesIO()
+    sheet.save(file, "WEBP", method=2, **options)
+    return file.getvalue(), across
 
 
 def _laid_out(pictures: Sequence[np.ndarray], edge: int) -> tuple[Image.Image, int]:
