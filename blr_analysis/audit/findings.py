@@ -124,7 +124,7 @@ def investigate(
     column = _groups(scores) if by == AUTO else by
     removals = None
     if column is not None:
-        say(f"what if: without each {column}")
+        say(f"what if: without each {_CALLED.get(column, column)}")
         removals = what_if_each(
             task,
             posterior,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
 from blr_analysis.posterior.capture.readers import Reader, State, steps
-from blr_analysis.posterior.capture.scale import given_scale, own_scale
+from blr_analysis.posterior.capture.scale import Told, given_scale, own_scale
 from blr_analysis.posterior.prior import Prior
 
 HALF = (torch.float16, torch.bfloat16)
@@ -56,18 +56,12 @@ def assemble(
     slots: Sequence[Slot],
     reader: Reader,
     model: nn.Module,
-    *,
-    n_data: int | None,
-    prior_precision: float | Mapping[str, float] | None,
-    scaling: str,
-    batch_size: int | None,
-    tokens: int | None,
+    told: Told,
     record: dict[str, Any],
-    bare: bool = False,
 ) -> Captured:
     """From one slot per trainable parameter to the captured posterior, in the model's order.
 
-    With ``bare`` the prior of an optimizer that does not know its own may be missing and is left
+    Told ``bare``, the prior of an optimizer that does not know its own may be missing and is left
     out of S, which may then be 0 where no gradient ever came; a given one is recorded as
     ``prior_outside``.
     """
@@ -79,16 +73,12 @@ def assemble(
             "the optimizer has not stepped, or its parameters are frozen: capture the posterior "
             "after training"
         )
-    bare = bare and not reader.scaled
-    outside = prior_precision if bare else None
-    scale = (own_scale if reader.scaled else given_scale)(
-        {s.name: s.group for s in slots},
-        n_data,
-        0.0 if bare and prior_precision is None else prior_precision,
-        scaling,
-        batch_size,
-        None if tokens is None else positive_int("tokens", tokens),
-    )
+    bare = told.bare and not reader.scaled
+    outside = told.prior_precision if bare else None
+    groups = {s.name: s.group for s in slots}
+    tokens = None if told.tokens is None else positive_int("tokens", told.tokens)
+    told = replace(told, bare=bare, tokens=tokens)
+    scale = (own_scale if reader.scaled else given_scale)(groups, told)
     mean, precision = {}, {}
     for slot in slots:
         mean[slot.name] = _mean(slot)

@@ -21,6 +21,7 @@ from blr_analysis.posterior.capture.assemble import (
 from blr_analysis.posterior.capture.grouping import name_states
 from blr_analysis.posterior.capture.readers import reader_of_saved, split_flat
 from blr_analysis.posterior.capture.saved import Saved, load_saved
+from blr_analysis.posterior.capture.scale import Told
 
 
 def from_checkpoint(
@@ -110,13 +111,8 @@ def from_checkpoint(
         slots,
         reader,
         model,
-        n_data=n_data,
-        prior_precision=prior_precision,
-        scaling=scaling,
-        batch_size=batch_size,
-        tokens=tokens,
-        bare=bare,
-        record={
+        Told(n_data, prior_precision, scaling, batch_size, tokens, bare),
+        {
             "source": saved.source,
             "path": os.fspath(path),
             "order": order.rule,

@@ -25,6 +25,7 @@ from torch import nn
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, Slot, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
+from blr_analysis.posterior.capture.scale import Told
 
 HALF_WARNING = (
     "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "
@@ -119,13 +120,8 @@ def from_optimizer(
         slots,
         reader,
         model,
-        n_data=n_data,
-        prior_precision=prior_precision,
-        scaling=scaling,
-        batch_size=batch_size,
-        tokens=tokens,
-        bare=bare,
-        record={
+        Told(n_data, prior_precision, scaling, batch_size, tokens, bare),
+        {
             "source": "optimizer",
             "optimizer": f"{kind.__module__}.{kind.__qualname__}",
             "not_in_optimizer": [

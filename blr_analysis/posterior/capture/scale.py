@@ -19,6 +19,27 @@ SCALINGS = ("sqrt", "squared", "ess")
 
 
 @dataclass(frozen=True)
+class Told:
+    """What the caller says of a training: see :func:`.from_optimizer`."""
+
+    n_data: int | None
+    prior_precision: Given | None
+    scaling: str
+    batch_size: int | None
+    tokens: int | None
+    bare: bool = False
+
+    @property
+    def delta(self) -> Given | None:
+        """δ of the files to merge may be left out."""
+        return 0.0 if self.bare and self.prior_precision is None else self.prior_precision
+
+    @property
+    def counted(self) -> dict[str, int]:
+        return {} if self.tokens is None else {"tokens": self.tokens}
+
+
+@dataclass(frozen=True)
 class Scale:
     """What turns an estimate (h or v̂) into the data's part of S, and the prior's part.
 
@@ -37,30 +58,23 @@ class Scale:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def own_scale(
-    groups: Mapping[str, State],
-    n_data: int | None,
-    prior_precision: Given | None,
-    scaling: str,
-    batch_size: int | None,
-    tokens: int | None = None,
-) -> Scale:
+def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
     """For optimizers that learn a posterior: ess and weight_decay are in the groups.
 
     Args:
         groups: the optimizer's group by parameter name.
     """
-    _check_scaling(scaling, batch_size)
-    if scaling == "squared":
+    _check_scaling(told.scaling, told.batch_size)
+    if told.scaling == "squared":
         raise InputError(
             "scaling='squared' is for second moments; this optimizer learns a precision: leave "
             "scaling out"
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
-    n = _check_ess(sizes, None if n_data is None else n_data_of(n_data), scaling, tokens)
+    n = _check_ess(sizes, told)
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
-    if prior_precision is not None:
-        given = _by_name(prior_precision, groups)
+    if told.delta is not None:
+        given = _by_name(told.delta, groups)
         wrong = [
             name for name in groups if not math.isclose(given[name], prior[name], rel_tol=1e-6)
         ]
@@ -74,49 +88,43 @@ def own_scale(
         prior=prior,
         data_part=lambda hess, group: hess * float(group["ess"]),
         definition="S = ess*(h + weight_decay)",
-        record={"scaling": "ess", "ess": sizes, **_counted(tokens)},
+        record={"scaling": "ess", "ess": sizes, **told.counted},
     )
 
 
-def given_scale(
-    groups: Mapping[str, State],
-    n_data: int | None,
-    prior_precision: Given | None,
-    scaling: str,
-    batch_size: int | None,
-    tokens: int | None = None,
-) -> Scale:
+def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     """For second moments: N, δ and the choice of the formula are the caller's."""
-    _check_scaling(scaling, batch_size)
-    if scaling == "ess":
+    _check_scaling(told.scaling, told.batch_size)
+    if told.scaling == "ess":
         raise InputError(
             "scaling='ess' is for IVON, VOGN and their like; for a second moment pass "
             "scaling='sqrt' or scaling='squared'"
         )
-    if n_data is None:
+    if told.n_data is None:
         raise OptimizerError(
             "n_data is missing: S = N*sqrt(v_hat) + delta needs it, pass n_data=len(dataset)"
         )
-    n = n_data_of(n_data)
-    if prior_precision is None:
+    n = n_data_of(told.n_data)
+    if told.delta is None:
         decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
         raise OptimizerError(
             "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2; with weight "
             "decay w on the mean loss it is n_data*w, here "
-            f"{[(tokens or n) * decay for decay in decays]}"
+            f"{[(told.tokens or n) * decay for decay in decays]}"
         )
-    terms = float(n if tokens is None else tokens)  # of the loss, which is their mean
-    factor = terms if scaling == "sqrt" else terms * float(batch_size or 1)
+    terms = float(n if told.tokens is None else told.tokens)  # of the loss, which is their mean
+    root = told.scaling == "sqrt"
+    factor = terms if root else terms * float(told.batch_size or 1)
     return Scale(
         n_data=n,
-        prior=_by_name(prior_precision, groups),
-        data_part=lambda v, _: factor * (v.sqrt() if scaling == "sqrt" else v),
-        definition=f"S = {'N*sqrt(v_hat)' if scaling == 'sqrt' else 'N*B*v_hat'} + delta",
+        prior=_by_name(told.delta, groups),
+        data_part=lambda v, _: factor * (v.sqrt() if root else v),
+        definition=f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
         record={
-            "scaling": scaling,
-            "batch_size": batch_size,
+            "scaling": told.scaling,
+            "batch_size": told.batch_size,
             "bias_corrected": True,
-            **_counted(tokens),
+            **told.counted,
         },
     )
 
@@ -134,11 +142,9 @@ def _check_scaling(scaling: str, batch_size: object) -> None:
         raise InputError(f"batch_size is used with scaling='squared' only, not {scaling!r}.")
 
 
-def _counted(tokens: int | None) -> dict[str, int]:
-    return {} if tokens is None else {"tokens": tokens}
-
-
-def _check_ess(sizes: Sequence[float], n_data: int | None, scaling: str, tokens: int | None) -> int:
+def _check_ess(sizes: Sequence[float], told: Told) -> int:
+    n_data = None if told.n_data is None else n_data_of(told.n_data)
+    scaling, tokens = told.scaling, told.tokens
     if not all(math.isfinite(ess) and ess > 0 for ess in sizes):
         raise OptimizerError(f"the optimizer's ess must be positive and finite, not {sizes}.")
     if tokens is not None and scaling != "ess":
