@@ -124,7 +124,7 @@ def investigate(
     column = _groups(scores) if by == AUTO else by
     removals = None
     if column is not None:
-        say(f"what if: without each {_CALLED.get(column, column)}")
+        say(f"what if: without each {group_noun(column, scores)}")
         removals = what_if_each(
             task,
             posterior,
@@ -177,6 +177,11 @@ def _groups(scores: Scores) -> str | None:
     if targets.ndim == 2 and targets.shape[1] > 1:
         return None
     return "target" if 2 <= len(targets.unique()) <= MOST_GROUPS else None
+
+
+def group_noun(by: str, scores: Scores) -> str:
+    """What one group of a column is called."""
+    return "class" if by == "target" and scores.likelihood.is_classification else by
 
 
 def check_column(by: str | None, task: Task) -> None:

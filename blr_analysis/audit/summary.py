@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blr_analysis.audit.findings import (
     Findings,
+    group_noun,
     influence_column,
     most_influential,
     most_suspicious,
@@ -67,8 +68,7 @@ def summary(
     ]
     if findings.removals is not None:
         where = "the test data" if findings.test is not None else "the training data themselves"
-        classes = findings.by == "target" and "label_quality" in table
-        noun = "class" if classes else str(findings.by)
+        noun = group_noun(str(findings.by), findings.scores)
         parts.append(removals_section(findings.removals, noun, where))
         if findings.posterior.structure == "diag":
             parts.append(note(DIAGONAL))

@@ -17,7 +17,7 @@ estimation puts there. Without noise, s → 0 at any λ ≠ 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -48,6 +48,9 @@ class BinaryOptimizer(RowOptimizer):
     def mode_params(self) -> AbstractContextManager[None]:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
         return self._shown(lambda theta, group, generator: (signs(theta), None))
+
+    def _set_up(self, row: Row, given: Mapping[str, Any]) -> None:
+        super()._set_up(row, {**given, **FORGETTING} if row.move.entropy else given)
 
     def _is_noisy(self, train: bool) -> bool:
         return False
@@ -125,7 +128,8 @@ class STE(BinaryOptimizer):
                 "the gradient alone, such as SGD or Adam"
             )
         name = "STE" if accepted.algorithm == "SGD" else f"STE with {accepted.algorithm}"
-        return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN)
+        move = replace(accepted.move, entropy=False)
+        return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN, move=move)
 
     def _look(
         self, theta: Tensor, group: Group, generator: torch.Generator | None
@@ -219,7 +223,7 @@ class BayesBiNN(BinaryOptimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._set_up(BAYESBINN, {**locals(), **FORGETTING})
+        self._set_up(BAYESBINN, locals())
 
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
