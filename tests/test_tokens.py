@@ -217,7 +217,7 @@ def test_models_that_mix_sequences_are_refused() -> None:
             return x + x.mean(0, keepdim=True)
 
     task = Task(Mixing(), (IDS, IDS), likelihood="causal_lm")
-    with pytest.raises(ModelError, match="batch it comes in"):
+    with pytest.raises(ModelError, match="with its batch"):
         blr.fit_laplace(
             task, structure="diag", curvature="empirical_fisher", prior_precision=1.0,
             progress=False,
@@ -238,7 +238,7 @@ def test_attention_that_sees_the_padding_is_refused() -> None:
     ids = sequences(6)
     task = task_of(Blind(), ids, likelihood="tokens")
     assert len({len(ids[i]) for i in (0, 3, 5)}) > 1
-    with pytest.raises(ModelError, match="changes with the batch"):
+    with pytest.raises(ModelError, match="changes with its batch"):
         blr.fit_laplace(
             task, structure="diag", curvature="empirical_fisher", prior_precision=1.0,
             progress=False,

@@ -88,8 +88,8 @@ class Chunk:
         """The C rows of J_i: one column per output."""
         if self.outputs.ndim > 2:
             raise InputError(
-                f"the {math.prod(self.outputs.shape[1:]):,} outputs of a sequence are not "
-                "differentiated one by one; ask for one gradient per sequence"
+                f"a sequence's {math.prod(self.outputs.shape[1:]):,} outputs are too many; ask "
+                "for one gradient per sequence"
             )
         b, c = self.outputs.shape
         eye = torch.eye(c, dtype=self.outputs.dtype, device=self.outputs.device)
@@ -187,8 +187,7 @@ def predict(
     """
     if task.likelihood.is_sequence:
         raise InputError(
-            "the outputs of sequences are too many to be held for a whole dataset; ask for losses "
-            "(sensitivity, leave_one_out, what_if)"
+            "the outputs of sequences are too many to hold; ask for losses (sensitivity, what_if)"
         )
     outputs, targets = [], []
     batches = track(

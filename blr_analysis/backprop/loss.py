@@ -212,8 +212,8 @@ def evaluated_gradient(
     gradient, _ = loss_and_gradient(task, params, watch=tally.add, progress=progress)
     if not any(bool(g.any()) for g in gradient.values()) and not depends(task, params):
         raise ModelError(
-            "the outputs do not depend on the trainable parameters; check that the model runs "
-            "with gradients on (no torch.no_grad inside forward)"
+            "the outputs do not depend on the trainable parameters; is there a torch.no_grad in "
+            "forward?"
         )
     return tally.evaluation, gradient
 

@@ -77,9 +77,8 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
             )
         if wrong & whole:
             raise ModelError(
-                f"per-example gradients of {sorted(wrong & whole)[:5]} disagree with autograd's "
-                "on a batch; the model's forward pass may mix examples, be random or keep state "
-                "between calls"
+                f"per-example gradients of {sorted(wrong & whole)[:5]} disagree with autograd's; "
+                "the forward pass may mix examples, be random or keep state"
             )
         units, adopted, whole = _rerouted(task, params, units, wrong, adopted, whole)
 
@@ -116,13 +115,11 @@ def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:
 def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.max_norm is not None:
         raise ModelError(
-            f"embedding {path!r} renormalises its rows in place (max_norm); build it with "
-            "max_norm=None to analyse it"
+            f"embedding {path!r} renormalises its rows in place; build it with max_norm=None"
         )
     if module.scale_grad_by_freq:
         raise ModelError(
-            f"embedding {path!r} scales its gradients by the words' frequency in a batch, so that "
-            "they are not those of the loss; set scale_grad_by_freq=False to analyse it"
+            f"embedding {path!r} scales its gradients by frequency; set scale_grad_by_freq=False"
         )
 
 

@@ -161,8 +161,8 @@ def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: 
         f, y = task.run(fetched(task, indices), named, indices)
         if not f.requires_grad:
             raise ModelError(
-                "the outputs do not depend on the parameters of the posterior; check that the "
-                "model runs with gradients on (no torch.no_grad inside forward)"
+                "the outputs do not depend on the posterior's parameters; is there a "
+                "torch.no_grad in forward?"
             )
         fixed = f.detach()
         u = torch.zeros_like(fixed, requires_grad=True)

@@ -170,8 +170,8 @@ def record(
         outputs, targets = task.run(batch, params, indices)
     if len(outputs) != size:
         raise ModelError(
-            f"the model returned {len(outputs)} rows of outputs for {size} examples; return one "
-            "row per example (forward= can reshape)"
+            f"the model returned {len(outputs)} rows of outputs for {size} examples; reshape "
+            "them in forward="
         )
     for seen in visits:
         seen.settle()

@@ -69,8 +69,8 @@ def no_backward_inside(task: Task, leaves: Mapping[str, Tensor]) -> Iterator[Non
             p.grad = before[name]
     if written:
         raise ModelError(
-            f"the model's backward pass runs a backward() of its own for {written[:5]}: switch off "
-            "gradient checkpointing (or the custom autograd.Function that does it)"
+            f"the model's backward pass runs its own backward() for {written[:5]}: switch off "
+            "gradient checkpointing"
         )
 
 
@@ -90,7 +90,7 @@ def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -
     if len(together) != len(probe) or len(alone) != 1:
         raise ModelError(
             f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
-            "return one row per example (forward= can reshape)"
+            "reshape them in forward="
         )
     counted, own = task.likelihood.counted(targets), task.likelihood.counted(target)
     first, single = together[0], alone[0]
@@ -103,7 +103,6 @@ def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -
     gaps = torch.cat([(first - single).flatten(), (together - turned.roll(-1, 0)).flatten()])
     if bool(gaps.abs().amax() > tolerance * scale):
         raise ModelError(
-            "the output of an example changes with the batch it comes in or its place there, or "
-            "from call to call; the analyses need a deterministic dataset and a model that "
-            "treats examples one by one"
+            "an example's output changes with its batch, its place there, or from call to call; "
+            "make dataset and model deterministic, example by example"
         )

@@ -60,14 +60,14 @@ class Folder(Source):
             return cls(str(path), {place: read_header(place)})
         if not place.is_dir():
             raise StorageError(
-                f"there is no folder or .safetensors file {str(path)!r}: expected a model on this "
-                "machine, such as `huggingface-cli download` leaves."
+                f"{str(path)!r} is no folder or .safetensors file on this machine "
+                "(`huggingface-cli download` makes one)"
             )
         single, index = place / f"{stem}.safetensors", place / f"{stem}.safetensors.index.json"
         if single.is_file() and index.is_file():
             raise StorageError(
-                f"{str(path)!r} holds both {single.name} and {index.name}, two generations of "
-                "weights: remove one, or name the file itself."
+                f"{str(path)!r} holds both {single.name} and {index.name}: remove one, or name "
+                "the file itself."
             )
         if single.is_file():
             return cls(str(path), {single: read_header(single)})

@@ -136,8 +136,8 @@ def check_room(out: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise StorageError(
-            f"the disk of {str(out)!r} has {free:,} bytes free of the {needed:,} that are to be "
-            "written: make room, or name another place."
+            f"the disk of {str(out)!r} has {free:,} of {needed:,} bytes free: make room, or name "
+            "another place."
         )
 
 
@@ -211,6 +211,5 @@ def _worded(target: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"cannot write {str(target)!r}: {error}. What was there before is unchanged; name a "
-            "place that can be written and has room."
+            f"cannot write {str(target)!r}: {error}. Name a place with room; nothing was changed."
         ) from error

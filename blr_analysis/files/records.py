@@ -35,8 +35,7 @@ def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
         return json.dumps(document, indent=indent, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"the record cannot be written as JSON ({error}): use text, finite numbers, "
-            "booleans, None, lists and dictionaries."
+            f"the record cannot be written as JSON ({error}): use plain, finite values."
         ) from error
 
 
@@ -49,8 +48,8 @@ def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
         )
     if record.get("version") != VERSION:
         raise StorageError(
-            f"{str(path)!r} is of version {record.get('version')!r}, this release reads {VERSION}: "
-            "upgrade blr_analysis, or save it again with this release."
+            f"{str(path)!r} is of version {record.get('version')!r}, not {VERSION}: upgrade "
+            "blr_analysis, or save it again."
         )
     return record
 
@@ -65,8 +64,8 @@ def checked_diagonal(record: dict[str, Any], where: str) -> dict[str, Any]:
     again = "Save it again with this release, or write it with write_precision."
     if record.get("structure") != "diag":
         raise StorageError(
-            f"{where!r} is of structure {record.get('structure')!r}: models are merged with "
-            "diagonal precisions. Fit one with structure='diag'."
+            f"{where!r} is of structure {record.get('structure')!r}: merging takes "
+            "structure='diag'."
         )
     names = record.get("parameters")
     if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
@@ -74,8 +73,7 @@ def checked_diagonal(record: dict[str, Any], where: str) -> dict[str, Any]:
     n = record.get("n_data")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise StorageError(
-            f"the record of {where!r} has n_data={n!r}: expected the number of examples that the "
-            f"precision is a sum over. {again}"
+            f"the record of {where!r} has n_data={n!r}: expected a number of examples. {again}"
         )
     tied, frozen = record.get("tied") or {}, record.get("frozen") or []
     if not isinstance(frozen, list) or not (
@@ -93,14 +91,14 @@ def _prior(record: Mapping[str, Any], names: list[str], where: str) -> float | d
         real = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (real and math.isfinite(value) and value >= 0):
             raise StorageError(
-                f"the record of {where!r} has prior_precision={prior!r}: expected a finite number, "
-                "at least 0, or one per name."
+                f"the record of {where!r} has prior_precision={prior!r}: expected finite "
+                "numbers, at least 0."
             )
     if not isinstance(prior, dict):
         return float(prior)
     if set(prior) != set(names):
         raise StorageError(
-            f"{where!r} has a prior precision with an entry per weight for "
-            f"{sorted(set(names) ^ set(prior))[:5]}: save it with one number per tensor."
+            f"{where!r} has a prior precision per weight for "
+            f"{sorted(set(names) ^ set(prior))[:5]}: save one number per tensor."
         )
     return {name: float(value) for name, value in prior.items()}

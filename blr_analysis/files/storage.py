@@ -106,8 +106,7 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
     target = _target(path)
     if target.exists() and not force:
         raise StorageError(
-            f"{str(target)!r} is already there: name another place with out= (--out), or pass "
-            "force=True (--force) to replace it."
+            f"{str(target)!r} is already there: name another place, or pass force=True (--force)."
         )
     _check_free(target, single=Path(path).suffix == ".safetensors")
     return target
@@ -211,8 +210,8 @@ def _check_described(source: Folder, described: Any) -> None:
     for name in {**held, **described}:
         if held.get(name) != described.get(name):
             raise StorageError(
-                f"tensor {name!r} of {source.name!r} is {held.get(name)}, but the index says "
-                f"{described.get(name)}: files of different saves. Save the posterior again."
+                f"tensor {name!r} of {source.name!r} is {held.get(name)}, the index says "
+                f"{described.get(name)}: save the posterior again."
             )
 
 
@@ -223,9 +222,8 @@ def _describe(tensor: Tensor | Spec) -> dict[str, Any]:
 def _target(path: str | os.PathLike[str]) -> Path:
     if Path(path).suffix.lower() in PICKLES:
         raise StorageError(
-            f"{str(path)!r} has the name of a pickle ({Path(path).suffix}). A pickle can run any "
-            "code when it is read, so posteriors are never kept in one: name a .safetensors file "
-            "or a folder. (Saved optimizers are read by Posterior.from_checkpoint.)"
+            f"{str(path)!r} has the name of a pickle, which can run code: name a .safetensors "
+            "file or a folder (for saved optimizers: Posterior.from_checkpoint)."
         )
     return Path(os.path.realpath(Path(path).expanduser()))
 
@@ -239,8 +237,7 @@ def _check_free(target: Path, single: bool) -> None:
         foreign = sorted(p.name for p in target.iterdir() if not _is_ours(p))
         if foreign:
             raise StorageError(
-                f"the folder {str(target)!r} holds other files, which replacing it would remove: "
-                f"{some(foreign)}. Name a new folder; one inside it will do."
+                f"the folder {str(target)!r} holds other files: {some(foreign)}. Name a new folder."
             )
     elif target.exists():
         raise StorageError(
@@ -264,7 +261,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
             raise InputError(
                 f"{name!r} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be "
-                "stored: expected a dense, real tensor that holds values."
+                "stored: expected a dense, real tensor."
             )
 
 

@@ -126,8 +126,8 @@ def class_indices(texts: Texts, label2id: Mapping[str, int], classes: int) -> li
         index = _class_index(label, label2id)
         if index is None or not 0 <= index < classes:
             raise DataError(
-                f"{texts.place(i)} has the label {label!r}: expected 0 … {classes - 1} or "
-                f"a name of the model's config.label2id ({some(list(label2id))})"
+                f"{texts.place(i)} has the label {label!r}: expected 0 … {classes - 1} or one of "
+                f"{some(list(label2id))}"
             )
         indices.append(index)
     return indices

@@ -110,8 +110,7 @@ def check_kind(kind: str, sequences: bool, batch_size: int | None) -> None:
     """Raise :class:`InputError` where a kind cannot be had, or ``batch_size`` does not belong."""
     if kind == "ggn" and sequences:
         raise InputError(
-            "kind='ggn' costs tokens × vocabulary backward passes per sequence: use kind='mc', "
-            "whose expectation it is, with samples="
+            "kind='ggn' needs tokens × vocabulary backward passes per sequence: use kind='mc'"
         )
     if kind == "squared_minibatch":
         if batch_size is None:

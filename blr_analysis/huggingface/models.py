@@ -173,8 +173,7 @@ def read_config(folder: Path) -> Any:
         raise ModelError(f"transformers cannot load {str(folder)!r}: {_said(error)}") from error
     if getattr(config, "quantization_config", None):
         raise ModelError(
-            f"the weights of {str(folder)!r} are quantised, and have no gradient: use the model "
-            "as it was before"
+            f"the weights of {str(folder)!r} are quantised, without gradient: use the model before"
         )
     return config
 
@@ -226,8 +225,8 @@ def _load_weights(folder: Path, kind: str) -> Any:
         ) from error
     if missing := sorted(about["missing_keys"]):
         raise ModelError(
-            f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use a "
-            "model that was trained for this task"
+            f"{str(folder)!r} holds no weights for {some(missing)}: use a model that was trained "
+            "for this task"
         )
     return model
 
@@ -261,7 +260,7 @@ def _check_labels(config: Any, folder: Path) -> None:
     if config.num_labels < 2 or kind not in (None, "single_label_classification"):
         raise ModelError(
             f"{str(folder)!r} is a {kind or 'regression'} model with {config.num_labels} "
-            "output(s), not a classifier: give its Task to huggingface.diagonals.fisher_diagonal"
+            "output(s), not a classifier: see huggingface.diagonals.fisher_diagonal"
         )
 
 
@@ -271,8 +270,8 @@ def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
     pad = next((int(i) for i in known if i is not None and int(i) >= 0), None)
     if pad is None:
         raise ModelError(
-            f"{str(folder)!r} names no padding token and no end of text: set "
-            "tokenizer.pad_token and config.pad_token_id, and save them"
+            f"{str(folder)!r} names no padding token: set tokenizer.pad_token and "
+            "config.pad_token_id"
         )
     if config.pad_token_id is None or config.pad_token_id < 0:
         config.pad_token_id = pad

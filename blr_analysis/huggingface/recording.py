@@ -86,8 +86,7 @@ class Recorder:
         batch = None if per_device is None else per_device * accumulation * world_size
         if self.scaling == "squared" and batch is None and not reader.scaled:
             raise InputError(
-                "scaling='squared' needs the batch size, which the data loader does not tell: "
-                "use scaling='sqrt'"
+                "scaling='squared' needs the batch size, unknown here: use scaling='sqrt'"
             )
         record = {
             "source": "training",
@@ -146,8 +145,8 @@ def _check_parameters(model: nn.Module, held: set[str], scaled: bool) -> None:
             raise OptimizerError(f"parameter {name!r} is sharded over devices: {SHARDED}")
         if p.dtype in HALF and not scaled:
             raise OptimizerError(
-                f"parameter {name!r} and its second moment are in {p.dtype}: {HALF_REASON}. Keep "
-                "them in float32 (bf16=True, precision='bf16-mixed'), or train with IVON."
+                f"parameter {name!r} and its second moment are in {p.dtype}: {HALF_REASON}. "
+                "Train with bf16=True, or with IVON."
             )
 
 

@@ -103,8 +103,8 @@ def encode(
     causal = loaded.task == "causal_lm"
     if causal and len(texts.texts[0]) > 1:
         raise DataError(
-            f"a language model reads one text, not the pair {', '.join(texts.columns)}: name one "
-            "column with text= (--text)"
+            f"a language model reads one text, not {', '.join(texts.columns)}: name one with "
+            "text= (--text)"
         )
     most = max_length or min(loaded.longest, LONGEST)
     order = list(range(len(texts))) if chosen is None else list(chosen)

@@ -57,7 +57,7 @@ def state_of(state: Any, name: str) -> State:
         state = {n: folder.tensor(n) for n in folder.specs}
     if not isinstance(state, Mapping) or not state:
         raise InputError(
-            f"{name} must be a state dict, a torch.nn.Module, or a folder of safetensors, got "
+            f"{name} must be a state dict, a module or a folder of safetensors, got "
             f"{'an empty dict' if state == {} else type(state).__name__}"
         )
     strange = next((n for n, t in state.items() if not isinstance(t, Tensor)), None)
@@ -88,17 +88,15 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
     own = model.state_dict(keep_vars=True)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise ModelError(
-            "the task's model has no trainable parameter: set requires_grad on what was fine-tuned"
-        )
+        raise ModelError("the task's model has no trainable parameter: set requires_grad")
     task.check_parameters(trainable)
     given = _by_tensor(own, state, name)
     first = {id(t): n for n, t in reversed([*own.items(), *trainable.items()])}
     absent = [n for n, p in trainable.items() if id(p) not in given]
     if absent:
         raise InputError(
-            f"{name} lacks trainable parameters of the task's model: {some(absent)}; merge whole "
-            "models, or freeze what was not fine-tuned"
+            f"{name} lacks trainable parameters of the task's model: {some(absent)}; freeze them, "
+            "or merge whole models"
         )
     moving = {id(p): n for n, p in trainable.items()}
     params = {moving[key]: value for key, value in given.items() if key in moving}
@@ -154,8 +152,7 @@ def _named(given: Any, name: str, wanted: str) -> dict[str, Any]:
         named = {str(i): v for i, v in enumerate(given, 1)}
     else:
         raise InputError(
-            f"{name} must be a list, or a dict by name, of one {wanted} each, got "
-            f"{type(given).__name__}"
+            f"{name} must be a list or dict of one {wanted} each, got {type(given).__name__}"
         )
     if not named or len(named) != len(given):
         raise InputError(f"{name} must hold at least one {wanted}, each under its own name")

@@ -174,8 +174,8 @@ def read_grid(weights: Any, models: Sequence[str], *, search: bool) -> Grid:
             return Grid("search", axes=axes)
         if count > MOST:
             raise InputError(
-                f"the weights have {count:,} combinations, more than {MOST:,}; pass "
-                'search="coordinates", or rows of your own'
+                f"{count:,} combinations of weights are too many (at most {MOST:,}): pass "
+                'search="coordinates" or rows'
             )
         return Grid("grid", rows=list(itertools.product(*axes)))
     table = _table(STEPS if weights is None else weights)
@@ -188,8 +188,7 @@ def read_grid(weights: Any, models: Sequence[str], *, search: bool) -> Grid:
         raise InputError('search="coordinates" takes numbers, or a dict model → numbers, not rows')
     if table.shape[1] != size:
         raise InputError(
-            f"a row of weights holds one number for each of the {size} models, got "
-            f"{table.shape[1]} numbers"
+            f"a row of weights needs one number for each of {size} models, got {table.shape[1]}"
         )
     return Grid("rows", rows=list(dict.fromkeys(map(tuple, table.tolist()))))
 
@@ -230,8 +229,7 @@ def _table(values: Any, name: str = "weights") -> torch.Tensor:
         table = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{name} must be numbers, rows of one number per model, or a dict model → numbers, "
-            f"got {values!r}"
+            f"{name} must be numbers, rows of numbers, or a dict model → numbers, got {values!r}"
         ) from error
     if table.ndim not in (1, 2) or not table.numel():
         raise InputError(f"{name} must hold at least one number, got shape {tuple(table.shape)}")
@@ -266,8 +264,8 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
     strange = set(inputs) - set(signature(merge).parameters)
     if "out" in inputs or strange:
         raise InputError(
-            f"merge_curve takes no {some(sorted(strange or {'out'}))}: only its own arguments and "
-            "those of blr_analysis.merge, in memory"
+            f"merge_curve takes no {some(sorted(strange or {'out'}))}: see those of "
+            "blr_analysis.merge, in memory"
         )
     given = method if isinstance(method, (list, tuple, Mapping)) else [method]
     pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]

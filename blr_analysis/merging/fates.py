@@ -109,8 +109,7 @@ def _item(
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(
-                f"the weights of {name!r} sum to {total:g}, by which {method.name!r} divides: "
-                "change them, or normalize: false"
+                f"the weights of {name!r} sum to {total:g}: change them, or set normalize: false"
             )
         # The Fisher average does not change with a factor of all weights; without a base the
         # average must stand where nobody has a precision.
@@ -135,8 +134,8 @@ def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Seq
     if name.endswith(COUNTER):
         return f"a count of batches, {reference.name}'s"
     raise ModelError(
-        f"{name!r} is of {reference.specs[name].dtype}, which cannot be merged, and differs "
-        f"between {other[0]!r} and {reference.name!r}: merge before quantisation"
+        f"{name!r} is of {reference.specs[name].dtype} and differs between {other[0]!r} and "
+        f"{reference.name!r}: merge before quantisation"
     )
 
 
@@ -179,7 +178,7 @@ def _refuse_missing(items: Sequence[Item], parts: Sequence[OpenModel]) -> None:
         if part.precision is not None:
             what = f"{part.precision.name!r} has none for {some(lacking)} of {part.source.name!r}"
         raise PosteriorError(
-            f"{what}: compute it (`blr-analysis fisher`), or set missing_precision to base or zero"
+            f"{what}: compute it (`blr-analysis fisher`), or set missing_precision"
         )
 
 

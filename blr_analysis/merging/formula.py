@@ -72,16 +72,13 @@ def combine(
     curved: list[PrecisionValue] = [0.0] * count if precisions is None else list(precisions)
     if not count or len(alphas) != count or len(curved) != count:
         raise InputError(
-            f"one weight and one precision per model: got {count} models, {len(alphas)} weights "
-            f"and {len(curved)} precisions"
+            f"got {count} models, {len(alphas)} weights and {len(curved)} precisions: give one each"
         )
     if not all(math.isfinite(a) for a in alphas) or not 0 <= delta < math.inf:
         raise InputError(f"weights must be finite and delta ≥ 0, got {alphas} and {delta!r}")
     if base is None and precisions is not None:
         if not abs(sum(alphas)) > 1e-12:
-            raise InputError(
-                "without a base the weights must not sum to 0, by which they are divided"
-            )
+            raise InputError("without a base the weights must not sum to 0")
         alphas = [a / sum(alphas) for a in alphas]
     start: PrecisionValue = 0.0 if base_precision is None else base_precision
     for other in (base, *models, *curved, start):
@@ -214,8 +211,8 @@ class _Workspace:
         low, high = total.aminmax()
         if bool(high == torch.inf):
             raise InputError(
-                f"the precisions add up to more than {total.dtype} holds: scale them and delta by "
-                "one factor, or use dtype=torch.float64"
+                f"the precisions' sum exceeds {total.dtype}: scale them and delta, or use "
+                "dtype=torch.float64"
             )
         if not bool(low > 0):
             bad = total <= 0

@@ -37,9 +37,8 @@ def match(reference: Source, other: Source) -> dict[str, str]:
     extra = [n for n in extra if twin_of(other, n, lambda t: t in reference.specs) is None]
     if missing or extra:
         raise ModelError(
-            f"{other.name!r} and {reference.name!r} are not the same model: "
-            f"missing in {other.name!r}: {some(missing)}; "
-            f"only there: {some(extra)}.{_hint(missing, extra)}"
+            f"{other.name!r} and {reference.name!r} are not the same model: missing in the first: "
+            f"{some(missing)}; only there: {some(extra)}.{_hint(missing, extra)}"
         )
     odd = [
         _difference(name, reference.specs[name], other.specs[reads[name]])

@@ -219,7 +219,7 @@ def merge(
     )  # fmt: skip
     if on_disk and all(on_disk):
         if out is None:
-            raise InputError("models given as folders are merged into a folder: name it with out=")
+            raise InputError("folders are merged into a folder: name it with out=")
         job = Job(
             method=method,
             members=tuple(
@@ -233,7 +233,7 @@ def merge(
         plan = plan_folders(job, max_memory=max_memory, threads=threads)
         return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
     if out is not None:
-        raise InputError("out= belongs to models given as folders; a merge in memory is returned")
+        raise InputError("out= is for folders; a merge in memory is returned")
     parts = [
         OpenModel(
             _loaded(f"models[{t}]", m),

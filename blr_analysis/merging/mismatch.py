@@ -181,7 +181,7 @@ class GradientMismatch(Tabular, Plottable):
             value = row.get(column)
             if not isinstance(value, (int, float)):
                 raise InputError(
-                    f"column must be one of numbers, such as 'mismatch' or 'gap', got {column!r}"
+                    f"column must be one of numbers, such as 'mismatch', got {column!r}"
                 )
             totals[row["merge"]] = totals.get(row["merge"], 0.0) + value
         return totals
@@ -297,8 +297,7 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
     if models is None:
         if len({id(t.model) for t in tasks.values()}) < len(tasks):
             raise InputError(
-                "several tasks share one model: pass the fine-tuned weights of each as "
-                "models=[state dicts]"
+                "several tasks share one model: pass the fine-tuned weights as models=[state dicts]"
             )
         return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
     states = named_states(models, "models")
@@ -348,8 +347,8 @@ def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast
         for n, p in tasks[name].parameters().items():
             if n not in h or h[n].shape != p.shape:
                 raise InputError(
-                    f"precisions[{name!r}] does not fit: {n!r} has shape {tuple(p.shape)} in the "
-                    f"task's model, {tuple(h[n].shape) if n in h else 'absent'} there"
+                    f"precisions[{name!r}]: {n!r} is {tuple(p.shape)} in the task's model, "
+                    f"{tuple(h[n].shape) if n in h else 'absent'} there"
                 )
         own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
         forecasts[name] = Forecast(h, own)

@@ -134,8 +134,7 @@ def make_plan(
     for part, names in zip(parts, reads, strict=True):
         if base is not None and not differs_somewhere(base, part.source, names):
             raise ModelError(
-                f"{part.source.name!r} equals its base {base.name!r} in every weight: there is "
-                "nothing to merge. Is it the fine-tuned model?"
+                f"{part.source.name!r} equals its base {base.name!r}: is it the fine-tuned model?"
             )
     if method.uses_precisions:
         first = [base_precision] if curved else []
@@ -182,7 +181,7 @@ def _check_settings(
     if base is None and method.needs_base:
         raise InputError(f"method {method.name!r} needs the base that the models started from")
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < 1e38:
-        raise InputError(f"delta must be a number ≥ 0 that float32 can hold, got {delta!r}")
+        raise InputError(f"delta must be ≥ 0 and fit into float32, got {delta!r}")
     if missing not in MISSING:
         raise InputError(f"missing_precision must be one of {MISSING}, got {missing!r}")
     if dtype not in (torch.float32, torch.float64):
@@ -229,8 +228,8 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
         workers -= 1
     if need(workers, chunk) > max_memory:
         raise InputError(
-            f"max_memory={max_memory} bytes is too little for {len(plan.parts)} models at once: "
-            f"{need(1, BLOCK)} are needed at least"
+            f"max_memory={max_memory} bytes is too little for {len(plan.parts)} models: at least "
+            f"{need(1, BLOCK)}"
         )
     return replace(plan, chunk=chunk, workers=workers, memory=need(workers, chunk))
 
@@ -304,9 +303,7 @@ def _open(model: Path, base: Source | None) -> Source:
     if not is_adapter(model):
         return Folder.open(model)
     if base is None:
-        raise InputError(
-            f"{str(model)!r} is an adapter: name the base model that it was trained on"
-        )
+        raise InputError(f"{str(model)!r} is an adapter: name its base model")
     return open_adapter(model, base, dtype=torch.float32)
 
 
@@ -320,8 +317,8 @@ def _compare_configs(job: Job) -> None:
         config = read_config(folder)
         if config.get("quantization_config"):
             raise ModelError(
-                f"{str(folder)!r} is quantised (its config.json has a quantization_config): merge "
-                "the models as they were before, then quantise the result"
+                f"{str(folder)!r} is quantised (quantization_config): merge the models "
+                "before, then quantise"
             )
         if config:
             first = first or (folder, config)

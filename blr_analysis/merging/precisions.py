@@ -64,7 +64,7 @@ class DiagonalPrecision:
         low, high = torch.aminmax(values) if values.numel() else (values.sum(),) * 2
         if not (bool(low >= 0) and bool(high < torch.inf)):
             raise PosteriorError(
-                f"the precision of {name!r} in {self.name!r} holds negative numbers, NaN or inf "
+                f"the precision of {name!r} in {self.name!r} is negative, NaN or inf "
                 f"({float(low):g} to {float(high):g}): compute it again"
             )
         prior = self.prior.get(name, 0.0)
@@ -94,15 +94,14 @@ def open_precision(path: Path, n_data: int | None = None) -> DiagonalPrecision:
     if record is None:
         if n_data is None:
             raise InputError(
-                f"n_data is missing for {str(path)!r}: without a record its numbers are averages "
-                "over examples; say how many"
+                f"n_data is missing for {str(path)!r}: without a record its numbers are averages"
             )
         return DiagonalPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
     record = checked_diagonal(record, str(path))
     if n_data is not None and n_data != record["n_data"]:
         raise InputError(
-            f"{str(path)!r} says that it is a sum over n_data={record['n_data']} examples, not "
-            f"{n_data}: leave n_data out"
+            f"{str(path)!r} is a sum over n_data={record['n_data']} examples, not {n_data}: leave "
+            "n_data out"
         )
     names = record["parameters"]
     return DiagonalPrecision(
@@ -119,8 +118,8 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> DiagonalP
     if isinstance(given, Posterior):
         if given.structure != "diag":
             raise PosteriorError(
-                f"{label} is of structure {given.structure!r}: a merge takes diagonal precisions; "
-                "fit one with structure='diag', or read one from an optimizer"
+                f"{label} is of structure {given.structure!r}: fit a diagonal one "
+                "(structure='diag') for a merge"
             )
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)

@@ -172,12 +172,12 @@ def _check_finite(plan: MergePlan, item: Item, result: Tensor, inputs: list[Tens
     for name, values in zip(names, inputs, strict=True):
         if not bool(values.isfinite().all()):
             raise ModelError(
-                f"{item.name!r} of {name!r} holds NaN or inf: did its training diverge, or was the "
-                "file damaged?"
+                f"{item.name!r} of {name!r} holds NaN or inf: a diverged training, or a damaged "
+                "file"
             )
     raise ModelError(
         f"the merge of {item.name!r} does not fit into {item.spec.dtype}: give a delta, other "
-        "weights, dtype: float64, or a wider out_dtype"
+        "weights or a wider out_dtype"
     )
 
 
@@ -195,8 +195,8 @@ class Compared:
         written = self._folder.read(name, start, stop, self._own.scratch)
         if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
             raise StorageError(
-                f"{name!r} in {self._folder.name!r} is not what was merged: something changed it "
-                "since. Remove the folder and merge again."
+                f"{name!r} in {self._folder.name!r} is not what was merged: remove the folder and "
+                "merge again"
             )
 
 
@@ -215,8 +215,8 @@ def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> st
     if dict(written.specs) != specs:
         odd = sorted(n for n in {*specs, *written.specs} if specs.get(n) != written.specs.get(n))
         raise StorageError(
-            f"{str(folder)!r} does not hold the tensors of the merge: {odd[0]!r} differs. Remove "
-            "the folder and merge again."
+            f"{str(folder)!r} differs from the merge in {odd[0]!r}: remove the folder and merge "
+            "again"
         )
     total, off = plan.bytes_read, None if progress is None else not progress
     with tqdm(

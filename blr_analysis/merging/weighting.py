@@ -140,7 +140,7 @@ def suggest_weights(
     for name, h in (prior or {}).items():
         if name not in start or start[name].shape != h.shape:
             raise InputError(
-                f"base_precision: {name!r} ({list(h.shape)}) is no weight of the base, or one of "
+                f"base_precision: {name!r} ({list(h.shape)}) is no weight of the base, or of "
                 "another shape"
             )
     if not isinstance(delta, (int, float)) or not math.isfinite(delta) or delta < 0:
@@ -163,8 +163,8 @@ def suggest_weights(
         best -= 0.5 * float((asked[curved] ** 2 / total[curved]).sum())
     if not bool(gram.trace() > 0):
         raise InputError(
-            "no model differs from the base where a precision is positive: do base, models and "
-            "precisions belong together?"
+            "no model differs from the base where a precision is positive: check that they belong "
+            "together"
         )
     if each:
         alphas = torch.linalg.lstsq(gram, pull[:, None], driver="gelsd").solution[:, 0]
@@ -211,7 +211,7 @@ def in_order(precisions: Any, names: Sequence[str]) -> list[Any]:
         if set(given) != set(names):
             raise InputError(
                 f"precisions are of {some(sorted(given))}, the models of {some(sorted(names))}: "
-                "give one precision for each, by the same names"
+                "use the same names"
             )
         return [given[n] for n in names]
     if isinstance(precisions, (list, tuple)) and len(precisions) == len(names):

@@ -404,8 +404,8 @@ class Posterior:
         if same_data and self.n_data != task.n_data:
             raise PosteriorError(
                 f"the posterior was learned from n_data={self.n_data} examples, the task has "
-                f"{task.n_data}; use the training data themselves, or give the right n_data when "
-                "capturing the posterior (of sequences n_data=sequences, tokens=tokens)"
+                f"{task.n_data}; use the training data (of sequences: n_data=sequences, "
+                "tokens=tokens)"
             )
         return self.to(task.device, task.check_parameters(mine))
 
@@ -447,15 +447,14 @@ class Posterior:
             raise InputError("mean=False would lose the prior's mean: leave mean out")
         if not mean and set(tensors) != set(self.mean):
             raise InputError(
-                "mean=False writes one precision per weight: this posterior is "
-                f"{self.structure!r}, or its prior precision has an entry per weight. Leave mean "
-                "out, or fit structure='diag' with one prior precision per parameter"
+                "mean=False writes one precision per weight: leave it out for "
+                f"{self.structure!r} and for a prior precision per weight"
             )
         clash = sorted(set(stored_means) & set(tensors))
         if clash:
             raise InputError(
-                f"parameters are called {clash[:4]}, as the means of others would be in the file: "
-                "rename them, or save with mean=False"
+                f"parameters are called {clash[:4]}, as means are in the file: rename them, or "
+                "save with mean=False"
             )
         storage.write(
             place,

@@ -272,9 +272,8 @@ def _checked(
     positive_int("samples", samples)
     if task.likelihood.is_sequence and curvature == "ggn":
         raise InputError(
-            f'curvature="ggn" needs one column for each of the T·C outputs of a sequence, too many '
-            f'under the {task.likelihood.name} likelihood; use curvature="empirical_fisher" or '
-            '"mc_fisher", one gradient per sequence'
+            'curvature="ggn" needs all T·C outputs of a sequence, too many under '
+            f'{task.likelihood.name}; use "empirical_fisher" or "mc_fisher"'
         )
     if not params:
         raise ModelError(

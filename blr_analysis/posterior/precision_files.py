@@ -111,10 +111,7 @@ def write_precision(
     inside = _one_per_name(prior_precision, shapes)
     outside = None if prior_outside is None else _one_per_name(prior_outside, shapes)
     if outside is not None and not inside.is_zero:
-        raise InputError(
-            "prior_precision is said to be inside the tensors and prior_outside outside of them: "
-            "give one of the two"
-        )
+        raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
     stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
     if model is not None:
@@ -184,14 +181,13 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
             if bool(bad.any()):
                 raise PosteriorError(
                     f"the precision of {name!r} is {what} in {int(bad.sum())} of {bad.numel()} "
-                    "entries: training diverged, or too large for the dtype. Nothing was written."
+                    "entries: nothing was written."
                 )
         low = tensor < 0
         if bool(low.any()):
             raise PosteriorError(
                 f"the precision of {name!r} is negative in {int(low.sum())} of {low.numel()} "
-                f"entries (lowest {float(tensor.min()):.3g}): a precision is at least 0. Nothing "
-                "was written."
+                f"entries (lowest {float(tensor.min()):.3g}): nothing was written."
             )
 
 

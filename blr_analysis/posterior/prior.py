@@ -128,8 +128,7 @@ class Prior:
             return self
         if not isinstance(initial, Mapping):
             raise PosteriorError(
-                f"initial must be a state dict, got {type(initial).__name__}; pass "
-                "model.state_dict() as it was before training"
+                f"initial must be the state dict before training, got {type(initial).__name__}"
             )
         held = {n: tuple(t.shape) for n, t in initial.items() if isinstance(t, Tensor)}
         if wrong := [
@@ -138,8 +137,8 @@ class Prior:
             if held.get(n) != tuple(p.shape)
         ]:
             raise PosteriorError(
-                f"initial belongs to another model: {some(wrong)}; pass the state dict of this "
-                "model as it was before training"
+                f"initial belongs to another model: {some(wrong)}; pass this model's state dict "
+                "before training"
             )
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
         for name, m in mean.items():

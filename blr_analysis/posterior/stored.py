@@ -49,10 +49,7 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
     Float16 ends at 65,504 and at 6e-8, which precisions pass on both sides.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise InputError(
-            f"dtype must be torch.float32, torch.bfloat16 or None (as it is), got {dtype!r}; "
-            "precisions span more than float16 holds"
-        )
+        raise InputError(f"dtype must be torch.float32, torch.bfloat16 or None, got {dtype!r}")
     return dtype
 
 
@@ -122,8 +119,8 @@ def load_parts(path: str, model: Model | None, prior_precision: Given | None) ->
     for name, s in (form.per_weight or {}).items() if prior.is_zero else ():
         if empty := int((s == 0).sum()):
             raise PosteriorError(
-                f"{path!r} holds the data's part of a precision, 0 in {empty} of {s.numel()} "
-                f"entries of {name!r}: pass prior_precision="
+                f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries "
+                f"of {name!r}: pass prior_precision="
             )
     return mean, form, prior, n_data, rest
 
@@ -148,8 +145,7 @@ def _decode(
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(
-            f"{path!r} is no posterior of blr_analysis: {error} is missing or malformed; it may "
-            "hold precisions without a mean, or come from another program"
+            f"{path!r} is no posterior of blr_analysis: {error} is missing or malformed"
         ) from error
     rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
     return mean, form, prior, n_data, rest
@@ -203,18 +199,17 @@ def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
         return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if model is None:
         raise PosteriorError(
-            f"{path!r} holds precisions without a mean: pass model=, the module, its state_dict, "
-            "or the folder with the weights it belongs to"
+            f"{path!r} holds precisions without a mean: pass model=, its state_dict or its folder"
         )
     if not isinstance(model, (str, os.PathLike)):
         raise InputError(
-            "model must be a torch.nn.Module, a state dict, or the path of a folder of "
-            f"safetensors, got {type(model).__name__}"
+            "model must be a torch.nn.Module, a state dict, or a folder, got "
+            f"{type(model).__name__}"
         )
     source = Folder.open(model)
     if sha256 is not None and fingerprint(source, progress=False) != sha256:
         raise PosteriorError(
-            f"the weights in {os.fspath(model)!r} are not those beside which {path!r} was written "
-            "(their sha256 differ): name the right folder, or pass the module or its state_dict"
+            f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256): name "
+            "the right folder, or pass the module"
         )
     return source

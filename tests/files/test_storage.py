@@ -317,9 +317,9 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["p.pt", "p.bin", "p.PTH", "p.ckpt", "p.pkl"])
 def test_pickles_are_refused_both_ways(tmp_path: Path, name: str) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / name)
-    with pytest.raises(StorageError, match="run any code"):
+    with pytest.raises(StorageError, match="run code"):
         storage.read(tmp_path / name)
-    with pytest.raises(StorageError, match="run any code"):
+    with pytest.raises(StorageError, match="run code"):
         storage.write(tmp_path / name, some_tensors(), {})
 
 

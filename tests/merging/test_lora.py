@@ -528,7 +528,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown bias": ({"bias": "some"}, "bias"),
     "DoRA without magnitudes": ({"use_dora": True}, "magnitude"),
     "a bias of B that is not there": ({"lora_bias": True}, "lora_B.bias"),
-    "biases that are not there": ({"bias": "lora_only"}, "holds no bias of"),
+    "biases that are not there": ({"bias": "lora_only"}, "no bias of"),
     "a module that is not there": ({"modules_to_save": ["pooler"]}, "'pooler'"),
     "other targets": ({"target_modules": ["value"]}, "query"),
 }

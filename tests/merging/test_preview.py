@@ -403,7 +403,7 @@ OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": to
         ({"weights": [math.nan]}, "finite"),
         ({"weights": ["a"]}, "weights must be numbers"),
         ({"weights": 1.0}, "at least one number"),
-        ({"weights": [[1.0, 2.0]]}, "one number for each of the 3 models"),
+        ({"weights": [[1.0, 2.0]]}, "one number for each of 3 models"),
         ({"weights": {"news": [1]}}, "weights are for"),
         ({"weights": {"news": [1], "books": [], "films": [1]}}, r"weights\['books'\]"),
         ({"weights": {k: range(20) for k in S.models}}, "8,000 combinations"),

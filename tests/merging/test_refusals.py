@@ -52,7 +52,7 @@ def truncate(file: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     "a missing tensor": (
         lambda f: change(model_of(f), lambda t: t.pop("layers.0.norm.weight")),
-        r"missing in '.*ft1': 'layers\.0\.norm\.weight'",
+        r"missing in the first: 'layers\.0\.norm\.weight'",
     ),
     "an extra tensor": (
         lambda f: change(model_of(f), lambda t: t.update(odd=torch.ones(2, 2))),
@@ -198,7 +198,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an odd dtype": ({"dtype": torch.bfloat16}, "dtype"),
     "an odd out_dtype": ({"out_dtype": torch.int8}, "out_dtype"),
     "an odd stand-in": ({"missing_precision": "guess"}, "missing_precision"),
-    "out in memory": ({"out": "somewhere"}, "out= belongs to"),
+    "out in memory": ({"out": "somewhere"}, "out= is for"),
     "paths and tensors": ({"base": "base"}, "all models as folders"),
     "weights that sum to 0": (
         {"method": "linear", "weights": [1.0, -1.0]},

@@ -511,7 +511,7 @@ def test_untouched_parameters_have_the_prior_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "steps", "message"),
     [
-        (lambda p: torch.optim.Adam(p), 0, "had not stepped"),
+        (lambda p: torch.optim.Adam(p), 0, "no state"),
         (lambda p: torch.optim.Adagrad(p), 0, "has not stepped"),
         (lambda p: torch.optim.SGD(p, lr=0.1), 3, "saved SGD.*fit_laplace"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 3, "saved SGD.*fit_laplace"),
@@ -540,7 +540,7 @@ class Surprise:
 @pytest.mark.parametrize("content", [Surprise(), {"state": {}, "hyper_parameters": Surprise()}])
 def test_only_tensors_and_containers_are_read(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "state.pt")
-    with pytest.raises(StorageError, match=r"weights_only=True.*can run code"):
+    with pytest.raises(StorageError, match=r"weights_only=True"):
         read(tmp_path / "state.pt", Tiny())
 
 

@@ -137,7 +137,7 @@ def test_a_mean_is_needed_and_only_where_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (3, InputError, "model must be a torch.nn.Module, a state dict, or the path"),
+        (3, InputError, "model must be a torch.nn.Module"),
         ({}, InputError, "at least one tensor"),
         (nn.Linear(2, 2), PosteriorError, r"net\.weight: not there.*called 'weight', 'bias'"),
         ("nowhere", StorageError, "no folder or .safetensors file"),
@@ -172,7 +172,7 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
     recorded = read_precision_record(place)["model_sha256"]
     assert recorded == fingerprint(Folder.open(tmp_path / "one"), progress=False)
     Posterior.load(place, model=tmp_path / "one", prior_precision=1.0)
-    with pytest.raises(PosteriorError, match=r"sha256 differ.*pass the module"):
+    with pytest.raises(PosteriorError, match=r"sha256.*pass the module"):
         Posterior.load(place, model=tmp_path / "two", prior_precision=1.0)
     other = load_file(tmp_path / "two" / "model.safetensors")
     Posterior.load(place, model=other, prior_precision=1.0)  # knowingly
@@ -418,7 +418,7 @@ def test_impossible_precisions_are_named_and_nothing_is_written(
         ({"dtype": torch.float16}, "dtype must be"),
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_precision": {"net.bias": 1.0}}, "one entry per parameter"),
-        ({"prior_precision": 1.0, "prior_outside": 1.0}, "give one of the two"),
+        ({"prior_precision": 1.0, "prior_outside": 1.0}, "not both"),
         ({"step": float("nan")}, "written as JSON"),
         ({"optimizer": object()}, "written as JSON"),
     ],

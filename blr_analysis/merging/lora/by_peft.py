@@ -67,8 +67,7 @@ def merge_and_unload(
     place = Path(base.name).expanduser()
     if not (place / "config.json").is_file():
         raise ModelError(
-            f"{str(folder)!r} is more than plain LoRA, and {base.name!r} is no folder of a "
-            f"transformers model: {remedy}"
+            f"{str(folder)!r} is no plain LoRA, and {base.name!r} no transformers model: {remedy}"
         )
     floats = [s.dtype for s in base.specs.values() if s.dtype.is_floating_point]
     real = torch.float64 if torch.float64 in floats else torch.float32

@@ -120,8 +120,8 @@ def _low_rank(
     turned = (*b, *a) == (*shape[1:], rank, rank, *shape[:1])
     if len(shape) != 2 or not (straight or turned):
         raise ModelError(
-            f"the adapter {folder!r} holds B {list(b)} and A {list(a)} for {name!r} "
-            f"{list(shape)} of the base, with r = {rank}: was it trained on this base?"
+            f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
+            f"{list(shape)}: was it trained on this base?"
         )
     if straight and turned:
         turned = stored_transposed(name, base.specs, settings.fan_in_fan_out)
@@ -152,8 +152,8 @@ def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> b
     }
     if len(told) > 1:
         raise ModelError(
-            f"{name!r} is square, and the base stores [in, out] and [out, in]: name the result "
-            "of merge_and_unload()"
+            f"{name!r} is square and may be stored either way: name the result of "
+            "merge_and_unload()"
         )
     return bool(told.pop()) if told else otherwise
 
@@ -178,8 +178,8 @@ def _check(
         mine, theirs = adapter.specs[key].shape, base.specs[own[name]].shape
         if mine != theirs:
             raise ModelError(
-                f"{key!r} of {adapter.name!r} has shape {list(mine)}, the base's {list(theirs)}: "
-                "resize the base first, as it was for training"
+                f"{key!r} of {adapter.name!r} is {list(mine)}, the base's {list(theirs)}: resize "
+                "the base first"
             )
     for module in grouped.matrices:
         if not settings.targets(module):
@@ -189,15 +189,14 @@ def _check(
         bias = f"{own[f'{module}.weight'].removesuffix('weight')}bias"
         if settings.bias != "none" and bias in base.specs and f"{module}.bias" not in grouped.whole:
             raise ModelError(
-                f"{folder!r} has bias={settings.bias!r}, but holds no bias of {module!r}: "
-                "save the adapter again"
+                f"{folder!r} has bias={settings.bias!r}, but no bias of {module!r}: save the "
+                "adapter again"
             )
     for module in settings.modules_to_save:
         inside = [f".{module}." in f".{name}" for name in base.specs]
         if any(inside) and not any(f".{module}." in f".{name}" for name in grouped.whole):
             raise ModelError(
-                f"{folder!r} names {module!r} in modules_to_save and holds no tensor of it: "
-                "save the adapter again"
+                f"{folder!r} lacks {module!r} of its modules_to_save: save the adapter again"
             )
 
 
@@ -225,15 +224,15 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
     fits = [way for way, lost in zip(ways, missing, strict=True) if not lost]
     if not fits:
         raise ModelError(
-            f"the adapter {folder!r} changes {some(min(missing, key=len))}, which the base has "
-            "not: was it trained on this base, or is it tied there?"
+            f"the adapter {folder!r} changes {some(min(missing, key=len))}, which the base "
+            "has not: was it trained on this base?"
         )
     other = next((way for way in fits if way != fits[0]), fits[0])
     if fits[0] is not ways[0] and other is not fits[0]:
         name = next(n for n in names if fits[0][n] != other[n])
         raise ModelError(
-            f"the adapter {folder!r} may mean {fits[0][name]!r} or {other[name]!r} of the base by "
-            f"{name!r}: rename the tensors of the base"
+            f"the adapter {folder!r} may mean {fits[0][name]!r} or {other[name]!r} by {name!r}: "
+            "rename the base's tensors"
         )
     return fits[0]
 
@@ -289,8 +288,8 @@ def _refuse_tied(
         for twin in base.specs:
             if twin != name and same_bytes(base, twin, base, name):
                 raise ModelError(
-                    f"the adapter {folder!r} changes {name!r}, which the base stores again as "
-                    f"{twin!r}: leave {twin!r} out, or say tie_word_embeddings=false in config.json"
+                    f"the adapter {folder!r} changes {name!r}, stored again as {twin!r}: leave "
+                    f"{twin!r} out, or set tie_word_embeddings=false"
                 )
     if settings.task_type in HEADLESS_TASKS:
         return
@@ -308,9 +307,8 @@ def _refuse_tied(
         ]
         if not alike and not any(word in name for word in NO_TOKENS):
             raise ModelError(
-                f"the adapter {folder!r} changes {name!r} alone, to which the base's output layer "
-                "is tied: save the base untied, train with ensure_weight_tying=True, or set "
-                "task_type in adapter_config.json"
+                f"the adapter {folder!r} changes {name!r}, to which the base's output layer is "
+                "tied: save the base untied, or set task_type in adapter_config.json"
             )
 
 

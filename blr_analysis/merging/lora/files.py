@@ -105,8 +105,8 @@ def read_entries(folder: Path) -> dict[str, Any]:
     how = entries.get("init_lora_weights", True)
     if isinstance(how, str) and how.lower() not in INITIALISATIONS:
         raise ModelError(
-            f"{str(path)!r} has init_lora_weights={how!r}, which changed the base: save it with "
-            "path_initial_model_for_weight_conversion, or merge_and_unload() and name the result."
+            f"{str(path)!r} has init_lora_weights={how!r}, which changed the base: name the result "
+            "of merge_and_unload(), or save with path_initial_model_for_weight_conversion"
         )
     return entries
 

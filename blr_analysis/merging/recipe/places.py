@@ -35,8 +35,8 @@ def locate(text: str, folder: Path) -> Path:
         if place is None:
             more = f" --revision {revision}" if revision else ""
             raise InputError(
-                f"{text!r} is no folder here and not in the Hugging Face cache: run "
-                f"`huggingface-cli download {name}{more}` first"
+                f"{text!r} is no folder and not in the Hugging Face cache: run `huggingface-cli "
+                f"download {name}{more}`"
             )
     if place is None:
         raise InputError(f"there is no {text!r} (paths start at the folder of the recipe)")
@@ -79,8 +79,7 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError as fault:
         raise InputError(
-            f"{name!r} is no folder here; to look in the Hugging Face cache, "
-            "pip install 'blr-analysis[hf]'"
+            f"{name!r} is no folder; for the Hugging Face cache, pip install 'blr-analysis[hf]'"
         ) from fault
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
@@ -106,7 +105,7 @@ def chat_template(text: str, folder: Path, models: Iterable[Path]) -> str | None
         return (folder / Path(text).expanduser()).read_text("utf-8")
     except (OSError, RuntimeError, ValueError) as fault:
         raise InputError(
-            f"chat_template {text!r}: expected auto, a Jinja template, or a file that holds one"
+            f"chat_template {text!r}: expected auto, a Jinja template, or its file"
         ) from fault
 
 

@@ -268,7 +268,7 @@ class _RecipeReader:
         if self.method.uses_precisions:
             raise self.page.wrong(
                 (*own.way, "model"),
-                "this is base_model itself, which has no step: take it out of the models",
+                "this is base_model itself: take it out of the models",
             )
         self.page.note(own.way, "base_model among the models: its weight has no effect")
 
@@ -299,8 +299,9 @@ class _RecipeReader:
             for token, (mine, theirs) in odd.items():
                 raise self.page.wrong(
                     way,
-                    f"{one.entry.model!r} numbers {len(odd):,} tokens otherwise than "
-                    f"{first.name!r} ({token!r} is {theirs} and {mine}), and rows keep their order",
+                    f"{one.entry.model!r} and {first.name!r} number {len(odd):,} tokens "
+                    "differently "
+                    f"({token!r} is {mine} and {theirs})",
                 )
 
     def _note_ignored(self) -> None:
@@ -369,8 +370,8 @@ class _RecipeReader:
         if place is None and self._first("missing_precision", "error") == "error":
             raise self.page.wrong(
                 (*one.way, "precision"),
-                f"{one.entry.model!r} has no precision: run `blr-analysis fisher`, "
-                "or set missing_precision to base or zero",
+                f"{one.entry.model!r} has no precision: run `blr-analysis fisher`, or set "
+                "missing_precision",
             )
         return place
 
@@ -398,9 +399,7 @@ class _RecipeReader:
                 raise self.page.wrong(("tokenizer",), "beside tokenizer_source: one of them")
             source = self.text.tokenizer.source
         if source == "union":
-            raise self.page.wrong(
-                way, "'union': no vocabulary is built here; name base, or a model of the recipe"
-            )
+            raise self.page.wrong(way, "'union' vocabularies are not built: name base, or a model")
         if source == "base" and self.base is None:
             raise self.page.wrong(way, "'base', but the recipe has no base_model")
         if source in (None, "base"):

@@ -70,8 +70,7 @@ def assemble(
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
         raise OptimizerError(
-            "the optimizer has not stepped, or its parameters are frozen: capture the posterior "
-            "after training"
+            "the optimizer has not stepped, or its parameters are frozen: capture after training"
         )
     bare = told.bare and not reader.scaled
     outside = told.prior_precision if bare else None
@@ -147,8 +146,8 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
     held = slot.state[reader.key]
     if held.shape != slot.value.shape:
         raise OptimizerError(
-            f"the optimizer's {reader.key!r} for {slot.name!r} has the shape {tuple(held.shape)}, "
-            f"the parameter {tuple(slot.value.shape)}: it was saved for another model."
+            f"the optimizer's {reader.key!r} for {slot.name!r} is {tuple(held.shape)}, the "
+            f"parameter {tuple(slot.value.shape)}: it was saved for another model."
         )
     wide = {**slot.state, reader.key: held.detach().to(slot.value.device, _wide(held.dtype))}
     estimate = reader.estimate(wide, slot.group)
@@ -157,7 +156,7 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
         what = "not finite" if reader.scaled else "negative or not finite"
         raise PosteriorError(
             f"the optimizer's {reader.key!r} for parameter {slot.name!r} is {what} in "
-            f"{int(bad.sum())} of {bad.numel()} entries: training diverged, or the file is damaged."
+            f"{int(bad.sum())} of {bad.numel()} entries: use an earlier checkpoint."
         )
     return estimate
 
@@ -166,9 +165,8 @@ def _positive(name: str, precision: Tensor, delta: float) -> Tensor:
     bad = ~(precision.isfinite() & (precision > 0))
     if bool(bad.any()):
         raise PosteriorError(
-            f"the precision of parameter {name!r} is not positive and finite in "
-            f"{int(bad.sum())} of {bad.numel()} entries: train with a weight decay, pass a "
-            "positive prior_precision, or freeze it"
+            f"the precision of parameter {name!r} is not positive and finite in {int(bad.sum())} "
+            f"of {bad.numel()} entries: pass a positive prior_precision, or freeze it"
         )
     return precision
 

@@ -92,7 +92,7 @@ def name_states(
     listed = "; ".join(f"by {rule!r}: {text}" for text, rule in complaints.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
-        f"({len(shapes)} parameters): {listed}. Freeze what was frozen in training. {BY_NAME}"
+        f"({len(shapes)} parameters): {listed}. Freeze what was frozen. {BY_NAME}"
     )
 
 

@@ -94,8 +94,7 @@ def from_optimizer(
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError(
-            "inside sampled_params the model's weights are a sample, not the mean: leave the "
-            "context before the posterior is captured."
+            "inside sampled_params the weights are a sample, not the mean: leave the context first."
         )
     names = {id(p): name for name, p in model.named_parameters()}
     parameter_order(optimizer, model)
@@ -146,7 +145,7 @@ def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     if foreign:
         raise OptimizerError(
             f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's, of "
-            f"shapes {foreign[:8]}: was it built for another model, or a copy?"
+            f"shapes {foreign[:8]}: pass the model that it trained"
         )
     return [[names[id(p)] for p in group["params"]] for group in groups]
 

@@ -59,8 +59,8 @@ def _counted(state: State, group: State) -> float:
     count = steps(state, group)
     if count is None:
         raise OptimizerError(
-            f"the optimizer's state (with the entries {sorted(state)}) counts no steps, without "
-            f"which its second moment cannot be corrected for bias. {ADVICE}"
+            f"the optimizer's state (entries {sorted(state)}) counts no steps, which its bias "
+            f"correction needs. {ADVICE}"
         )
     return count
 
@@ -140,7 +140,7 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     if entries and reader.key not in entries:
         raise OptimizerError(
             f"the state of this {type(optimizer).__name__} has the entries {entries} and not "
-            f"{reader.key!r}: it is another implementation than the known one. {ADVICE}"
+            f"{reader.key!r}. {ADVICE}"
         )
     return reader
 
@@ -153,15 +153,13 @@ def _reader_of_row(groups: Sequence[State]) -> Reader | None:
     other = sorted(names - set(ROWS))
     if other and other[0].startswith(("STE", "BayesBiNN")):
         raise OptimizerError(
-            f"{other[0]} learns weights of ±1, which no Gaussian describes. Draw binary networks "
-            "with `optimizer.sampled_params()`, or take one from `optimizer.mode_params()`; the "
-            "rest of such a network can be analysed by fit_laplace with those weights frozen."
+            f"{other[0]} learns weights of ±1, no Gaussian: draw networks with "
+            "`optimizer.sampled_params()`, or freeze these weights and call fit_laplace."
         )
     if other and other[0].startswith("dropout"):
         raise OptimizerError(
-            f"{other[0]} learns a mixture of spike and slab, no Gaussian. Draw from it with "
-            "`optimizer.sampled_params()`, or call fit_laplace on the weights of "
-            "`optimizer.mean_params()`."
+            f"{other[0]} learns a spike and slab, no Gaussian: draw with "
+            "`optimizer.sampled_params()`, or call fit_laplace on `optimizer.mean_params()`."
         )
     if len(names) > 1 or other:
         raise OptimizerError(f"{', '.join(sorted(names))} keeps no diagonal precision. {ADVICE}")
@@ -189,13 +187,10 @@ def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
     if "nesterov" in options:
         raise OptimizerError(f"this is a saved SGD, which keeps no precision. {ADVICE}")
     if not entries:
-        raise OptimizerError(
-            "the saved optimizer holds no state: it had not stepped when it was saved. Save it "
-            "after training."
-        )
+        raise OptimizerError("the saved optimizer holds no state: save it after training.")
     raise OptimizerError(
-        f"the saved optimizer (state per parameter: {sorted(entries)}; settings: "
-        f"{sorted(options)}) holds no second moment of a known kind. {ADVICE}"
+        f"the saved optimizer (state: {sorted(entries)}; settings: {sorted(options)}) holds no "
+        f"known second moment. {ADVICE}"
     )
 
 

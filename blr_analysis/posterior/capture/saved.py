@@ -81,8 +81,7 @@ def _load_folder(folder: Path) -> Saved:
         held = sorted(p.name for p in folder.iterdir())
         raise StorageError(
             f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
-            "name one checkpoint saved with its optimizer; export sharded ones (DeepSpeed, FSDP) "
-            "with torch.save(optimizer.state_dict(), ...)"
+            "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
         )
     return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
 
@@ -96,7 +95,7 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
     if not (folder / files[0]).is_file():
         raise StorageError(
             f"the folder {str(folder)!r} holds no weights ({SAFE} or {PICKLED}): name the "
-            "optimizer file alone to take the model's"
+            "optimizer's file"
         )
     parts = [_tensors(_torch_load(folder / file), folder / file) for file in files]
     return {name: value for part in parts for name, value in part.items()}
@@ -108,8 +107,8 @@ def _torch_load(path: Path) -> Any:
     except Exception as error:  # torch raises whatever the bytes lead to
         reason = str(error).strip().split("\n")[0][:300]
         raise StorageError(
-            f"{str(path)!r} cannot be read with weights_only=True ({reason}): it is truncated, or "
-            "holds Python objects, which can run code. Save optimizer state and weights alone."
+            f"{str(path)!r} cannot be read with weights_only=True ({reason}): it is truncated, "
+            "or holds more than tensors."
         ) from error
 
 

@@ -67,8 +67,7 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
     _check_scaling(told.scaling, told.batch_size)
     if told.scaling == "squared":
         raise InputError(
-            "scaling='squared' is for second moments; this optimizer learns a precision: leave "
-            "scaling out"
+            "scaling='squared' is for second moments, not for a learned precision: leave it out"
         )
     sizes = sorted({float(group["ess"]) for group in groups.values()})
     n = _check_ess(sizes, told)
@@ -80,8 +79,8 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
         ]
         if wrong:
             raise OptimizerError(
-                f"prior_precision={given[wrong[0]]:g} contradicts the optimizer, which trained "
-                f"{some(wrong)} with ess*weight_decay = {prior[wrong[0]]:g}: leave it out"
+                f"prior_precision={given[wrong[0]]:g} contradicts the optimizer's "
+                f"{prior[wrong[0]]:g} for {some(wrong)}: leave it out"
             )
     return Scale(
         n_data=n,
@@ -96,10 +95,7 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     """For second moments: N, δ and the choice of the formula are the caller's."""
     _check_scaling(told.scaling, told.batch_size)
     if told.scaling == "ess":
-        raise InputError(
-            "scaling='ess' is for IVON, VOGN and their like; for a second moment pass "
-            "scaling='sqrt' or scaling='squared'"
-        )
+        raise InputError("scaling='ess' is for IVON, VOGN and their like: pass 'sqrt' or 'squared'")
     if told.n_data is None:
         raise OptimizerError(
             "n_data is missing: S = N*sqrt(v_hat) + delta needs it, pass n_data=len(dataset)"
@@ -108,9 +104,8 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     if told.delta is None:
         decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
         raise OptimizerError(
-            "prior_precision is missing: delta of sum_i loss_i + delta/2*|theta|^2; with weight "
-            "decay w on the mean loss it is n_data*w, here "
-            f"{[(told.tokens or n) * decay for decay in decays]}"
+            "prior_precision is missing: with weight decay w on the mean loss it is n_data*w, "
+            f"here {[(told.tokens or n) * decay for decay in decays]}"
         )
     terms = float(n if told.tokens is None else told.tokens)  # of the loss, which is their mean
     root = told.scaling == "sqrt"
@@ -160,12 +155,12 @@ def _check_ess(sizes: Sequence[float], told: Told) -> int:
         return n
     if n_data is None:
         raise OptimizerError(
-            f"n_data is missing: the optimizer's ess ({sizes}) is not one number of examples. "
-            "Pass n_data=len(dataset) and scaling='ess' to keep the precision as it was learned."
+            f"n_data is missing: the optimizer's ess ({sizes}) is no number of examples. Pass "
+            "n_data=len(dataset) and scaling='ess'."
         )
     raise OptimizerError(
-        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out, or, "
-        f"if ess counts tokens, pass tokens={round(sizes[0])}; if it was tempered, scaling='ess'"
+        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out, or "
+        f"pass tokens={round(sizes[0])}, or scaling='ess' if tempered"
     )
 
 

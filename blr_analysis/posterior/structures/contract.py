@@ -308,7 +308,7 @@ class Spectral(Structure):
             if not bool((s > 0).all()):
                 raise PosteriorError(
                     f"the precision of {name!r} must be positive, its smallest value is "
-                    f"{float(s.min()):.3g}; give a prior_precision above 0 or check the optimizer"
+                    f"{float(s.min()):.3g}; give a prior_precision above 0"
                 )
 
 

@@ -32,8 +32,8 @@ class Full(Structure):
         super().check_fit(size, rank, tolerance)
         if size > LIMIT:
             raise InputError(
-                f"structure='full' holds a {size:,} × {size:,} matrix; use 'lowrank', 'kron' or "
-                f"'diag' above {LIMIT:,} parameters"
+                f"structure='full' would hold {size:,} × {size:,} numbers; use another above "
+                f"{LIMIT:,} parameters"
             )
 
     @classmethod
@@ -66,8 +66,7 @@ class Full(Structure):
         factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
         if bool(failed):
             raise PosteriorError(
-                "the full precision matrix is not positive definite; give a "
-                "prior_precision above 0, or remove fewer examples"
+                "the full precision matrix is not positive definite; give a larger prior_precision"
             )
         kept: Tensor = factor.to(self.matrix.dtype)
         self._factor = kept

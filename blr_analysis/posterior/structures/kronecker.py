@@ -108,8 +108,8 @@ class Kronecker(Spectral):
             low, high = min(float(p.min()) for p in each), max(float(p.max()) for p in each)
             if low != high:
                 raise InputError(
-                    f"a Kronecker posterior needs one prior precision for all of {block.names}, "
-                    f"got {low:g} … {high:g}; use structure='diag' for a prior per weight"
+                    f"one prior precision is needed for all of {block.names}, got {low:g} … "
+                    f"{high:g}; use structure='diag'"
                 )
             values[block.key] = low
         return values
