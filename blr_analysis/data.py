@@ -66,7 +66,7 @@ class Examples:
         except Exception as error:  # the user's own code
             raise DataError(
                 f"the collate function failed on examples {_some(indices.tolist())}: "
-                f"{_said(error)}; pass a DataLoader with the collate_fn that fits the dataset"
+                f"{_said(error)}; pass a DataLoader with its collate_fn"
             ) from error
 
     def subset(self, indices: Sequence[int]) -> Examples:
@@ -137,8 +137,7 @@ def _not_indexed(data: Any) -> DataError:
 def _pair(data: Sequence[Any]) -> TensorDataset:
     if len(data) != 2:
         raise DataError(
-            f"data must be a pair (X, y), got {len(data)} arrays; for more than two give "
-            "torch.utils.data.TensorDataset(*tensors) and forward= to Task"
+            f"data must be a pair (X, y), got {len(data)} arrays; else a TensorDataset and forward="
         )
     tensors = []
     for name, part in zip("Xy", data, strict=True):
@@ -159,10 +158,7 @@ def _pair(data: Sequence[Any]) -> TensorDataset:
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
     if loader.batch_sampler is None:
-        raise DataError(
-            "the DataLoader has batch_size=None, so that each index of its dataset may be a whole "
-            "batch; pass a dataset of single examples"
-        )
+        raise DataError("the DataLoader has batch_size=None; pass a dataset of single examples")
     sampler: Any = loader.batch_sampler
     if isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
@@ -174,9 +170,8 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
     )
     if not ordinary:
         raise DataError(
-            f"the DataLoader draws its examples through {type(sampler).__name__}, so that the "
-            "training set and its order are not those of its dataset; pass the dataset itself, "
-            "or torch.utils.data.Subset of it"
+            f"the DataLoader draws its examples through {type(sampler).__name__}; pass the "
+            "dataset itself, or torch.utils.data.Subset of it"
         )
 
 
@@ -185,9 +180,8 @@ def _check_repeatable(examples: Examples) -> None:
     indices = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
     if not _same(examples.batch(indices), examples.batch(indices)):
         raise DataError(
-            "the same examples are different when they are read again: a random augmentation in "
-            "the dataset, or a collate_fn that masks at random; give the data without it (the "
-            "transform used for evaluation)"
+            "the same examples differ when read again (augmentation, random masks?); give the "
+            "data as for evaluation"
         )
 
 
@@ -323,8 +317,8 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
-                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; rename the target "
-                "column or pass forward= to Task"
+                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; rename the target, "
+                "or pass forward="
             )
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -335,8 +329,8 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
                 x = x.to(first.dtype)
         return model(x), y
     raise DataError(
-        f"cannot read a batch of type {type(batch).__name__}; give (x, y) pairs, dict batches "
-        "with 'labels', or forward=(model, batch) -> (outputs, targets)"
+        f"cannot read a batch of type {type(batch).__name__}; give (x, y), dicts with 'labels', "
+        "or forward=(model, batch) -> (outputs, targets)"
     )
 
 
@@ -350,8 +344,7 @@ def check_inputs(batch: Any, indices: Tensor | None) -> None:
     bad = (~torch.isfinite(x)).flatten(1).any(1) if x.ndim > 1 else ~torch.isfinite(x)
     if bool(bad.any()):
         raise DataError(
-            f"the inputs hold NaN or inf {where(bad, indices)}; drop or mend those examples (a "
-            "model that takes them needs its own forward=)"
+            f"the inputs hold NaN or inf {where(bad, indices)}; drop or mend those examples"
         )
 
 
@@ -373,8 +366,8 @@ def checked(
     outputs = likelihood.join(getattr(outputs, "logits", outputs))
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
         raise ModelError(
-            "the model must return a float32 or float64 tensor (or an object with .logits), "
-            f"got {describe(outputs)}; pick or convert it in Task(..., forward=...)"
+            "the model must return a float32 or float64 tensor (or .logits), got "
+            f"{describe(outputs)}; convert it in forward="
         )
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
@@ -382,7 +375,7 @@ def checked(
     if indices is not None and len(outputs) != len(indices):
         raise ModelError(
             f"the model returned {len(outputs)} rows of outputs for {len(indices)} examples; "
-            "return one row per example (forward= can reshape)"
+            "reshape them in forward="
         )
     try:
         targets = torch.as_tensor(targets, device=outputs.device)
@@ -392,8 +385,8 @@ def checked(
         ) from error
     if targets.ndim == 0 or len(targets) != len(outputs):
         raise DataError(
-            f"{len(outputs)} rows of outputs but targets of shape {tuple(targets.shape)} in "
-            "one batch; give one output row and one target per example"
+            f"{len(outputs)} rows of outputs but targets of shape {tuple(targets.shape)} in one "
+            "batch; give one each per example"
         )
     outputs, targets = likelihood.prepare(outputs, targets)
     _check_counted(likelihood, targets, indices)

@@ -154,9 +154,8 @@ def memory_map(
     if not isinstance(getattr(scores, "error", None), Tensor):
         if isinstance(scores, SiteScores):
             raise InputError(
-                "SiteScores has no memory map: the deviations of a sum of sites are no product of "
-                "a prediction error and a prediction variance; scores.plot() draws them, and "
-                "scores.top(k) names the examples that shape the model most"
+                "SiteScores has no memory map, whose two factors it lacks: see scores.plot() and "
+                "scores.top(k)"
             )
         raise InputError(
             "memory_map expects the scores that sensitivity(task, posterior) returns; "

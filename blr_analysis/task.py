@@ -203,8 +203,8 @@ class Task:
         for dtype, name in kinds.items():
             if dtype not in (torch.float32, torch.float64):
                 raise ModelError(
-                    f"parameter {name!r} is {dtype}; the analyses need float32 or float64 "
-                    "(model.float(), or requires_grad_(False) to leave it out)"
+                    f"parameter {name!r} is {dtype}; the analyses need float32 or float64: "
+                    "model.float()"
                 )
         if len(kinds) > 1:
             raise ModelError(
@@ -239,7 +239,7 @@ class Task:
         except Exception as error:  # the user's own code
             raise ModelError(
                 f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
-                f"{error}; check that data, forward= and the posterior belong to this model"
+                f"{error}; do data, forward= and posterior belong to it?"
             ) from error
         self._overwrites = versions(batch) != before
         outputs, targets = checked(outputs, targets, self.likelihood, indices)
@@ -266,7 +266,7 @@ class Task:
                 if module.training:
                     raise ModelError(
                         f"BatchNorm layer {name!r} is in training mode, where examples share "
-                        "their statistics and no example can be taken out; call model.eval()"
+                        "statistics; call model.eval()"
                     )
                 if module.running_mean is None:
                     raise ModelError(

@@ -119,7 +119,7 @@ def _maker(door: Any, result: object, thing: str, module: str) -> Callable[..., 
         ) from missing
     if door.dispatch(kind) is nobody:
         raise InputError(
-            f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: pass a result of this "
-            f"package, or register a maker with `@blr_analysis.views.{nobody.__name__}.register`"
+            f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: register it with "
+            f"`@blr_analysis.views.{nobody.__name__}.register`"
         )
     return door.dispatch(kind)

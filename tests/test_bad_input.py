@@ -255,7 +255,7 @@ class Augmented(Dataset):
 def test_random_augmentation_is_noticed() -> None:
     torch.manual_seed(0)
     for _ in range(20):  # a miss in 256
-        with pytest.raises(DataError, match="different when they are read again: a random augm"):
+        with pytest.raises(DataError, match="differ when read again"):
             task_of(data=Augmented())
 
 
@@ -264,7 +264,7 @@ def test_a_collate_function_that_masks_at_random_is_noticed() -> None:
         ids = torch.stack([x for x, _ in items])
         return {"x": ids * (torch.rand(ids.shape) > 0.15), "labels": torch.zeros(len(ids))}
 
-    with pytest.raises(DataError, match="a collate_fn that masks at random"):
+    with pytest.raises(DataError, match="differ when read again"):
         task_of(data=loader(collate_fn=collate))
 
 
@@ -439,16 +439,16 @@ class Returns(nn.Module):
         (lambda f: f.argmax(-1), ModelError, r"must return a float32 or float64 tensor .* int64"),
         (lambda f: f.half(), ModelError, "must return a float32 or float64 tensor .* float16"),
         (lambda f: f.to(torch.complex64), ModelError, "float32 or float64 tensor .* complex64"),
-        (lambda f: (f, f), ModelError, r"got \(\(.*, 3\) float64.*; pick or convert it in Task"),
+        (lambda f: (f, f), ModelError, r"got \(\(.*, 3\) float64.*"),
         (lambda f: None, ModelError, "must return a float32 or float64 tensor .* NoneType"),
         (lambda f: f.tolist(), ModelError, "must return a float32 or float64 tensor"),
         (lambda f: f.mean(), DataError, r"outputs of shape \[batch, C\], got \(\)"),
         (lambda f: f[:, None], DataError, r"outputs of shape \[batch, C\], got \(.*, 1, 3\)"),
         (lambda f: f[:, :0], DataError, r"outputs of shape \[batch, C\], got \(.*, 0\)"),
-        (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples; return one"),
+        (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
         (lambda f: f.repeat(2, 1), ModelError, "rows of outputs for .* examples"),
         (lambda f: f - f.mean(0), ModelError, "changes with its batch"),
-        (lambda f: f + torch.randn_like(f), ModelError, "changes with its batch .* call to call"),
+        (lambda f: f + torch.randn_like(f), ModelError, "call to call"),
         (lambda f: f.undefined, ModelError, r"failed on a batch of .*: AttributeError"),
         (lambda f: 1 / 0, ModelError, r"failed on a batch of .*: ZeroDivisionError"),
     ],
@@ -475,7 +475,7 @@ def test_models_that_return_something_else(change, error: type[BLRError], messag
         (lambda m, b: (m(b[0]), None), DataError, "targets must be a tensor of numbers, got None"),
         (lambda m, b: (m(b[0]), ["a"] * len(b[1])), DataError, "targets must be a tensor of num"),
         (lambda m, b: (m(b[0]), b[1].sum()), DataError, r"targets of shape \(\) in one batch"),
-        (lambda m, b: (m(b[0]), b[1][:-1]), DataError, "one output row and one target per exam"),
+        (lambda m, b: (m(b[0]), b[1][:-1]), DataError, "one each per example"),
         (lambda m, b: (m(b[0])[:-1], b[1][:-1]), ModelError, "rows of outputs for"),
         (lambda m: m, ModelError, "failed on a batch of .*: TypeError"),
         (lambda m, b: (m(b["x"]), b["y"]), ModelError, "failed on a batch of .*: TypeError"),
@@ -490,7 +490,7 @@ def test_forward_functions_that_return_something_else(
 def test_batches_that_the_default_forward_cannot_read() -> None:
     x, y = data()
     for given, message in (
-        (TensorDataset(x, x, y), r"cannot read a batch of type (tuple|list); give \(x, y\) pairs"),
+        (TensorDataset(x, x, y), r"cannot read a batch of type (tuple|list)"),
         (x, "cannot read a batch of type Tensor"),
         ([{"x": a, "target": b} for a, b in zip(x, y, strict=True)], "needs a 'labels' entry"),
     ):
@@ -707,7 +707,7 @@ def test_frozen_parameters_are_not_reported_as_differences() -> None:
 
 def test_n_data_that_is_not_the_tasks() -> None:
     q = fitted(task_of())
-    message = "learned from n_data=12 examples, the task has 11; use the training data themselves"
+    message = "learned from n_data=12 examples, the task has 11"
     refused(task_of(data=tuple(t[:11] for t in data())), PosteriorError, message, q)
 
 
@@ -928,7 +928,7 @@ def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     q = fitted(task_of())
     (tmp_path / "file").write_text("in the way")
     for path in (tmp_path / "file" / "q.safetensors", tmp_path / "file" / "folder"):
-        with pytest.raises(StorageError, match=r"cannot write .*; name a place|is a file"):
+        with pytest.raises(StorageError, match=r"cannot write|is a file"):
             q.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -941,7 +941,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch) -> N
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"No space left on device.*What was there before is"):
+    with pytest.raises(StorageError, match=r"No space left on device"):
         fitted(task_of()).save(path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
 

@@ -148,8 +148,8 @@ class Way:
             raise InputError("give --posterior or --fit, not both")
         if self.posterior is None and self.fit is None:
             raise InputError(
-                "name a posterior: --posterior FILE, written in Python by posterior.save(FILE) "
-                "after Posterior.from_optimizer(...); or --fit kron"
+                "name a posterior: --posterior FILE, of "
+                "Posterior.from_optimizer(...).save(FILE); or --fit kron"
             )
         if self.fit is None and self.prior_precision is not None:
             raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")

@@ -34,8 +34,8 @@ def _parts(where: str) -> tuple[Path, str]:
     path, colon, name = where.rpartition(":")
     if not (colon and path and name.isidentifier()):
         raise InputError(
-            f"expected SCRIPT.py:NAME, such as train.py:make_task, got {where!r}; NAME is a "
-            "function in the script that returns a blr_analysis.Task"
+            f"expected SCRIPT.py:NAME, such as train.py:make_task, got {where!r}; NAME returns a "
+            "blr_analysis.Task"
         )
     script = Path(path).expanduser()
     if not script.is_file():

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Source, Spec
-from blr_analysis.merging.job import Weight
+from blr_analysis.merging.job import Settings, Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
-from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import DiagonalPrecision
 
 MERGED, COPIED = "merged", "copied"
@@ -64,11 +61,8 @@ def fates(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[Reads],
-    method: Method,
+    settings: Settings,
     *,
-    divide: bool,
-    missing_precision: str,
-    out_dtype: torch.dtype | None,
     based: bool,
 ) -> tuple[Item, ...]:
     """Every tensor of ``reference`` as an item of the plan.
@@ -79,12 +73,13 @@ def fates(
         PosteriorError: precisions are missing and ``missing_precision`` is "error".
     """
     items = tuple(
-        _item(name, reference, parts, [r[name] for r in reads], method, divide, out_dtype, based)
+        _item(name, reference, parts, [r[name] for r in reads], settings, based)
         for name in reference.specs
     )
-    if method.uses_precisions and missing_precision == "error":
+    method, missing = settings.row, settings.missing_precision
+    if method.uses_precisions and missing == "error":
         _refuse_missing(items, parts)
-    stand_in = BASE if missing_precision == "base" and method.uses_base_precision else ZERO
+    stand_in = BASE if missing == "base" and method.uses_base_precision else ZERO
     return tuple(_with_stand_in(item, stand_in) for item in items)
 
 
@@ -93,12 +88,11 @@ def _item(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[str],
-    method: Method,
-    divide: bool,
-    out_dtype: torch.dtype | None,
+    settings: Settings,
     based: bool,
 ) -> Item:
-    spec = reference.specs[name]
+    spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype
+    divide = method.normalize if settings.normalize is None else settings.normalize
     alphas = [_alpha(part, name) for part in parts]
     notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
     notes = [note for note in notes if note]

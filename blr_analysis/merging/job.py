@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from blr_analysis.merging.methods import Method, method_of
+
 MISSING = ("error", "base", "zero")
 Weight = float | Callable[[str], float]
 
@@ -30,36 +32,46 @@ class Member:
     weight: Weight = 1.0
     n_data: int | None = None
 
-    def weight_of(self, name: str) -> float:
-        """α_t for one tensor."""
-        return float(self.weight(name) if callable(self.weight) else self.weight)
-
 
 @dataclass(frozen=True)
-class Job:
-    """A merge of folders.
+class Settings:
+    """How to merge.
 
     Attributes:
         method: a name of :data:`blr_analysis.merging.methods.METHODS`.
-        members: the fine-tuned models, in order.
-        base: θ_0, the model that they started from; None only for ``linear`` and ``fisher``.
-        base_precision: H_0 without δ; None: 0.
         delta: δ, added to every entry of H_0.
         missing_precision: what stands for a precision that is not there: ``"error"`` refuses,
             ``"base"`` takes the base's (δ included), ``"zero"`` takes 0.
         normalize: divide the weights by their sum; None: as the method does by itself.
         dtype: in which the formula is computed, float32 or float64.
         out_dtype: in which the merged tensors are written; None: each as in the base.
-        tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
     """
 
     method: str
-    members: tuple[Member, ...]
-    base: Path | None = None
-    base_precision: Path | None = None
     delta: float = 0.0
     missing_precision: str = "error"
     normalize: bool | None = None
     dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype | None = None
+
+    @property
+    def row(self) -> Method:
+        """The method's row of the registry."""
+        return method_of(self.method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Settings):
+    """A merge of folders.
+
+    Attributes:
+        members: the fine-tuned models, in order.
+        base: θ_0, the model that they started from; None only for ``linear`` and ``fisher``.
+        base_precision: H_0 without δ; None: 0.
+        tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
+    """
+
+    members: tuple[Member, ...]
+    base: Path | None = None
+    base_precision: Path | None = None
     tokenizer_source: str | Path = "base"

@@ -18,8 +18,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
 from blr_analysis.merging.fates import MERGED, OpenModel
 from blr_analysis.merging.files import copy_files
-from blr_analysis.merging.job import Job, Member, Weight
-from blr_analysis.merging.methods import method_of
+from blr_analysis.merging.job import Job, Member, Settings, Weight
 from blr_analysis.merging.plan import (
     MAX_MEMORY,
     SHARD,
@@ -212,23 +211,18 @@ def merge(
     alphas = _each("weights", weights, count, 1.0)
     given = _each("precisions", precisions, count, None)
     numbers = _each("n_data", n_data, count, None)
-    chosen = method_of(method)
-    settings: dict[str, Any] = dict(
-        delta=delta, missing_precision=missing_precision, normalize=normalize, dtype=dtype,
-        out_dtype=out_dtype,
-    )  # fmt: skip
+    settings = Settings(method, delta, missing_precision, normalize, dtype, out_dtype)
     if on_disk and all(on_disk):
         if out is None:
             raise InputError("folders are merged into a folder: name it with out=")
         job = Job(
-            method=method,
+            **vars(settings),
             members=tuple(
                 Member(_folder("models", m), _path("precisions", p), a, n)
                 for m, p, a, n in zip(models, given, alphas, numbers, strict=True)
             ),
             base=_path("base", base),
             base_precision=_path("base_precision", base_precision),
-            **settings,
         )
         plan = plan_folders(job, max_memory=max_memory, threads=threads)
         return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
@@ -243,7 +237,7 @@ def merge(
         for t, (m, p, a, n) in enumerate(zip(models, given, alphas, numbers, strict=True))
     ]
     plan = make_plan(
-        chosen,
+        settings,
         None if base is None else _loaded("base", base),
         parts,
         base_precision=None
@@ -251,7 +245,6 @@ def merge(
         else precision_in_memory("base_precision", base_precision, None),
         max_memory=max_memory,
         threads=threads,
-        **settings,
     )
     reference = plan.reference
     assert isinstance(reference, Loaded)

@@ -15,10 +15,10 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
 from blr_analysis.merging.fates import COPIED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
-from blr_analysis.merging.job import MISSING, Job
+from blr_analysis.merging.job import MISSING, Job, Settings
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
-from blr_analysis.merging.methods import Method, method_of
+from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import DiagonalPrecision, check_fits, open_precision
 from blr_analysis.views import Tabular
 
@@ -100,16 +100,11 @@ class MergePlan(Tabular):
 
 
 def make_plan(
-    method: Method,
+    settings: Settings,
     base: Source | None,
     parts: Sequence[OpenModel],
     *,
     base_precision: DiagonalPrecision | None = None,
-    delta: float = 0.0,
-    missing_precision: str = "error",
-    normalize: bool | None = None,
-    dtype: torch.dtype = torch.float32,
-    out_dtype: torch.dtype | None = None,
     max_memory: int = MAX_MEMORY,
     threads: int | None = None,
 ) -> MergePlan:
@@ -122,7 +117,8 @@ def make_plan(
             model that equals its base.
         PosteriorError: precisions of another model, of other shapes, or missing.
     """
-    _check_settings(method, base, parts, delta, missing_precision, dtype, out_dtype)
+    method = settings.row
+    _check_settings(settings, base, parts)
     if base is not None and not method.uses_base:
         match(base, parts[0].source)  # which gives configuration and tokenizer all the same
     base = base if method.uses_base else None
@@ -141,24 +137,14 @@ def make_plan(
         for precision in (*(p.precision for p in parts), *first):
             if precision is not None:
                 check_fits(precision, reference)
-    divide = method.normalize if normalize is None else normalize
-    items = fates(
-        reference,
-        parts,
-        reads,
-        method,
-        divide=divide,
-        missing_precision=missing_precision,
-        out_dtype=out_dtype,
-        based=base is not None,
-    )
+    items = fates(reference, parts, reads, settings, based=base is not None)
     plan = MergePlan(
         method=method,
         base=base,
         parts=tuple(parts),
         base_precision=base_precision if curved else None,
-        delta=float(delta) if curved else 0.0,
-        dtype=dtype,
+        delta=float(settings.delta) if curved else 0.0,
+        dtype=settings.dtype,
         items=items,
         chunk=CHUNK,
         workers=1,
@@ -167,19 +153,13 @@ def make_plan(
     return _within(plan, max_memory, threads)
 
 
-def _check_settings(
-    method: Method,
-    base: Source | None,
-    parts: Sequence[OpenModel],
-    delta: float,
-    missing: str,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-) -> None:
+def _check_settings(settings: Settings, base: Source | None, parts: Sequence[OpenModel]) -> None:
+    delta, missing = settings.delta, settings.missing_precision
+    dtype, out_dtype = settings.dtype, settings.out_dtype
     if not parts:
         raise InputError("models is empty: name at least one fine-tuned model")
-    if base is None and method.needs_base:
-        raise InputError(f"method {method.name!r} needs the base that the models started from")
+    if base is None and settings.row.needs_base:
+        raise InputError(f"method {settings.method!r} needs the base that the models started from")
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < 1e38:
         raise InputError(f"delta must be ≥ 0 and fit into float32, got {delta!r}")
     if missing not in MISSING:
@@ -263,7 +243,7 @@ def plan_folders(
         PosteriorError: precisions that do not fit their model, or are missing.
         StorageError: folders or files that are missing, truncated or foreign.
     """
-    method = method_of(job.method)
+    method = job.row
     base = None if job.base is None else Folder.open(job.base)
     parts = []
     for member in job.members:
@@ -275,19 +255,7 @@ def plan_folders(
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
     _compare_configs(job)
-    plan = make_plan(
-        method,
-        base,
-        parts,
-        base_precision=first,
-        delta=job.delta,
-        missing_precision=job.missing_precision,
-        normalize=job.normalize,
-        dtype=job.dtype,
-        out_dtype=job.out_dtype,
-        max_memory=max_memory,
-        threads=threads,
-    )
+    plan = make_plan(job, base, parts, base_precision=first, max_memory=max_memory, threads=threads)
     return replace(plan, job=job)
 
 

@@ -221,10 +221,7 @@ def draw(rise: Tensor, count: int, generator: torch.Generator | None) -> tuple[T
     """
     size = rise.clamp_min(0)
     if not float(size.sum()) > 0:
-        raise PosteriorError(
-            "no example's loss would rise without it: all prediction errors are 0, and nothing "
-            "tells the posterior's scale"
-        )
+        raise PosteriorError("all prediction errors are 0: nothing tells the posterior's scale")
     size = (1 - UNIFORM) * size / size.sum() + UNIFORM / len(size)
     chance = _chances(size, count)
     source = torch.Generator().manual_seed(0) if generator is None else generator
@@ -298,8 +295,8 @@ def matching(estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor) -
         high *= 2
     if gap(low) < 0 or gap(high) > 0:
         raise PosteriorError(
-            f"no scale between e^-{WIDEST:g} and e^{WIDEST:g} makes the estimates agree with the "
-            "exact solves; was the posterior learned by this model on these data?"
+            f"no scale within e^±{WIDEST:g} agrees with the exact solves; does the posterior "
+            "belong to this model and data?"
         )
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -326,10 +323,9 @@ def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
     usable = solved & (rise > 0) & (estimated > 0)
     if not bool(usable.any()):
         raise PosteriorError(
-            "no example of the probe tells the posterior's scale: their prediction errors are 0, "
-            'the curvature without them is not positive, or (kind="descent") the model is not at '
-            "the minimum of its objective; give a prior_precision above 0, a larger probe, other "
-            'indices, or kind="ggn"'
+            "no example of the probe tells the scale: no error, no positive curvature, or "
+            '(kind="descent") not at the minimum; give a larger probe, prior_precision, or '
+            'kind="ggn"'
         )
     if not bool(solved.all()):
         warnings.warn(

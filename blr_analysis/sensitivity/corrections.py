@@ -118,7 +118,6 @@ def check_finite(values: Tensor, what: str = "prediction variance") -> None:
     """Raise :class:`ModelError` where these overflowed."""
     if not bool(torch.isfinite(values).all()):
         raise ModelError(
-            f"the {what} overflows: the posterior's variances or the model's gradients are too "
-            f"large for {str(values.dtype).removeprefix('torch.')}; raise prior_precision or use "
-            "float64"
+            f"the {what} overflows {str(values.dtype).removeprefix('torch.')}; raise "
+            "prior_precision or use float64"
         )

@@ -148,8 +148,7 @@ def cg(
     rho = space.dot(r, z)
     if not bool((rho >= 0).all()):
         raise PosteriorError(
-            "the preconditioner is not positive definite; give a posterior with a positive "
-            "precision, or none"
+            "the preconditioner is not positive definite; give another posterior, or none"
         )
     scale = rho.clone()
     bound = tolerance**2 * scale
@@ -169,8 +168,7 @@ def cg(
             curved = space.dot(p, q)
             if not bool(torch.isfinite(curved).all()):
                 raise PosteriorError(
-                    "conjugate gradients met NaN or inf; the curvature overflows at these "
-                    "weights: raise prior_precision, or use float64"
+                    "conjugate gradients met NaN or inf: raise prior_precision, or use float64"
                 )
             live = ~(converged | indefinite)
             indefinite = indefinite | (live & (curved <= 0))

@@ -237,18 +237,14 @@ def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[Known]:
     """The same from scores."""
     instance("scores", scores, Scores, "what blr_analysis.sensitivity(task, posterior) returns")
     if scores.variance is None:
-        raise InputError(
-            "the scores hold no prediction variance; compute them with variance=True, or leave "
-            "scores= out"
-        )
+        raise InputError("the scores hold no prediction variance; compute them with variance=True")
     if len(scores) != task.n_data:
         raise InputError(f"scores of {len(scores)} examples for a task of {task.n_data}")
     first = next(iter(chunks(task, q.mean, QUIET, indices=torch.tensor([0]))))
     own = prediction_variance(q, first)[0].cpu()
     if not torch.allclose(own, scores.variance[0].to(own), rtol=1e-2, atol=1e-12):
         raise InputError(
-            "the scores are those of another posterior (calibration changes it, too); compute "
-            "them with this one, or leave scores= out"
+            "the scores are those of another posterior (or before calibration); leave scores= out"
         )
     parts = (scores.outputs, scores.targets, scores.variance)
     likelihoods = (task.likelihood.at(i) for i in torch.arange(len(scores)).split(ROWS))

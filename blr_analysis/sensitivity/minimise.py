@@ -249,8 +249,7 @@ class Descent:
         decrement = self.decrement
         if not decrement >= 0:
             raise PosteriorError(
-                "the gradient of the loss on the changed data is not finite; raise "
-                "prior_precision, or use float64"
+                "the changed data's gradient is not finite; raise prior_precision, or use float64"
             )
         self.moves.append(AcceptedMove(kind, self.passes, self.point.value, decrement))
 
@@ -339,8 +338,8 @@ def on_a_copy(task: Task) -> Task:
         model = copy.deepcopy(task.model)
     except Exception as error:  # the user's own code
         raise ModelError(
-            f"the model cannot be copied ({type(error).__name__}: {error}); its weights must be "
-            "leaves and its attributes such that copy.deepcopy takes them"
+            f"the model cannot be copied ({type(error).__name__}: {error}); copy.deepcopy must "
+            "take it"
         ) from error
     return Task(
         model,

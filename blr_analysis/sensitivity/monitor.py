@@ -161,8 +161,8 @@ class Monitor(Plottable):
         epoch = _epoch(epoch)
         if epoch <= self._last:
             raise InputError(
-                f"epoch {epoch} does not follow epoch {self._last}; count on from call to call, "
-                "also where training is resumed (load_state_dict), or build a new Monitor"
+                f"epoch {epoch} does not follow epoch {self._last}; count on (load_state_dict), "
+                "or build a new Monitor"
             )
         if epoch % self.every:
             if not callable(posterior):
@@ -297,19 +297,16 @@ class Monitor(Plottable):
             shapes = {tuple(values.shape) for values in kept.values()}
         except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
             raise InputError(
-                f"this is no state of a Monitor ({type(error).__name__}: {error}); pass what "
-                "state_dict() gave"
+                f"this is no state_dict() of a Monitor ({type(error).__name__}: {error})"
             ) from error
         if n_data != self.task.n_data or not torch.equal(indices, self.indices):
             raise InputError(
                 f"the state is of {len(indices)} of {n_data} examples, this Monitor watches "
-                f"{len(self.indices)} of {self.task.n_data} (or others); build it with the same "
-                "task, examples= and seed="
+                f"{len(self.indices)} of {self.task.n_data} (or others); build it alike"
             )
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
             raise InputError(
-                f"the state keeps {sorted(kept)} of every example, this Monitor "
-                f"{sorted(self.keep)}; build it with the same keep="
+                f"the state keeps {sorted(kept)} of every example, this Monitor {sorted(self.keep)}"
             )
         for row in rows:
             row["epoch"] = int(row["epoch"])
@@ -437,8 +434,7 @@ def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
 
 def _test_task(test: Any, task: Task) -> Task:
     """The test examples under the model that is trained, tried once, before hours of training."""
-    check_test(test, task)
-    test = test.with_model(task)
+    test = check_test(test, task)
     try:
         with _resting(task.model):
             evaluated(test, task.parameters(), progress=False)

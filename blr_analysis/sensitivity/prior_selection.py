@@ -163,9 +163,7 @@ def select_prior_precision(
         if math.isfinite(row["loo_nll"]) and (best is None or row["loo_nll"] < best[1]):
             best = (delta, row["loo_nll"], q)
     if best is None:
-        raise ModelError(
-            "no δ of the grid has a finite leave-one-out loss; try larger ones, or float64"
-        )
+        raise ModelError("no δ of the grid has a finite leave-one-out loss; try larger ones")
     return PriorSelection(best=best[0], posterior=best[2], rows=rows)
 
 
@@ -210,14 +208,14 @@ def _own(fit: Fit, task: Task) -> Trained:
         model, q = parts if len(parts) == 2 else (None, None)
         if not isinstance(q, Posterior) or not isinstance(model, nn.Module):
             raise InputError(
-                "fit must return a blr_analysis.Posterior, or a pair (model, posterior); for "
-                f"δ={delta:g} it returned {type(given).__name__}"
+                f"fit must return a Posterior, or a pair (model, posterior); for δ={delta:g} it "
+                f"returned {type(given).__name__}"
             )
         stated = q.prior.entries.get(None, delta)
         if not math.isclose(float(stated), delta, rel_tol=1e-3):
             raise InputError(
-                f"fit returned a posterior with prior_precision={float(stated):g} for δ={delta:g}; "
-                "train with the δ that it is given (weight_decay = δ / N) and state it there"
+                f"fit returned prior_precision={float(stated):g} for δ={delta:g}; train and "
+                "state it with weight_decay = δ / N"
             )
         if model is not under.model:
             other = Task(model, task.examples, likelihood=task.likelihood, forward=task.forward)
@@ -255,7 +253,7 @@ def checked_grid(grid: Any) -> list[float]:
     except (TypeError, ValueError) as error:
         raise InputError(f"grid must be a sequence of numbers, got {grid!r}") from error
     if not values:
-        raise InputError("grid is empty; give the prior precisions to try, such as 0.1, 1, 10")
+        raise InputError("grid is empty; give prior precisions, such as 0.1, 1, 10")
     bad = next((v for v in values if not (math.isfinite(v) and v > 0)), None)
     if bad is not None:
         raise InputError(f"grid must hold finite numbers above 0, found {bad!r}")

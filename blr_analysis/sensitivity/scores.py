@@ -211,13 +211,13 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
     """The posterior, checked against the task; see :meth:`Posterior.on`."""
     if isinstance(task, SumOfSites):
         raise InputError(
-            f"a fitted {type(task).__name__} is no network: sensitivity(fitted) and "
-            "leave_one_out(fitted) take it; what if some data were gone: fitted.without([...])"
+            f"a fitted {type(task).__name__} is no network: ask sensitivity(fitted), "
+            "leave_one_out(fitted) or fitted.without([...])"
         )
     if posterior is None and not isinstance(task, Task):
         raise InputError(
-            f"sensitivity and leave_one_out take a Task and its Posterior, or a fitted model, what "
-            f"model.fit(data) returns; got {type(task).__name__} and no posterior"
+            "give a Task and its Posterior, or what model.fit(data) returns; got "
+            f"{type(task).__name__} and no posterior"
         )
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
@@ -267,28 +267,25 @@ def check_outputs(task: Any, who: str) -> None:
     instance("task", task, Task, "a blr_analysis.Task")
     if task.likelihood.is_sequence:
         raise InputError(
-            f"{who} takes one output vector per example, the likelihood {task.likelihood.name!r} "
-            "has one per token; use leave_one_out(task, posterior) instead"
+            f"{who} takes one output vector per example, {task.likelihood.name!r} has one per "
+            "token; use leave_one_out(task, posterior)"
         )
 
 
-def check_test(test: Any, task: Task) -> None:
-    """Raise unless the held-out examples can be run and judged as the training examples are.
+def check_test(test: Any, task: Task, name: str = "test") -> Task:
+    """The held-out examples under the trained model (buffers, frozen weights and all).
 
     Raises:
         InputError: no task, or one of another likelihood.
         PosteriorError: its model has other parameters.
     """
-    instance("test", test, Task, "a blr_analysis.Task with the examples to measure on")
+    instance(name, test, Task, "a blr_analysis.Task with the held-out examples")
     mine, theirs = task.likelihood, test.likelihood
     if not mine.judged_by(theirs):
-        raise InputError(
-            f"the test task has the likelihood {theirs!r}, the training task {mine!r}; build them "
-            "with the same one"
-        )
+        raise InputError(f"{name} has the likelihood {theirs!r}, the training task {mine!r}")
     shapes = [{n: p.shape for n, p in t.model.named_parameters()} for t in (task, test)]
     if shapes[0] != shapes[1]:
         raise PosteriorError(
-            "the test task is of another model: its parameters have other names or shapes; build "
-            "it with the model that is trained"
+            f"{name} is of another model, with other parameters: build it with the trained one"
         )
+    return test.with_model(task)

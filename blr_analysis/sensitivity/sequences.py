@@ -143,8 +143,8 @@ def sequence_leave_one_out(
     """
     if correction == "cavity":
         raise InputError(
-            'correction="cavity" needs the prediction variance of every output, T·C for each '
-            'sequence; use correction="first_order" (or "auto", which is the same here)'
+            'correction="cavity" needs the variance of all T·C outputs of a sequence; use '
+            '"first_order"'
         )
     scores = sequence_scores(task, q, chunking)
     return SequenceLeaveOneOut(

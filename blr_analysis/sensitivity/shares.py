@@ -56,8 +56,7 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Ch
     """
     if task.likelihood.is_sequence:
         raise InputError(
-            "relabel= takes one target per example; for sequences give remove= and add= the old "
-            "and the new ones"
+            "relabel= takes one target per example; for sequences use remove= and add="
         )
     chosen = torch.tensor(sorted(labels))
     outputs, targets = [], []
@@ -112,8 +111,7 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
     mean = {n: m + move[n] for n, m in q.mean.items()}
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError(
-            "the step is not finite; the posterior's precision is too small for this group: "
-            "raise prior_precision, or remove fewer examples"
+            "the step is not finite: raise prior_precision, or remove fewer examples"
         )
     perturbed = Posterior(
         mean,

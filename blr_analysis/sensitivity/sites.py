@@ -106,8 +106,7 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
     other = task if given is posterior else posterior
     if other is not None and other is not given:
         raise InputError(
-            f"a fitted {type(given).__name__} keeps its own data and stands alone, as in "
-            f"sensitivity(fitted); leave out the {type(other).__name__}"
+            f"a fitted {type(given).__name__} stands alone: leave out the {type(other).__name__}"
         )
     return given
 

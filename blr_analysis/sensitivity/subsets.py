@@ -246,10 +246,7 @@ def _check(keep: Any, tolerance: Any) -> None:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
 
     if not (number(keep) and 0 < keep <= 1):
-        raise InputError(
-            "keep must be the share of the data that a subset keeps, above 0 and at most 1, got "
-            f"{keep!r}"
-        )
+        raise InputError(f"keep must be a share of the data, above 0 and at most 1, got {keep!r}")
     if tolerance is not None and not (number(tolerance) and 0 < tolerance < math.inf):
         raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
 

@@ -101,8 +101,8 @@ def token_sensitivity(
     instance("task", task, Task, "a blr_analysis.Task")
     if not isinstance(task.likelihood, TokenCategorical):
         raise InputError(
-            f"token_sensitivity needs one target per token, got the {task.likelihood.name} "
-            'likelihood; build the task with likelihood="tokens" or "causal_lm"'
+            f"token_sensitivity needs one target per token, not the {task.likelihood.name} "
+            'likelihood; take "tokens" or "causal_lm"'
         )
     q = fitted(task, posterior)
     order = torch.arange(task.n_data)
@@ -154,8 +154,8 @@ def _tokens(
             _check_linear(change, along)
         except RuntimeError as error:
             raise ModelError(
-                f"the model cannot be differentiated twice: {error}; switch gradient "
-                'checkpointing off, and use attn_implementation="eager" with Hugging Face models'
+                f"the model cannot be differentiated twice: {error}; no gradient checkpointing, "
+                'and attn_implementation="eager"'
             ) from error
     return targets[0], losses.detach()[0], change.detach()[0]
 

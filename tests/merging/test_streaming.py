@@ -104,7 +104,9 @@ def test_a_bound_that_is_too_low_says_how_much_is_needed(tmp_path: Path) -> None
 def small_plan(root: Path, **more: Any) -> Any:
     family = write_family(root)
     members = [Member(m, p) for m, p in zip(family["models"], family["precisions"], strict=True)]
-    return plan_folders(Job("gradient_matching", tuple(members), family["base"], delta=1.0, **more))
+    return plan_folders(
+        Job("gradient_matching", members=tuple(members), base=family["base"], delta=1.0, **more)
+    )
 
 
 def left(folder: Path) -> list[str]:
@@ -235,7 +237,7 @@ def test_the_bar_ends_at_all_bytes(tmp_path: Path, threads: int) -> None:
 
     found = small_plan(tmp_path)
     told: list[int] = []
-    made = make_plan(found.method, found.base, found.parts, delta=1.0, threads=threads)
+    made = make_plan(found.job, found.base, found.parts, threads=threads)
     devices = dict.fromkeys(state(0), torch.device("cpu"))
     stream(made, Memory(made.items, devices), told.append)
     assert sum(told) == made.bytes_read

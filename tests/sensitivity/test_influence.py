@@ -619,8 +619,8 @@ def _nan(world: World) -> blr.Task:
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (_test(classes=4), PosteriorError, "test_task does not fit"),
-        (_test(inputs=5), PosteriorError, "test_task does not fit"),
+        (_test(classes=4), PosteriorError, "test_task is of another model"),
+        (_test(inputs=5), PosteriorError, "test_task is of another model"),
         (
             lambda w: blr.Task(w.task.model, (normal(6, 4), normal(6, 3)), likelihood="gaussian"),
             InputError,

@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     model, x, y = regression()
     fitted = model.fit((x, y))
     task = blr.Task(torch.nn.Linear(3, 1).double(), (x, y), likelihood="gaussian")
-    with pytest.raises(InputError, match="keeps its own data"):
+    with pytest.raises(InputError, match="stands alone"):
         blr.leave_one_out(task, fitted)
     with pytest.raises(InputError, match="refine"):
         blr.leave_one_out(None, fitted, refine=3)

@@ -51,8 +51,8 @@ class _Elementwise(ExponentialFamily):
         same_shape(mean=self.mean, precision=self.precision)
         if not bool((self.precision > 0).all()):
             raise InputError(
-                "the precision is not positive: take a smaller learning rate, or an estimate of "
-                "the Hessian that cannot be negative"
+                "the precision is not positive: lower the learning rate, or take a positive "
+                "curvature"
             )
 
     def log_prob(self, theta: Tensor) -> Tensor:
@@ -229,8 +229,8 @@ class FullGaussian(ExponentialFamily):
         _, failed = torch.linalg.cholesky_ex(self.precision.detach())
         if bool((failed != 0).any()):
             raise InputError(
-                "the precision is not positive definite: take a smaller learning rate, or "
-                "Gauss–Newton for the Hessian"
+                "the precision is not positive definite: lower the learning rate, or take "
+                "Gauss–Newton"
             )
 
     @property

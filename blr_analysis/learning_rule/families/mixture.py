@@ -136,8 +136,7 @@ class GaussianMixture(ExponentialFamily):
 
     def expected_point(self) -> dict[str, Tensor]:
         raise InputError(
-            "the mean of a component's number is no component: look at the mean of .marginal, "
-            "Σ π_k m_k, or at_samples"
+            "the mean of a component's number is no component: look at .marginal's, or at_samples"
         )
 
     def sample(

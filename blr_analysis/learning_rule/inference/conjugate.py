@@ -94,8 +94,8 @@ class Conjugate(Generic[Q]):
         except InputError as error:
             dtype = next(iter(self.prior.natural.values())).dtype
             raise DataError(
-                f"the posterior is lost in the rounding of {dtype}: centre and scale the data, or "
-                f"take the prior in double precision ({error})"
+                f"the posterior is lost in the rounding of {dtype}: scale the data, or take a "
+                f"double prior ({error})"
             ) from error
         gain = wide(q).log_partition() - wide(self.prior).log_partition()
         evidence = gain + self.factor.constant(data).double().sum()

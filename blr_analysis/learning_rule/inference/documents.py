@@ -189,8 +189,8 @@ def _array(given: Any) -> Tensor:
     except ValueError:  # rows of unequal lengths
         pass
     raise DataError(
-        f"counts must be a real matrix [N, V] of numbers, got {type(given).__name__}; sklearn's "
-        "CountVectorizer makes it of texts"
+        f"counts must be a real matrix [N, V], got {type(given).__name__}; see sklearn's "
+        "CountVectorizer"
     )
 
 

@@ -119,8 +119,7 @@ class VariationalNewton:
             check_nodes(self.samples, len(start.mean))
         if self.curvature == "gauss_newton" and not _values(loss, start.mean, examples=True).ndim:
             raise InputError(
-                "curvature='gauss_newton' squares the gradient of every example: the loss must "
-                "return one number for each, [N]"
+                "curvature='gauss_newton' needs a loss that returns one number per example, [N]"
             )
         q = start
 
@@ -202,14 +201,10 @@ def derivatives(
     if not bool(finite.all()):
         place = points[int((~finite).nonzero()[0])].tolist()
         raise InputError(
-            f"the loss or its derivatives are not finite at {place}: begin elsewhere, with a "
-            "larger precision, or take a smaller rho"
+            f"the loss or its derivatives are not finite at {place}: begin elsewhere, or lower rho"
         )
     if not bool(gradients.any()) and bool((values != values[0]).any()):
-        raise InputError(
-            "the loss varies, but its derivatives are all 0: it is taken out of torch, or a step "
-            "function"
-        )
+        raise InputError("the loss varies, but its derivatives are all 0: is it a step function?")
     return values, gradients, hessians
 
 

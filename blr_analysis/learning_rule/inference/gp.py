@@ -112,8 +112,8 @@ def _check_pairwise(kernel: Kernel, x: Tensor, matrix: Tensor) -> None:
     apart = (covariances(kernel, x[1 : few + 1], x[:few]) - matrix[1 : few + 1, :few]).abs().max()
     if bool(apart > 10 * torch.finfo(x.dtype).eps ** 0.5 * matrix.abs().max()):
         raise InputError(
-            "the kernel mixes examples: k(x_i, z_j) changes with the other rows of x and z (give "
-            "noise where x_i equals z_j, not on the diagonal)"
+            "the kernel mixes examples: k(x_i, z_j) changes with other rows (noise belongs where "
+            "x_i equals z_j)"
         )
 
 

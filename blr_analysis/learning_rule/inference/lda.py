@@ -376,8 +376,8 @@ class FittedTopics(Fitted[Dirichlet]):
             left = subtract(left, {"log": removed})  # type: ignore[dict-item]
         if bool((left["log"] <= -1).any()):
             raise InputError(
-                "the topics hold less of a word than these documents, far from a fixed point: go "
-                "on with fit(counts, batch_size=None, start=fitted.q)"
+                "the topics hold less of a word than these documents: go on with fit(counts, "
+                "batch_size=None, start=fitted.q)"
             )
         return self.q.with_natural(left)
 

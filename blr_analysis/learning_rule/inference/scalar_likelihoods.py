@@ -125,8 +125,8 @@ def scalar_likelihood(
     if callable(likelihood) and not isinstance(likelihood, type | Likelihood):
         return ScalarLikelihood(getattr(likelihood, "__name__", "given"), likelihood)
     raise InputError(
-        f"likelihood must be one of {', '.join(map(repr, NAMED))}, such an object, or a function "
-        f"(y, f) -> log p(y|f), got {likelihood!r}"
+        f"likelihood must be one of {', '.join(map(repr, NAMED))}, or (y, f) -> log p(y|f), got "
+        f"{likelihood!r}"
     )
 
 

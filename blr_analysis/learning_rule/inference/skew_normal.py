@@ -81,8 +81,8 @@ class SkewNormal:
         fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
         if not fine or not bool(self.precision > 0):
             raise NotSkewNormal(
-                "a skew normal has three finite numbers, the precision positive: take a smaller "
-                "learning rate, or another start"
+                "no skew normal (finite, precision positive): take a smaller learning rate, or "
+                "another start"
             )
 
     @property

@@ -83,8 +83,8 @@ class BayesianGaussianMixture:
         spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
         if int(torch.linalg.cholesky_ex(spread)[1]):
             raise DataError(
-                f"the covariance of {len(data)} examples is singular: leave out columns that do "
-                "not vary or follow from others, or give priors of your own"
+                f"the covariance of {len(data)} examples is singular: leave dependent columns "
+                "out, or give priors"
             )
         prior = NormalWishart(data.mean(0), one, size * one, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)

@@ -59,8 +59,8 @@ class BinaryOptimizer(RowOptimizer):
         super()._check_group(group)
         if any(p.dtype in HALF for p in tensors_of(group)):
             raise InputError(
-                f"{self.row.algorithm} would lose its small steps in half precision: keep the "
-                "parameters in float32, under torch.autocast"
+                f"{self.row.algorithm} needs float32 parameters for its small steps: train under "
+                "torch.autocast"
             )
 
 
@@ -124,8 +124,7 @@ class STE(BinaryOptimizer):
         accepted = super()._accepted(given)
         if accepted.look.noisy or accepted.curvature == GAUSS_NEWTON:
             raise InputError(
-                f"STE cannot move its latent weights by {accepted.algorithm}: take one that needs "
-                "the gradient alone, such as SGD or Adam"
+                f"STE cannot move its weights by {accepted.algorithm}: take SGD, Adam or their like"
             )
         name = "STE" if accepted.algorithm == "SGD" else f"STE with {accepted.algorithm}"
         move = replace(accepted.move, entropy=False)

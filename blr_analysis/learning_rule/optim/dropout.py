@@ -122,8 +122,8 @@ class Dropout(RowOptimizer):
         for param in tensors_of(group):
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
                 raise InputError(
-                    f"keep < 1 needs units along dim = {group['dim']}, which a parameter of shape "
-                    f"{tuple(param.shape)} has not: give biases a group with keep = 1"
+                    f"keep < 1 needs units along dim = {group['dim']} of shape "
+                    f"{tuple(param.shape)}: give biases a group with keep = 1"
                 )
 
     def _look(

@@ -94,8 +94,8 @@ class Gathered:
         if self.count == 1 and _all_were_zeroed(self.estimates.values()):
             self.clear()
             raise OptimizerError(
-                "the first sample's gradients were set to zero in place: call the optimizer's "
-                "zero_grad(), or with set_to_none=True"
+                "the first sample's gradients were zeroed in place: call "
+                "zero_grad(set_to_none=True)"
             )
         self.settle()
         for param, estimate in self.estimates.items():
@@ -333,8 +333,8 @@ def _check_gradients(got: Sequence[tuple[Tensor, Tensor, str, Tensor | None]]) -
     for param, grad, _, _ in got:
         if grad.layout is not torch.strided:
             raise OptimizerError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse: build the "
-                "embedding with sparse=False"
+                f"a gradient of shape {tuple(param.shape)} is sparse: build the embedding with "
+                "sparse=False"
             )
 
 

@@ -166,8 +166,7 @@ def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
         )
     except RuntimeError as error:
         raise OptimizerError(
-            "the loss cannot be differentiated twice: the closure returns it without calling "
-            f"backward ({error})"
+            f"the loss cannot be differentiated twice: return it without backward ({error})"
         ) from error
     flat = torch.cat([g.reshape(-1) for g in grads])
     rows = []

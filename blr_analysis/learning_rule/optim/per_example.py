@@ -74,8 +74,8 @@ class PerExampleSquares:
         foreign = [tuple(p.shape) for p in params if id(p) not in names]
         if foreign:
             raise OptimizerError(
-                f"{len(foreign)} parameters (shapes {foreign[:5]}) are not the model's: pass as "
-                "model= the module that holds them and is called"
+                f"{len(foreign)} parameters (shapes {foreign[:5]}) are not in model=: pass the "
+                "module that holds them"
             )
         self._params = {names[id(p)]: p for p in params}
         self._listener = Listener(self.model, self._check_modes, self._check_pass)
@@ -109,8 +109,8 @@ class PerExampleSquares:
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
             raise OptimizerError(
-                f"{self.algorithm} cannot tell the examples apart: one backward pass went through "
-                "several calls of the model. Call it once (torch.cat), or backward after each"
+                f"{self.algorithm} needs one backward per call of the model: join the batches "
+                "(torch.cat), or backward after each"
             )
         values = {name: p.detach() for name, p in self.model.named_parameters()}
         squares: dict[str, Tensor] = {}
@@ -172,9 +172,8 @@ class PerExampleSquares:
         for path, module in self.model.named_modules():
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
                 raise OptimizerError(
-                    f"{type(module).__name__} {path!r} in training mode mixes the examples, whose "
-                    f"own gradients {self.algorithm} needs: use GroupNorm or LayerNorm, put it "
-                    "into eval(), or train with IVON"
+                    f"{type(module).__name__} {path!r} mixes the examples in training mode: use "
+                    "GroupNorm or LayerNorm, eval(), or IVON"
                 )
 
     def _check_pass(self, passed: Pass, output: Any) -> None:
@@ -211,8 +210,8 @@ class PerExampleSquares:
             if float(gap) > eps**0.6 * norms[name] + floor:
                 raise self._unreadable(
                     [name],
-                    "those of the examples do not add up to p.grad: call zero_grad() before or "
-                    "inside the context; or its weight is used outside of its layer, or randomly",
+                    "those of the examples do not add up to p.grad: call zero_grad() first; use "
+                    "the weight in its layer only",
                 )
 
     def _unreadable(self, names: Iterable[str], why: str) -> OptimizerError:
@@ -388,8 +387,8 @@ class Listener:
         passed = self._current
         if passed is None:
             raise OptimizerError(
-                f"layer {unit.path!r} was called outside of the forward of model=: pass the "
-                "module that is called in training"
+                f"layer {unit.path!r} was called outside of model='s forward: pass the module "
+                "that is called"
             )
         leaves = [x for x in tree_flatten(output)[0] if carries_gradient(x)]
         edges = [get_gradient_edge(leaf) for leaf in leaves]

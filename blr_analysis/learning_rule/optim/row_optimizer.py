@@ -367,8 +367,8 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         if self.row.look.noisy or self._look is not None or self.examples is not None:
             raise OptimizerError(
-                "step() without a draw: run forward and backward pass inside "
-                "`with optimizer.sampled_params(train=True):`, or pass a closure"
+                "step() without a draw: use `with optimizer.sampled_params(train=True):`, or "
+                "pass a closure"
             )
         draw = Draw(True, noisy=False)  # a plain backward pass was one look at the mean
         draw.fill(self.param_groups, self.state, self._buffers, self.generator)
@@ -398,8 +398,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if found_inf is None and (bad := gathered.find_unusable(inverse_scale)) is not None:
             raise OptimizerError(
                 f"the gradient of {self._describe(bad)} holds NaN or inf, or its square might "
-                "overflow; weights and state are as before: check loss and data, lower lr, clip, "
-                "or use a GradScaler"
+                "overflow: nothing was changed; lower lr, or clip"
             )
         return inverse_scale
 

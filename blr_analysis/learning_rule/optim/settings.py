@@ -92,7 +92,7 @@ def check_group(
     if samples and group["hess_init"] + group["weight_decay"] <= 0:
         raise InputError(
             f"{algorithm}'s precision ess·(hess + weight_decay) starts at 0: give weight_decay "
-            "(prior precision / ess) or hess_init"
+            "or hess_init"
         )
     if group.get("algorithm", algorithm) != algorithm:  # IVON's groups once had no name
         raise InputError(f"algorithm is {algorithm!r} for all groups, not {group['algorithm']!r}")
@@ -144,8 +144,8 @@ def read_group(group: Any, algorithm: str) -> dict[str, Any]:
     for index, tensor in enumerate(tensors_of(group)):
         if not tensor.is_floating_point():
             raise InputError(
-                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; {algorithm} "
-                "takes real floating-point ones: leave it out, or split a complex one"
+                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; "
+                f"{algorithm} takes real floating-point ones"
             )
     return group
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.checks import instance, positive_int
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.errors import InputError
 from blr_analysis.posterior.expected import expected_errors
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import check_finite, self_influence
@@ -50,7 +50,7 @@ from blr_analysis.sensitivity.influence.results import (
     check_k,
     joined,
 )
-from blr_analysis.sensitivity.scores import all_fitted
+from blr_analysis.sensitivity.scores import all_fitted, check_test
 from blr_analysis.task import Task
 
 Measure = str | Callable[[Tensor, Tensor], Tensor]
@@ -207,7 +207,7 @@ class _Settings:
     def works(self, task: Task, posterior: Any, test_task: Any) -> list[_Work]:
         """One for each posterior, which share the memory; arguments checked."""
         qs = all_fitted(task, posterior)
-        where = _tested(test_task, task, qs[-1])
+        where = check_test(test_task, task, "test_task")
         memory_budget = self.memory_budget
         if not isinstance(self.normalize, bool) and self.normalize != "cosine":
             raise InputError(f'normalize must be True, False or "cosine", got {self.normalize!r}')
@@ -368,8 +368,8 @@ def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
     size, memory = n_train * n_test * itemsize, physical_memory()
     if size > memory:
         raise InputError(
-            f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} GiB, this machine has "
-            f"{memory / 2**30:,.0f}; top_influence(...) holds only the strongest"
+            f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} of "
+            f"{memory / 2**30:,.0f} GiB; use top_influence(...)"
         )
 
 
@@ -387,22 +387,6 @@ def _some(n: int, most: int, generator: torch.Generator) -> Tensor:
     return drawn.cpu().sort().values
 
 
-def _tested(test_task: Task, task: Task, q: Posterior) -> Task:
-    """The test examples under the trained model (buffers, frozen weights and all)."""
-    instance("test_task", test_task, Task, "a blr_analysis.Task with the test examples")
-    try:
-        q.on(test_task, same_data=False)
-    except PosteriorError as error:
-        raise PosteriorError(f"test_task does not fit: {error}") from error
-    ours, theirs = task.likelihood, test_task.likelihood
-    if not ours.judged_by(theirs):
-        raise InputError(
-            f"test_task has the likelihood {theirs!r}, the training task {ours!r}; build them "
-            "with the same one (measure= asks about something else than the loss)"
-        )
-    return test_task.with_model(task)
-
-
 def cotangent_of(measure: Measure) -> Cotangent:
     """∂(measure)/∂f of every example of a chunk.
 
@@ -413,8 +397,7 @@ def cotangent_of(measure: Measure) -> Cotangent:
         return loss_gradient
     if not callable(measure):
         raise InputError(
-            f'measure must be "loss" or a function (outputs, targets) -> one number per example, '
-            f"got {measure!r}"
+            f'measure must be "loss" or a function (outputs, targets) -> [B], got {measure!r}'
         )
 
     def gradient(task: Task, chunk: Chunk) -> Tensor:
@@ -424,8 +407,7 @@ def cotangent_of(measure: Measure) -> Cotangent:
             if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
                 got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise InputError(
-                    f"measure must give one number for each of {len(outputs)} examples, a tensor "
-                    f"of shape ({len(outputs)},); got {got}"
+                    f"measure must give one number per example, ({len(outputs)},); got {got}"
                 )
             if not values.requires_grad:
                 return torch.zeros_like(outputs)

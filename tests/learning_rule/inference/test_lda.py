@@ -463,7 +463,7 @@ def test_other_mistakes_are_named():
 def test_what_is_no_matrix_of_numbers_is_refused(counts):
     fitted = LDA(2).fit(corpus(10), passes=1, progress=False)
     for call in (LDA(2).fit, fitted.perplexity, fitted.log_predictive):
-        with pytest.raises(DataError, match=r"counts must be a real matrix \[N, V\] of numbers"):
+        with pytest.raises(DataError, match=r"counts must be a real matrix"):
             call(counts)
 
 

@@ -297,7 +297,7 @@ def test_several_calls_of_the_model_in_one_backward(kind: type) -> None:
     optimizer = kind(model.parameters(), lr=0.1, ess=10, model=model)
     x = torch.randn(4, 2)
     with (
-        pytest.raises(OptimizerError, match="cannot tell the examples apart"),
+        pytest.raises(OptimizerError, match="one backward per call"),
         optimizer.sampled_params(train=True),
     ):
         optimizer.zero_grad()
