@@ -55,7 +55,7 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     probe = probe_indices(task.n_data)[0]
     check_independent(task, params, probe)
-    units, whole = _units(task.model, set(params)), frozenset[str]()
+    units, whole = units_of(task.model, set(params)), frozenset[str]()
     truth, cotangents = autograd_gradients(task, params, probe)
     adopted: set[str] = set()
     while True:
@@ -94,7 +94,7 @@ def _disagreeing(terms: Sequence[Term], truth: Mapping[str, Tensor], floor: floa
     return wrong
 
 
-def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:
+def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
     """Every module with parameters of its own that are asked about, and its rule if it has one."""
     canonical = {id(p): n for n, p in model.named_parameters()}
     units = []
