@@ -34,7 +34,7 @@ from blr_analysis.merging import (
     merge_curve,
     suggest_weights,
 )
-from blr_analysis.posterior import KroneckerRecorder, Posterior, fit_laplace
+from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.report import report
 from blr_analysis.sensitivity import (
     GroupInfluence,
@@ -87,7 +87,6 @@ __all__ = [
     "GradientMismatch",
     "GroupInfluence",
     "Influence",
-    "KroneckerRecorder",
     "LeaveOneOut",
     "Likelihood",
     "MemoryMap",

@@ -364,9 +364,11 @@ def checked(
         DataError: targets of another length, shape or dtype, out of range, or all ignored.
     """
     outputs = likelihood.join(getattr(outputs, "logits", outputs))
+    if isinstance(outputs, Tensor) and outputs.dtype in (torch.bfloat16, torch.float16):
+        outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
         raise ModelError(
-            "the model must return a float32 or float64 tensor (or .logits), got "
+            "the model must return a tensor of real numbers (or .logits), got "
             f"{describe(outputs)}; convert it in forward="
         )
     if outputs.ndim == 1 and not likelihood.integer_targets:
@@ -390,6 +392,8 @@ def checked(
         )
     outputs, targets = likelihood.prepare(outputs, targets)
     _check_counted(likelihood, targets, indices)
+    if bool(torch.isfinite(outputs.detach().sum())):
+        return outputs, targets
     bad = ~torch.isfinite(outputs.detach()).flatten(1).all(-1)
     if bool(bad.any()):
         raise ModelError(

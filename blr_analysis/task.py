@@ -42,6 +42,8 @@ from blr_analysis.data import (
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 class Task:
     """A model, the data it was trained on, and its likelihood.
@@ -183,19 +185,26 @@ class Task:
             yield chosen, self.fetch(chosen)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The model's trainable parameters by name, detached; tied tensors once."""
-        return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        """The model's trainable parameters by name, detached; tied tensors once, half precision
+        as float32."""
+        own = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        return {n: p.to(working(p.dtype)) for n, p in own.items()}
+
+    def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """These values, those of parameters in half precision as the model has them."""
+        half = {n: p.dtype for n, p in self.model.named_parameters() if p.dtype in HALF}
+        return {n: v.to(half.get(n, v.dtype)) for n, v in params.items()}
 
     def check_parameters(self, names: Iterable[str]) -> torch.dtype:
-        """The one dtype of these parameters.
+        """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
 
         Raises:
-            ModelError: half precision, several dtypes, complex or whole numbers, no values.
+            ModelError: several dtypes, complex or whole numbers, no values.
         """
         own = dict(self.model.named_parameters())
         kinds: dict[torch.dtype, str] = {}
         for name in names:
-            kinds.setdefault(own[name].dtype, name)
+            kinds.setdefault(working(own[name].dtype), name)
             if own[name].is_meta:
                 raise ModelError(
                     f"parameter {name!r} is on the meta device, without values; load the weights"
@@ -203,8 +212,8 @@ class Task:
         for dtype, name in kinds.items():
             if dtype not in (torch.float32, torch.float64):
                 raise ModelError(
-                    f"parameter {name!r} is {dtype}; the analyses need float32 or float64: "
-                    "model.float()"
+                    f"parameter {name!r} is {dtype}; the analyses need real numbers of 16 bits or "
+                    "more: model.float()"
                 )
         if len(kinds) > 1:
             raise ModelError(
@@ -220,6 +229,8 @@ class Task:
 
         Of sequences, ``[B, T, C]``: what the likelihood scores, 0 where the target is ignored.
 
+        The model runs in its own dtype; half precision outputs come back as float32.
+
         Raises:
             ModelError: the model fails on the batch, does not return one row of finite numbers
                 per example, or returns something else than outputs and targets.
@@ -228,6 +239,7 @@ class Task:
         """
         if self.forward is default_forward:
             check_inputs(batch, indices)
+        params = self.cast(params)
         own = {id(p): params.get(n, p.detach()) for n, p in self.model.named_parameters()}
         values = {f"model.{n}": own[id(p)] for n, p in parameter_places(self.model).items()}
         before = versions(batch)
@@ -328,6 +340,15 @@ class _Runner(nn.Module):
                 "Task(..., forward=...)"
             )
         return result
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are taken in: float32 for half precision.
+
+    >>> working(torch.bfloat16), working(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in HALF else dtype
 
 
 def _each(kinds: Mapping[torch.dtype, str]) -> str:

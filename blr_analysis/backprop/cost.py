@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from blr_analysis.backprop.layout import probe_indices
-from blr_analysis.backprop.reading import Plan
-from blr_analysis.backprop.record import Recording, Visit, fetched, record
+from blr_analysis.backprop.layout import counted, probe_indices
+from blr_analysis.backprop.record import Recording, Visit
 from blr_analysis.backprop.terms import Term
 from blr_analysis.task import Task, parameter_places
 
@@ -20,33 +20,22 @@ SCORED = 3  # copies of a sequence's outputs that are held at once beside those 
 
 
 def cost_of(
-    plan: Plan,
     task: Task,
     params: Mapping[str, Tensor],
     recording: Recording,
+    graph: int,
     terms: list[Term],
 ) -> Callable[[int], float]:
-    """Numbers held per example as a function of the columns K: graph, inputs, gradients."""
-    visits = recording.visits
-    probe = probe_indices(task.n_data)[0]
-    batch = len(probe)
-    own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
-    graph = _saved(
-        own,
-        lambda: record(
-            task,
-            params,
-            fetched(task, probe),
-            plan.units,
-            shared=plan.shared,
-            size=batch,
-            indices=probe,
-        ),
-    )
+    """Numbers held per example as a function of the columns K: graph, inputs, gradients.
+
+    ``graph``: those that autograd keeps for the recording.
+    """
+    visits, batch = recording.visits, len(probe_indices(task.n_data)[0])
     # torch.func holds the graph of one module at a time, and its gradients of one column.
     loose = [visit for visit in visits if visit.unit.rule is None]
     with task.evaluation():
-        alone = max((_saved(own, lambda v=visit: _again(v)) for visit in loose), default=0)
+        again = (counted(task, params, partial(_again, visit))[1] for visit in loose)
+        alone = max(again, default=0)
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
     scored = recording.outputs.numel() / batch if task.likelihood.is_sequence else 0.0
     costs = [term.cost() for term in terms]
@@ -65,24 +54,6 @@ def batch_numbers(batch: Any) -> int:
     """How many numbers the tensors of a batch hold."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     return sum(x.numel() for x in tree_leaves(parts) if isinstance(x, Tensor))
-
-
-def _saved(own: list[Tensor], run: Callable[[], object]) -> int:
-    """How many numbers autograd keeps for a backward pass through ``run``, weights apart."""
-    kept: dict[int, int] = {}
-    weights = {t.untyped_storage().data_ptr() for t in own}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            size = min(tensor.numel(), storage.nbytes() // tensor.element_size())
-            kept[storage.data_ptr()] = max(size, kept.get(storage.data_ptr(), 0))
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    del result
-    return sum(kept.values())
 
 
 def _again(visit: Visit) -> object:

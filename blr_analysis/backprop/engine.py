@@ -25,6 +25,8 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
+TOGETHER = 8.5  # examples that it should hold
+MOST = 2**30  # unless that takes more than this, or than the parameters
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Chunking:
 
     Attributes:
         chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
-        memory_budget: bytes of working memory above model and data (default 56 MiB); at least one
-            example's need is taken.
+        memory_budget: bytes of working memory above model and data; at least one example's need is
+            taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or what the parameters take.
         progress: None shows a bar on a terminal when the work is long.
     """
 
@@ -115,13 +117,15 @@ def chunks(
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
     _keep_freed_memory(task.device)
+    params = task.cast(params)
     plan = plan_for(task, params)
     order = torch.arange(task.n_data) if indices is None else indices
     size = chunking.chunk_size
     if size is None:
-        budget = chunking.memory_budget or DEFAULT_MEMORY
         itemsize = next(iter(params.values())).element_size()
         asked = plan.outputs if columns is None else columns
+        one = itemsize * plan.floats(asked)
+        budget = chunking.memory_budget or default_memory(params, DEFAULT_MEMORY, one)
         size = plan.chunk_size(asked, budget, itemsize, len(order))
     pieces = order.split(size)
     shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
@@ -139,6 +143,11 @@ def chunks(
             recording,
         )
         del recording, batch
+
+
+def default_memory(params: Mapping[str, Tensor], least: int, one: float) -> int:
+    """Bytes of working memory where nobody names a bound and ``one`` example needs so many."""
+    return max(least, min(int(TOGETHER * one), max(MOST, sum(p.nbytes for p in params.values()))))
 
 
 def _fitted(

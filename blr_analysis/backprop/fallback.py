@@ -17,7 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from blr_analysis.backprop.layers import Axis
+from blr_analysis.backprop.layers import Axis, upcast
 from blr_analysis.backprop.record import Visit, fetched
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.task import Task
@@ -65,7 +65,7 @@ def module_columns(
         leaves = [
             t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()
         ]
-        return [t.reshape(c.shape[2:]) for t, c in zip(leaves, stacked, strict=True)]
+        return [t.reshape(c.shape[2:]).to(c) for t, c in zip(leaves, stacked, strict=True)]
 
     def one(inputs: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
         filled = _filled(moved, inputs, mapped)
@@ -81,7 +81,7 @@ def module_columns(
             columns = vmap(one, randomness="same")(batched, stacked)
         except Exception:  # vmap fails in as many ways as there are operations
             columns = _one_by_one(outputs, values, moved, batched, mapped, stacked)
-    return Dense({n: c.detach() for n, c in columns.items()})
+    return Dense({n: upcast(c.detach()) for n, c in columns.items()})
 
 
 def _one_by_one(
@@ -136,10 +136,13 @@ def task_columns(
         with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
             leaves = {n: params[n].detach().requires_grad_() for n in names}
             outputs, _ = task.run(fetched(task, index), {**params, **leaves}, index)
+            if outputs.shape[1:] != cotangents[0].shape[1:]:  # it was padded in company
+                outputs, _ = task.run(fetched(task, indices), {**params, **leaves}, indices)
+                outputs = outputs[position : position + 1]
         rows_of = [pulled([outputs], [c[position : position + 1]], leaves) for c in cotangents]
         for name, column in zip(names, zip(*rows_of, strict=True), strict=True):
             rows[name].append(torch.stack(column))
-    return Dense({n: torch.stack(r) for n, r in rows.items()})
+    return Dense({n: upcast(torch.stack(r)) for n, r in rows.items()})
 
 
 def _filled(moved: list[Any], inputs: list[Any], mapped: list[bool]) -> list[Any]:

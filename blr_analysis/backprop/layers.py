@@ -21,6 +21,7 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.rows import Rows
 from blr_analysis.backprop.terms import Dense, Term
+from blr_analysis.task import working
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def lifted(tensor: Tensor, batch: int) -> Tensor:
     """One row per example of what all examples share: ``[1, ...]`` or ``[...]`` → ``[B, ...]``."""
     row = tensor if tensor.ndim > 1 and len(tensor) == 1 else tensor.unsqueeze(0)
     return row.expand(batch, *row.shape[1:])
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """Half precision as float32, in which sums are taken; everything else as it is."""
+    return tensor.to(working(tensor.dtype))
 
 
 def axis_between(small: torch.Size, large: torch.Size, sizes: tuple[int, int]) -> Axis | None:
@@ -91,10 +97,10 @@ class Call:
     @property
     def x(self) -> Tensor:
         value = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        return self.input_axis.first(value, self.batch)
+        return upcast(self.input_axis.first(value, self.batch))
 
     def gradient(self, grad: Tensor) -> Tensor:
-        return self.output_axis.first(grad, self.batch)
+        return upcast(self.output_axis.first(grad, self.batch))
 
     def fold(self, rows: Tensor) -> Tensor:
         """``[B · r, g, T, D]`` → ``[B, g, r · T, D]``."""

@@ -7,16 +7,19 @@ that each example gets its own gradient, wherever the model computes the same wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from blr_analysis.backprop.layers import axis_between
 from blr_analysis.backprop.reading import Axes
-from blr_analysis.backprop.record import Recording, Unit, Visit, fetched, record
+from blr_analysis.backprop.record import Recording, Unit, Visit, fetched, record, rounding
 from blr_analysis.errors import BLRError
 from blr_analysis.task import Task
 
@@ -28,6 +31,8 @@ class Layout:
     """A recorded probe, where its examples are, and the parameters for which nobody can say."""
 
     recording: Recording
+    saved: int  # numbers that autograd keeps for the recording, weights apart
+    plain: tuple[Tensor, Tensor]  # the outputs of both sizes
     axes: dict[tuple[str, int], Axes]
     shared: Shared
     unknown: frozenset[str]
@@ -47,42 +52,68 @@ def layout_of(task: Task, params: Mapping[str, Tensor], units: Sequence[Unit]) -
     """Run the probe in both sizes, lifting what the examples share as long as that works."""
     probes = probe_indices(task.n_data)
 
-    def runs(shared: Shared) -> list[Recording]:
-        return [
-            record(task, params, fetched(task, p), units, size=len(p), indices=p, shared=shared)
+    def runs(shared: Shared) -> tuple[Recording, Recording, int]:
+        how: Any = {"units": units, "shared": shared}
+        small, large = (
+            partial(record, task, params, fetched(task, p), size=len(p), indices=p, **how)
             for p in probes
-        ]
+        )
+        recording, saved = counted(task, params, small)
+        try:
+            with saved_tensors_hooks(lambda _: None, lambda x: x):  # nobody goes back through it
+                return recording, large(shapes=True), saved
+        except BLRError:  # unless the model itself does
+            return recording, large(shapes=True), saved
 
-    plain = current = runs(frozenset())
+    current = runs(frozenset())
+    plain = (current[0].outputs.detach(), current[1].outputs.detach())
+    eps = rounding(current[0].outputs)
     shared: Shared = frozenset()
-    while fresh := _first_shared(current):
+    while fresh := _first_shared(current[:2]):
         try:
             tried = runs(shared | fresh)
         except BLRError:  # the model does not compute with one row per example there
             break
-        if not agrees(tried[0].outputs, plain[0].outputs):
+        if not agrees(tried[0].outputs, plain[0], eps):
             break
         shared, current = shared | fresh, tried
     sizes = (len(probes[0]), len(probes[1]))
     axes: dict[tuple[str, int], Axes] = {}
     unknown: set[str] = set()
-    for small, large in _pairs(current):
+    for small, large in _pairs(current[:2]):
         places = None if large is None or small.stale else _axes_between(small, large, sizes)
         if places is None:
             unknown.update(small.unit.names.values())
         else:
             axes[small.unit.path, small.occurrence] = places
-    return Layout(current[0], axes, shared, frozenset(unknown))
+    return Layout(current[0], current[2], plain, axes, shared, frozenset(unknown))
 
 
-def agrees(ours: Tensor | None, truth: Tensor, floor: float = 0.0) -> bool:
+def counted(task: Task, params: Mapping[str, Tensor], run: Callable[[], Any]) -> tuple[Any, int]:
+    """What ``run`` gives, and how many numbers autograd keeps for a backward pass through it."""
+    kept: dict[int, int] = {}
+    own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
+    weights = {t.untyped_storage().data_ptr() for t in own}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            size = min(tensor.numel(), storage.nbytes() // tensor.element_size())
+            kept[storage.data_ptr()] = max(size, kept.get(storage.data_ptr(), 0))
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return result, sum(kept.values())
+
+
+def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding, relative to the truth's norm."""
     truth = truth.detach()
     if ours is not None and ours.shape != truth.shape:
         return False
     gap = truth if ours is None else ours.detach() - truth
-    tolerance = torch.finfo(truth.dtype).eps ** 0.6
-    bound = tolerance * torch.linalg.vector_norm(truth) + floor
+    bound = eps**0.6 * torch.linalg.vector_norm(truth) + floor
     return bool(torch.linalg.vector_norm(gap) <= bound)
 
 

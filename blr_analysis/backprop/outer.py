@@ -6,7 +6,7 @@ asks of G_c is computed from them by the cheaper of several forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from blr_analysis.backprop.terms import (
 )
 
 EXPLICIT = 2**20  # numbers of one example's G_c that are made at once
+BLOCK = 2**18  # numbers of G of one column that are made and used at once: they stay in the cache
 CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
@@ -109,12 +110,16 @@ class Outer(Term):
         return weighted_gram(self, weight, bias)
 
     def square_sum(self) -> Tree:
-        squares: Tree = {}
-        if self.weight is not None:
-            squares[self.weight] = self.layout.parameter(matrix_square_sum(self))
-        if self.bias is not None:
-            squares[self.bias] = self._bias_grads().square().sum((0, 2)).flatten()
+        shapes = {n: self.joint.shapes[n] for n in self.names}
+        squares = {n: self.inputs.new_zeros(shape) for n, shape in shapes.items()}
+        self.add_square_sum(squares)
         return squares
+
+    def add_square_sum(self, into: Tree) -> None:
+        if self.weight is not None:
+            add_matrix_squares(self, self.layout.matrix(into[self.weight]))
+        if self.bias is not None:
+            into[self.bias] += self._bias_grads().square().sum((0, 2)).flatten()
 
     def sum(self) -> Tree:
         d = sum(self.grads[1:], start=self.grads[0])
@@ -136,8 +141,10 @@ class Outer(Term):
         room: int | None = None,
     ) -> Tensor:
         """⟨Σ_t d_ct a_tᵀ, U_k⟩ = Σ_t d_ctᵀ (U_k a_t), or with G itself where that is cheaper."""
-        if not keeps_factors(self, len(stack[self.names[0]])):
+        if self.weight is None:
             return super().products(stack, dtype=dtype, scale=scale, room=room)
+        if not keeps_factors(self, len(stack[self.weight])):
+            return explicit_products(self, stack, dtype, scale, room)
         return factored_products(self.cast(dtype), stack, scale, room)
 
     def combined(self, weights: Tensor, into: Tree) -> None:
@@ -197,6 +204,9 @@ class Outer(Term):
         k, o = len(self.grads), self.grads[0].shape[-1]
         if t == 1:
             return self.stacked().mT * self.inputs.unsqueeze(2)
+        if k == 1:
+            left, right = self.grads[0].reshape(b * g, t, o), self.inputs.reshape(b * g, t, i)
+            return torch.bmm(left.mT, right).view(b, g, 1, o, i)
         left = torch.stack([d.mT for d in self.grads], dim=2).reshape(b * g, k * o, t)
         return torch.bmm(left, self.inputs.reshape(b * g, t, i)).view(b, g, k, o, i)
 
@@ -248,13 +258,12 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
         return _scaled_gram(term.stacked().squeeze(3), _row_scale(term, weight, bias))
     if weight is not None and _few_positions(t, k, weight.shape[-1]):
         return _position_gram(term, weight, bias)
-    total = term.inputs.new_zeros(())
+    total = term.inputs.new_zeros(len(term.inputs), k, k)
     if weight is not None:
-        for rows in _row_blocks(term):
-            part = _of_rows(term, rows).matrices()
-            total = total + flat_gram(part, weight[:, rows].unsqueeze(1))
+        for examples, rows, part in _blocks(term):
+            total[examples] += flat_gram(part, weight[:, rows].unsqueeze(1))
     if bias is not None:
-        total = total + flat_gram(term._bias_grads(), bias.unsqueeze(1))
+        total += flat_gram(term._bias_grads(), bias.unsqueeze(1))
     return total
 
 
@@ -270,15 +279,19 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
         return 1.5 * k * g * o
     if _few_positions(t, k, i):
         return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
-    return 2.5 * min(k * g * o * i, max(EXPLICIT, k * g * i))
+    return 2.5 * min(k * g * o * i, max(BLOCK if k == 1 else EXPLICIT, k * g * i))
 
 
-def _row_blocks(term: Outer, held: int = EXPLICIT) -> list[slice]:
-    """Rows of G_c, as many at a time as hold up to ``held`` numbers per example."""
-    _, g, _, i = term.inputs.shape
-    o = term.grads[0].shape[-1]
-    most = max(1, held // (len(term.grads) * g * i))
-    return [slice(start, start + most) for start in range(0, o, most)]
+def _blocks(term: Outer) -> Iterator[tuple[slice, slice, Tensor]]:
+    """G_c ``[b, g, K, rows, I]`` of some examples and some of its rows, small enough to be used
+    while it is in the cache; of several columns, as many rows as a bound for each example says."""
+    b, g, _, i = term.inputs.shape
+    k, o = len(term.grads), term.grads[0].shape[-1]
+    some, held = (BLOCK // (g * o * i), BLOCK) if k == 1 else (b, EXPLICIT)
+    for examples in slices(b, some):
+        part = term if some >= b else term.part(examples)
+        for rows in slices(o, held // (k * g * i)):
+            yield examples, rows, _of_rows(part, rows).matrices()
 
 
 def _of_rows(term: Outer, rows: slice) -> Outer:
@@ -353,20 +366,24 @@ def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
 
     Overwrites ``columns``.
     """
+    if columns.shape[2] == 1:
+        each = variance.expand(columns.shape[1], 1, *columns.shape[3:]).reshape(-1)
+        return (columns.square_().flatten(1) @ each).view(-1, 1, 1)
     flat = columns.mul_(variance.sqrt()).transpose(1, 2).flatten(2)
     return torch.bmm(flat, flat.mT)
 
 
-def matrix_square_sum(term: Outer) -> Tensor:
-    """Σ_i Σ_c G_ic², ``[g, O, I]``."""
+def add_matrix_squares(term: Outer, into: Tensor) -> None:
+    """Add Σ_i Σ_c G_ic² to ``into``, ``[g, O, I]``."""
     if term.positions == 1:
         d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
-        return torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
-    most = EXPLICIT // max(1, 2 * len(term.inputs))  # of one example, so that a block stays small
-    blocks = [
-        _of_rows(term, rows).matrices().square_().sum((0, 2)) for rows in _row_blocks(term, most)
-    ]
-    return torch.cat(blocks, dim=1)
+        into += torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
+        return
+    for _, rows, part in _blocks(term):
+        if len(part) * len(term.grads) == 1:
+            into[:, rows].addcmul_(part[0, :, 0], part[0, :, 0])
+        else:
+            into[:, rows] += part.square_().sum((0, 2))
 
 
 def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
@@ -433,6 +450,34 @@ def factored_products(
         bias = taken(stack, term.bias, slice(None), dtype, scale)
         shares += term._bias_grads().transpose(1, 2).flatten(2) @ bias.mT
     return shares
+
+
+def explicit_products(
+    term: Outer,
+    stack: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    scale: Mapping[str, Tensor] | None,
+    room: int | None,
+) -> Tensor:
+    """⟨G_ic, U_k⟩, ``[B, K, r]``: G of some rows is made once, for all U."""
+    assert term.weight is not None
+    b, g, _, i = term.inputs.shape
+    k, o = len(term.grads), term.layout.rows
+    u = term.layout.matrix(stack[term.weight])
+    s = None if scale is None else term.layout.matrix(scale[term.weight]).to(dtype)
+    shares = term.inputs.new_zeros(b * k, len(u), dtype=dtype)
+    for examples in slices(b, b if room is None else room // (2 * k * g * i)):
+        part, into = term.part(examples), shares[examples.start * k : examples.stop * k]
+        size = (len(into) + len(u)) * g * i
+        for rows in slices(o, min(4 * BLOCK, room or 4 * BLOCK) // size):
+            made = _of_rows(part, rows).matrices().transpose(1, 2).reshape(len(into), -1)
+            block = u[:, :, rows].to(dtype)
+            block = block if s is None else block * s[:, rows]
+            into.addmm_(made.to(dtype), block.reshape(len(u), -1).mT)
+    if term.bias is not None:
+        bias = taken(stack, term.bias, slice(None), dtype, scale)
+        shares.addmm_(term._bias_grads().to(dtype).transpose(1, 2).reshape(b * k, -1), bias.mT)
+    return shares.view(b, k, -1)
 
 
 def unflat(term: Outer, u: Tensor) -> Tensor:

@@ -16,14 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.backprop.affine import affine, is_affine
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices
-from blr_analysis.backprop.reading import Plan, read
-from blr_analysis.backprop.record import Unit, fetched
+from blr_analysis.backprop.reading import Plan, names_of, read
+from blr_analysis.backprop.record import Unit, Visit, fetched
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.backprop.truth import (
+    Truth,
     autograd_gradients,
     check_independent,
     not_differentiable,
@@ -47,32 +49,37 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
         ),
     )
     if key not in task.plans:
+        params = task.cast(params)
         with torch.inference_mode(False):
             task.plans[key] = _make(task, params)
     return task.plans[key]
 
 
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
+    """At most three passes over the probe: a forward and a backward pass by autograd, the same by
+    the rules, and forward passes of other batches."""
     probe = probe_indices(task.n_data)[0]
-    check_independent(task, params, probe)
-    units, whole = units_of(task.model, set(params)), frozenset[str]()
-    truth, cotangents = autograd_gradients(task, params, probe)
+    units, whole = _units(task.model, set(params)), frozenset[str]()
+    truth = autograd_gradients(task, params, probe)
+    floor = truth.eps**0.85 * max(float(torch.linalg.vector_norm(t)) for t in truth.sums.values())
+    values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     adopted: set[str] = set()
+    checked = False
     while True:
         layout = layout_of(task, params, units)
+        if not checked:
+            check_independent(task, params, probe, layout, truth.eps)
+            checked = True
+        units = _with_affine(task, units, layout, values, len(probe))
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
-        terms, broken = _read_all(plan, task, params, layout, probe, cotangents)
-        floor = torch.finfo(cotangents[0].dtype).eps ** 0.85 * max(
-            float(torch.linalg.vector_norm(t)) for t in truth.values()
-        )
+        terms, broken = _read_all(plan, task, values, layout, probe, truth.cotangent)
         wrong = broken | _disagreeing(terms, truth, floor)
         if not wrong:
-            cost = cost_of(plan, task, params, layout.recording, terms)
             return replace(
                 plan,
-                floats=cost,
+                floats=cost_of(task, params, layout.recording, layout.saved, terms),
                 numbers=batch_numbers(fetched(task, probe)) / len(probe),
-                outputs=1 if task.likelihood.is_sequence else cotangents[0].shape[-1],
+                outputs=1 if task.likelihood.is_sequence else truth.cotangent.shape[-1],
                 routes=layout.recording.routes(),
             )
         if wrong & whole:
@@ -83,20 +90,53 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
         units, adopted, whole = _rerouted(task, params, units, wrong, adopted, whole)
 
 
-def _disagreeing(terms: Sequence[Term], truth: Mapping[str, Tensor], floor: float) -> set[str]:
+def _with_affine(
+    task: Task, units: Sequence[Unit], layout: Layout, values: Mapping[str, Tensor], batch: int
+) -> list[Unit]:
+    """The units with the affine rule for those layers without one that the probe shows to be so."""
+    seen: dict[str, list[Visit]] = {}
+    for visit in layout.recording.visits:
+        seen.setdefault(visit.unit.path, []).append(visit)
+    result = []
+    with torch.no_grad(), task.evaluation():
+        for unit in units:
+            visits = seen.get(unit.path, [])
+            own = set(unit.names) <= set(unit.module._parameters)
+            if unit.rule is None and own and visits:
+                held = {a: values[n] for a, n in unit.names.items()}
+                places = [layout.axes.get((v.unit.path, v.occurrence)) for v in visits]
+                if all(
+                    p is not None and len(p[1]) == 1 and is_affine(v, held, p[1][0])
+                    for v, p in zip(visits, places, strict=True)
+                ):
+                    unit = replace(unit, rule=affine)
+                    for visit in visits:
+                        visit.unit = unit
+            result.append(unit)
+    return result
+
+
+def _disagreeing(terms: Sequence[Term], truth: Truth, floor: float) -> set[str]:
     """The parameters whose gradients the terms get wrong; one term's are held at a time."""
-    unread = set(truth) - {n for term in terms for n in term.names}
-    wrong = {n for n in unread if not agrees(None, truth[n], floor)}
+    unread = set(truth.sums) - {n for term in terms for n in term.names}
+    wrong = {n for n in unread if not agrees(None, truth.sums[n], truth.eps, floor)}
+    weights = truth.weights.view(-1, 1, 1)
     for term in terms:
-        for name, gradient in term.jacobian().items():
-            if name in truth and not agrees(gradient, truth[name], floor):
+        ours = {n: torch.zeros_like(truth.sums[n]).unsqueeze(0) for n in term.names}
+        try:
+            term.combined(weights, ours)
+        except RuntimeError:  # gradients of another shape than the parameter
+            wrong.update(term.names)
+            continue
+        for name, sums in ours.items():
+            if not agrees(sums[0], truth.sums[name], truth.eps, floor):
                 wrong.add(name)
     return wrong
 
 
-def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
+def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:
     """Every module with parameters of its own that are asked about, and its rule if it has one."""
-    canonical = {id(p): n for n, p in model.named_parameters()}
+    canonical = names_of(model)
     units = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -126,17 +166,16 @@ def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 def _read_all(
     plan: Plan,
     task: Task,
-    params: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     layout: Layout,
     probe: Tensor,
-    cotangents: list[Tensor],
+    cotangent: Tensor,
 ) -> tuple[list[Term], set[str]]:
     """The probe's terms, and the names that some visit could not read at all."""
-    broken = set(layout.unknown)
+    broken, canonical = set(layout.unknown), names_of(task.model)
     terms_read: list[Term] = []
-    values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     try:
-        grads = layout.recording.backward(cotangents)
+        grads = layout.recording.backward([cotangent])
     except RuntimeError as error:
         raise not_differentiable(error) from error
     with torch.no_grad(), task.evaluation():
@@ -147,14 +186,12 @@ def _read_all(
                 broken |= names
                 continue
             try:
-                terms = read(task.model, values, visit, axes, visited, len(probe))
-                merged(terms)[0].jacobian()
-                terms_read += terms
+                terms_read += read(canonical, values, visit, axes, visited, len(probe))
             except Exception:  # whatever a layer makes of inputs that its rule did not expect
                 broken |= names
     kept = [term for term in merged(terms_read) if broken.isdisjoint(term.names)]
     if plan.whole_model:
-        kept.append(task_columns(task, values, plan.whole_model, probe, cotangents))
+        kept.append(task_columns(task, values, plan.whole_model, probe, [cotangent]))
     return kept, broken
 
 
@@ -173,7 +210,7 @@ def _rerouted(
     """
     called = _called(task, params)
     modules = dict(task.model.named_modules(remove_duplicate=False))
-    canonical = {id(p): n for n, p in task.model.named_parameters()}
+    canonical = names_of(task.model)
     given: dict[str, dict[str, str]] = {}
     for name in wrong - adopted:
         holders = [

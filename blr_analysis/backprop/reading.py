@@ -51,6 +51,7 @@ class Plan:
         """G_ic of every unit for these cotangents, each parameter in exactly one term."""
         grads = recording.backward(cotangents)
         values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
+        canonical = names_of(task.model)
         terms: list[Term] = []
         alone = set(self.whole_model)
         if self.routes:
@@ -61,7 +62,7 @@ class Plan:
                 if axes is None:
                     alone.update(visit.unit.names.values())
                 else:
-                    terms += read(task.model, values, visit, axes, visited, len(indices))
+                    terms += read(canonical, values, visit, axes, visited, len(indices))
         result = []
         for term in merged(terms):
             if alone.isdisjoint(term.names):
@@ -116,8 +117,13 @@ class Plan:
         return axes if fits else None
 
 
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Every parameter's name by its id, tied ones once."""
+    return {id(p): n for n, p in model.named_parameters()}
+
+
 def read(
-    model: nn.Module,
+    canonical: Mapping[int, str],
     values: Mapping[str, Tensor],
     visit: Visit,
     axes: Axes,
@@ -127,7 +133,6 @@ def read(
     """G_ic of one visited unit, by its rule or by ``torch.func``; ``grads``: [leaf][column]."""
     unit = visit.unit
     if unit.rule is None:
-        canonical = {id(p): n for n, p in model.named_parameters()}
         places = {a: canonical[id(p)] for a, p in parameter_places(unit.module).items()}
         return [module_columns(visit, values, places, axes, grads, batch)]
     axis = axes[0][0]

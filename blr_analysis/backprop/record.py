@@ -74,16 +74,7 @@ class Recording:
 
     def routes(self) -> bool:
         """Whether rows are picked or put by index between the layers and the outputs."""
-        seen, waiting = set(), [self.outputs.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            if node.name().startswith(ROUTING):
-                return True
-            seen.add(node)
-            waiting += [parent for parent, _ in node.next_functions]
-        return False
+        return any(node.name().startswith(ROUTING) for node in graph(self.outputs))
 
     def backward(self, cotangents: Sequence[Tensor]) -> list[list[list[Tensor]]]:
         """Gradients at every visit's outputs: ``[visit][output leaf][column]``.
@@ -109,6 +100,26 @@ class Recording:
         return by_visit
 
 
+def graph(outputs: Tensor) -> Iterator[Any]:
+    """Every operation that the outputs were made by."""
+    seen, waiting = set(), [outputs.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [parent for parent, _ in node.next_functions]
+
+
+def rounding(outputs: Tensor) -> float:
+    """The eps of the coarsest dtype on the way to the outputs: half precision, autocast, norms
+    that are taken in single precision inside of a double one."""
+    kinds = {outputs.dtype}
+    for node in graph(outputs):
+        kinds |= {m.dtype for m in getattr(node, "_input_metadata", ())}
+    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+
+
 def fetched(task: Task, indices: Tensor) -> Any:
     """The batch of these examples as tensors that autograd takes, also from inference mode."""
     with torch.inference_mode(False):
@@ -127,8 +138,9 @@ def record(
     shared: frozenset[tuple[str, int, int]] = frozenset(),
     size: int,
     indices: Tensor | None = None,
+    shapes: bool = False,
 ) -> Recording:
-    """Run one batch and catch what the units saw.
+    """Run one batch and catch what the units saw; with ``shapes``, of what shape it was.
 
     ``shared`` names outputs ``(path, occurrence, floating leaf)`` that all examples share; they are
     lifted to one row per example, so that each gets its own gradient.
@@ -163,6 +175,8 @@ def record(
             leaves[position] = leaf
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        if shapes:
+            args, kwargs, outputs, edges, versions = _shapes((args, kwargs, outputs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
         return tree_unflatten(leaves, spec)
 
@@ -196,6 +210,13 @@ def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
 
 def _inside_transform(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
+
+
+def _shapes(tree: Any) -> Any:
+    """The same without its numbers."""
+    leaves, spec = tree_flatten(tree)
+    empty = [x.new_zeros(()).expand(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+    return tree_unflatten(empty, spec)
 
 
 def _detached(tree: Any) -> Any:

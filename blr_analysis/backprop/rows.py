@@ -1,4 +1,9 @@
-"""Embeddings: the gradient of a table has rows for the ids that an example uses, and no others."""
+"""Embeddings: the gradient of a table has rows for the ids that an example uses, and no others.
+
+A table that is the read-out as well (tied weights) has Σ_t d_t a_tᵀ on top. The two are added for
+the words that the example uses, and what the read-out says of those is taken out of d: words and
+rest then lie apart, so that squares and products of the whole are sums over the two.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Joint
-from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, by_rows, slices
+from blr_analysis.backprop.outer import Outer
+from blr_analysis.backprop.terms import HELD, Apart, Dense, Term, TermCost, Tree, by_rows, slices
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ class Rows(Term):
     def cast(self, dtype: torch.dtype) -> Rows:
         return replace(self, grads=[d.to(dtype) for d in self.grads])
 
-    def joined(self, other: Term) -> Rows | None:
-        """Two uses of the same table."""
+    def joined(self, other: Term) -> Term | None:
+        """Two uses of the same table, or the table as a read-out too."""
+        if isinstance(other, Outer) and other.weight == self.name:
+            return _tied(self, other) if other.layout.shape == self.shape else None
         if not isinstance(other, Rows) or other.name != self.name:
             return None
         ids = torch.cat([self.ids, other.ids], dim=1)
@@ -134,3 +142,23 @@ class Rows(Term):
             for at in slices(len(d), room // (3 * d.shape[1] * left.shape[-1]))
         ]
         return torch.cat(shares)
+
+
+def _tied(rows: Rows, outer: Outer) -> Term | None:
+    """The sum of a look-up's gradient and a read-out's."""
+    if outer.layout.transposed or outer.layout.groups > 1:
+        return None
+    ids, slots = rows.ids, torch.arange(rows.ids.shape[1], device=rows.ids.device)
+    used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an empty slot
+    words = torch.where(used, ids, ids[:, :1])
+    of_words, rest = [], []
+    for d, own in zip(outer.grads, rows.grads, strict=True):
+        places = words[:, None, None, :].expand(*d.shape[:3], -1)
+        said = d.gather(-1, places).squeeze(1).mT @ outer.inputs.squeeze(1)
+        of_words.append(own + said * used.unsqueeze(-1))
+        rest.append(d.scatter(-1, places, 0.0))
+    joint = replace(outer.joint, bias=None)
+    parts: list[Term] = [Outer(joint, outer.inputs, rest), replace(rows, grads=of_words)]
+    if outer.bias is not None:
+        parts.append(Dense({outer.bias: torch.stack([d.sum((1, 2)) for d in outer.grads], dim=1)}))
+    return Apart(tuple(parts))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,6 +175,80 @@ class Dense(Term):
         return self.columns
 
 
+@dataclass(frozen=True)
+class Apart(Term):
+    """A sum of terms that are nowhere both different from 0, so that squares add up as well."""
+
+    parts: tuple[Term, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for part in self.parts for n in part.names))
+
+    @property
+    def n_examples(self) -> int:
+        return self.parts[0].n_examples
+
+    @property
+    def n_columns(self) -> int:
+        return self.parts[0].n_columns
+
+    def _each(self, change: Callable[[Term], Term]) -> Apart:
+        return Apart(tuple(change(part) for part in self.parts))
+
+    def part(self, chosen: slice) -> Apart:
+        return self._each(lambda part: part.part(chosen))
+
+    def cast(self, dtype: torch.dtype) -> Apart:
+        return self._each(lambda part: part.cast(dtype))
+
+    def cost(self) -> TermCost:
+        costs = [part.cost() for part in self.parts]
+        return TermCost(
+            sum(c.inputs for c in costs),
+            sum(c.column for c in costs),
+            lambda columns: sum(c.gram(columns) for c in costs),
+        )
+
+    def jacobian(self) -> Tree:
+        return _by_name([part.jacobian() for part in self.parts])
+
+    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+        return total([part.gram(variance) for part in self.parts])
+
+    def square_sum(self) -> Tree:
+        return _by_name([part.square_sum() for part in self.parts])
+
+    def add_square_sum(self, into: Tree) -> None:
+        for part in self.parts:
+            part.add_square_sum(into)
+
+    def sum(self) -> Tree:
+        return _by_name([part.sum() for part in self.parts])
+
+    def products(
+        self,
+        stack: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        scale: Mapping[str, Tensor] | None = None,
+        room: int | None = None,
+    ) -> Tensor:
+        how: Any = {"dtype": dtype, "scale": scale, "room": room}
+        return total([part.products(stack, **how) for part in self.parts])
+
+    def combined(self, weights: Tensor, into: Tree) -> None:
+        for part in self.parts:
+            part.combined(weights, into)
+
+    def joints(self) -> list[Joint]:
+        return list({j.key: j for part in self.parts for j in part.joints()}.values())
+
+    def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
+        held = [part for part in self.parts if joint.key in part.names]
+        return total([part.projected(joint, left, right, room) for part in held])
+
+
 def merged(terms: list[Term]) -> list[Term]:
     """Terms with every parameter in exactly one of them: shared weights are added up first."""
     owner: dict[str, int] = {}
@@ -184,7 +259,7 @@ def merged(terms: list[Term]) -> list[Term]:
             other = result[hit]
             assert other is not None
             result[hit] = None
-            term = other.joined(term) or _added(other, term)
+            term = other.joined(term) or term.joined(other) or _added(other, term)
         for name in term.names:
             owner[name] = len(result)
         result.append(term)
@@ -192,10 +267,16 @@ def merged(terms: list[Term]) -> list[Term]:
 
 
 def _added(one: Term, two: Term) -> Dense:
-    columns = dict(one.jacobian())
-    for name, more in two.jacobian().items():
-        columns[name] = columns[name] + more if name in columns else more
-    return Dense(columns)
+    return Dense(_by_name([one.jacobian(), two.jacobian()]))
+
+
+def _by_name(trees: Sequence[Tree]) -> Tree:
+    """The sum of tensors by name."""
+    whole: Tree = {}
+    for tree in trees:
+        for name, more in tree.items():
+            whole[name] = whole[name] + more if name in whole else more
+    return whole
 
 
 def products(

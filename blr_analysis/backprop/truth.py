@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.fallback import pulled
-from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.layers import upcast
+from blr_analysis.backprop.layout import Layout
+from blr_analysis.backprop.record import fetched, rounding
 from blr_analysis.errors import ModelError
 from blr_analysis.task import Task
 
+WEIGHTS = (1.0, -0.6, 1.7)  # s_i of the probe's examples
 
-def autograd_gradients(
-    task: Task, params: Mapping[str, Tensor], probe: Tensor
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Every probe example's gradients of two random combinations of outputs.
 
-    ``[k, 2, *shape]`` per name, and the combinations, in the shape of the outputs.
+@dataclass(frozen=True)
+class Truth:
+    """Σ_i s_i J_iᵀ c_i over the probe's examples, for random c_i and an s_i for each of them.
+
+    A rule gives every J_iᵀ c_i without knowing s: what it says of the wrong example, or of several
+    at once, shows in the sum.
+    """
+
+    sums: dict[str, Tensor]
+    cotangent: Tensor  # c, in the shape of the outputs
+    weights: Tensor  # s
+    eps: float  # of the coarsest dtype on the way
+
+
+def autograd_gradients(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> Truth:
+    """One forward and one backward pass by plain autograd.
 
     Raises:
         ModelError: autograd cannot differentiate the model.
@@ -28,22 +43,17 @@ def autograd_gradients(
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         outputs, _ = task.run(fetched(task, probe), leaves, probe)
     generator = torch.Generator().manual_seed(0)
-    cotangents = [
-        torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
-        for _ in range(2)
-    ]
-    shape = (len(probe), len(cotangents))
-    truth = {n: p.new_empty(*shape, *p.shape) for n, p in params.items()}
+    drawn = (torch.rand(outputs.shape, generator=generator) - 0.5).to(outputs)
+    weights = torch.tensor(WEIGHTS[: len(probe)]).to(outputs)
+    scaled = drawn * weights.view(-1, *[1] * (drawn.ndim - 1))
+    eps = rounding(outputs)
     with no_backward_inside(task, leaves):
-        for i in range(len(probe)):
-            for j, cotangent in enumerate(cotangents):
-                try:
-                    row = pulled([outputs[i]], [cotangent[i]], leaves)
-                except RuntimeError as error:
-                    raise not_differentiable(error) from error
-                for name, gradient in zip(leaves, row, strict=True):
-                    truth[name][i, j] = gradient
-    return truth, cotangents
+        try:
+            sums = pulled([outputs], [scaled], leaves)
+        except RuntimeError as error:
+            raise not_differentiable(error) from error
+    named = {n: upcast(s) for n, s in zip(leaves, sums, strict=True)}
+    return Truth(named, drawn, weights, eps)
 
 
 @contextmanager
@@ -81,27 +91,30 @@ def not_differentiable(error: RuntimeError) -> ModelError:
     )
 
 
-def check_independent(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> None:
-    """Raise :class:`ModelError` when an example's output depends on its batch or on chance."""
+def check_independent(
+    task: Task, params: Mapping[str, Tensor], probe: Tensor, layout: Layout, eps: float
+) -> None:
+    """Raise :class:`ModelError` when an example's output depends on its batch or on chance: beside
+    itself alone, and in a larger batch where it comes more often and at other places."""
+    together, larger = layout.plain
     with torch.no_grad(), task.evaluation():
-        together, targets = task.run(task.fetch(probe), params, probe)
-        alone, target = task.run(task.fetch(probe[:1]), params, probe[:1])
-        turned, _ = task.run(task.fetch(probe.roll(1)), params, probe.roll(1))
-    if len(together) != len(probe) or len(alone) != 1:
+        alone, target = task.run(fetched(task, probe[:1]), params, probe[:1])
+    if len(alone) != 1:
         raise ModelError(
-            f"the model returned {len(together)} rows of outputs for {len(probe)} examples; "
+            f"the model returned {len(alone)} rows of outputs for 1 example; "
             "reshape them in forward="
         )
-    counted, own = task.likelihood.counted(targets), task.likelihood.counted(target)
     first, single = together[0], alone[0]
+    counted = task.likelihood.counted(layout.recording.targets)
+    own = task.likelihood.counted(target)
     if counted is not None and own is not None:  # padding may be longer in company
         first, single = first[counted[0]], single[own[0]]
-    if first.shape != single.shape:
+    if first.shape != single.shape or together.shape[1:] != larger.shape[1:]:
         raise ModelError("the number of outputs of an example changes with its batch")
     scale = together.abs().amax().clamp_min(1e-30)
-    tolerance = 30 * torch.finfo(scale.dtype).eps ** 0.5
-    gaps = torch.cat([(first - single).flatten(), (together - turned.roll(-1, 0)).flatten()])
-    if bool(gaps.abs().amax() > tolerance * scale):
+    again = [(part - together[: len(part)]) for part in larger.split(len(together))]
+    gaps = [gap.abs().amax() for gap in (first - single, *again)]
+    if bool(torch.stack(gaps).amax() > min(30 * eps**0.5, 0.1) * scale):
         raise ModelError(
             "an example's output changes with its batch, its place there, or from call to call; "
             "make dataset and model deterministic, example by example"

@@ -105,7 +105,8 @@ class TokenCategorical(Likelihood):
         counts = self.counted(targets).unsqueeze(-1)
         index = targets.unsqueeze(-1).masked_fill(~counts, 0)
         p = outputs.softmax(-1)
-        return p.scatter_add(-1, index, -torch.ones_like(p[..., :1])).masked_fill(~counts, 0.0)
+        p = p.scatter_add_(-1, index, -torch.ones_like(p[..., :1]))
+        return p if bool(counts.all()) else p.masked_fill_(~counts, 0.0)
 
     def token_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """−log p_t[y_t] of every token, in nats, ``[B, T]``; 0 where the target is ignored."""
@@ -143,8 +144,11 @@ class TokenCategorical(Likelihood):
         return right.sum(-1).to(outputs.dtype) / counts.sum(-1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        p = outputs.softmax(-1).flatten(0, 1)
-        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:2])
+        reached = outputs.softmax(-1).cumsum_(-1)  # one number for each token falls among these
+        heights = torch.rand(*outputs.shape[:2], 1, generator=generator).to(reached)
+        heights *= reached[..., -1:]
+        drawn = torch.searchsorted(reached, heights, right=True).squeeze(-1)
+        return drawn.clamp_max(outputs.shape[-1] - 1)
 
     def resample(
         self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None

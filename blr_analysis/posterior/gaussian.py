@@ -19,8 +19,6 @@ from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.prior_choice import chosen_prior
-from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device
 
@@ -140,7 +138,6 @@ class Posterior:
         *,
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
-        initial: Mapping[str, Tensor] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
         tokens: int | None = None,
@@ -157,13 +154,11 @@ class Posterior:
                 model,
                 n_data=n_data,
                 prior_precision=prior_precision,
-                initial=initial,
                 scaling=scaling,
                 batch_size=batch_size,
                 tokens=tokens,
             ),
             model,
-            initial,
         )
 
     @classmethod
@@ -175,7 +170,6 @@ class Posterior:
         *,
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
-        initial: Mapping[str, Tensor] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
         tokens: int | None = None,
@@ -192,86 +186,17 @@ class Posterior:
                 model,
                 n_data=n_data,
                 prior_precision=prior_precision,
-                initial=initial,
                 scaling=scaling,
                 batch_size=batch_size,
                 tokens=tokens,
                 names=names,
             ),
             model,
-            initial,
         )
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
-    def from_recorder(
-        cls,
-        recorder: KroneckerRecorder,
-        model: nn.Module,
-        *,
-        n_data: int,
-        prior_precision: Given | None = None,
-        initial: Mapping[str, Tensor] | None = None,
-    ) -> Posterior:
-        """The Kronecker posterior whose factors were collected while the model trained.
-
-        S = N · A ⊗ G / T + δ, see :mod:`blr_analysis.posterior.recorder`; the mean is the model's
-        weights as they are now.
-
-        Args:
-            recorder: made before training.
-            model: what it was made for.
-            n_data: N, the number of training examples.
-            prior_precision: δ; None: by the evidence of the weights and the factors, which is a
-                guess (``record["prior_choice"]``).
-            initial: θ₀, the prior's mean; None: 0.
-
-        Raises:
-            ModelError: the model changed since the recorder was made.
-            PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
-
-        Example: see :class:`blr_analysis.KroneckerRecorder`.
-        """
-        instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
-        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
-        n = n_data_of(n_data)
-        form = recorder.structure(model, n)
-        mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        choice: dict[str, Any] = {}
-        if prior_precision is None:
-            gap = Prior({}).around(initial, mean).gap(mean)
-            prior_precision, about = chosen_prior(form, gap, None)
-            choice = {"prior_choice": {"delta": prior_precision, **about, "unsure": capture.UNSURE}}
-        shapes = {n: tuple(m.shape) for n, m in mean.items()}
-        prior = Prior.read(prior_precision, shapes, positive=True).placed(mean)
-        return cls(
-            mean,
-            form.plus_prior(prior),
-            prior_precision=prior,
-            n_data=n,
-            record={
-                "kind": "kron_recorded",
-                "source": "recorder",
-                "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
-                "labels": "of the loss as trained",
-                "recorded": recorder.recorded,
-                "passes": recorder.passes,
-                "beta2": recorder.beta2,
-                "fixed": [n for n, _ in model.named_parameters() if n not in mean],
-                "tied": capture.tied_names(model),
-                **choice,
-            },
-            initial=initial,
-        )
-
-    @classmethod
-    @torch.inference_mode(False)  # also where the caller switched it on
-    def _of(
-        cls,
-        captured: capture.Captured,
-        model: nn.Module,
-        initial: Mapping[str, Tensor] | None,
-    ) -> Posterior:
+    def _of(cls, captured: capture.Captured, model: nn.Module) -> Posterior:
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
             warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=5)  # 2: decorators
@@ -281,7 +206,6 @@ class Posterior:
             prior_precision=captured.prior_precision,
             n_data=captured.n_data,
             record={**captured.record, "fixed": fixed},
-            initial=initial,
         )
 
     def variance(self, name: str) -> Tensor:
@@ -436,6 +360,7 @@ class Posterior:
 
         Raises:
             DeviceError: this machine does not have it.
+            PosteriorError: a precision is too large or too small for the dtype.
         """
         target = find_device(device)
         kind = next(iter(self.mean.values())).dtype if dtype is None else dtype
@@ -448,6 +373,8 @@ class Posterior:
         moved.form = self.form.to(target, kind)
         moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
         moved.record = self.record
+        if torch.finfo(kind).max < torch.finfo(next(iter(self.mean.values())).dtype).max:
+            _check_range(moved.form, kind)
         return moved
 
     def _is_on(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -568,3 +495,12 @@ class Posterior:
         place = os.fspath(path_of(path))
         mean, form, prior, n_data, rest = stored.load_parts(place, model, prior_precision)
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)
+
+
+def _check_range(form: Structure, dtype: torch.dtype) -> None:
+    try:
+        form.check()
+    except PosteriorError as error:
+        raise PosteriorError(
+            f"{error}, as {str(dtype).removeprefix('torch.')}: keep the posterior in float32"
+        ) from error

@@ -36,8 +36,8 @@ def outer(
     return Outer(joint, a, d), {n: both[n] for n in names}
 
 
-def rows(k: int = 2) -> tuple[Term, Tree]:
-    ids = torch.arange(B * 4).view(B, 4) % 3
+def rows(k: int = 2, first: int = 0) -> tuple[Term, Tree]:
+    ids = torch.arange(B * 4).view(B, 4) % 3 + first
     d = [normal(B, 4, 2, seed=c + 1) for c in range(k)]
     table = torch.zeros(B, k, 6, 2, dtype=torch.float64)
     for b in range(B):
@@ -52,6 +52,15 @@ def dense(k: int = 2) -> tuple[Term, Tree]:
     return Dense(columns), {n: g.clone() for n, g in columns.items()}
 
 
+def tied(k: int = 2, *, names=("w", "b"), first: bool = True) -> tuple[Term, Tree]:
+    """A table of 6 words that is the read-out too, over 5 positions."""
+    (table, said), (matrix, truth) = rows(k, first=1), outer(t=5, o=6, i=2, k=k, names=names)
+    (term,) = merged([table, matrix] if first else [matrix, table])
+    assert not isinstance(term, Dense)  # no table for each example
+    return term, {n: said[n] + g if n in said else g for n, g in truth.items()}
+
+
+TIED = ("tied", "tied with a bias", "tied, of one column")
 KINDS = {
     "dense": dense,
     "rows": rows,
@@ -65,6 +74,10 @@ KINDS = {
     "groups of one position": partial(outer, g=2),
     "transposed": partial(outer, t=2, turned=True),
     "no bias": partial(outer, t=3, names=("w",)),
+    "tied": partial(tied, names=("w",)),
+    "tied with a bias": tied,
+    "tied, of one column": partial(tied, k=1, first=False),
+    "positions of one column": partial(outer, t=20, o=9, i=5, k=1),
     "bias alone": partial(outer, t=3, names=("b",)),
 }
 
@@ -182,7 +195,7 @@ def test_rotation(made: tuple[Term, Tree]) -> None:
     assert relative(term.rotated_gram(basis, variance), expected) < EXACT
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("dense", "rows")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("dense", "rows", *TIED)])
 def test_factors_of_an_outer_product(kind: str) -> None:
     term, truth = KINDS[kind]()
     assert isinstance(term, Outer)

@@ -347,17 +347,14 @@ def test_sequences_with_tied_weights_under_either_name() -> None:
 
 
 def test_weights_are_converted_to_the_models_dtype() -> None:
-    double, single = network(1), network(1, torch.float32)
+    double, single, half = network(1), network(1, torch.float32), network(1, torch.bfloat16)
     merged = state(network(2, torch.bfloat16))
     x, y = examples(3)
-    for model, tolerance in ((double, 1e-10), (single, 1e-4)):
+    for model, tolerance in ((double, 1e-10), (single, 1e-4), (half, 0.05)):
         (row,) = gradient_mismatch(Task(model, (x, y)), merged).rows
         there = loaded(double, {n: t.double() for n, t in merged.items()})
         gap = by_autograd(there, x, y)[1] - by_autograd(double, x, y)[1]
         assert row["gap"] == pytest.approx(gap, rel=tolerance, abs=tolerance)
-    half = network(1, torch.bfloat16)
-    with pytest.raises(ModelError, match="float32 or float64"):
-        gradient_mismatch(Task(half, (x.bfloat16(), y)), merged)
 
 
 def test_merges_in_folders(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
 from blr_analysis.backprop.layers import Axis, rule_for
-from blr_analysis.backprop.reading import read
+from blr_analysis.backprop.reading import names_of, read
 from blr_analysis.backprop.record import Unit, Visit
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
@@ -157,7 +157,7 @@ class PerExampleSquares:
             for g, leaf in zip(seen.grads, visit.outputs, strict=True)
         ]
         try:
-            return read(self.model, values, visit, (inputs, axes), grads, batch)
+            return read(names_of(self.model), values, visit, (inputs, axes), grads, batch)
         except Exception as error:  # whatever a layer makes of one example at a time
             reason = f"differentiating {type(unit.module).__name__} by itself failed ({error})"
             raise self._unreadable(unit.names.values(), reason) from error

@@ -35,7 +35,6 @@ def from_checkpoint(
     tokens: int | None = None,
     names: Sequence[str] | None = None,
     bare: bool = False,
-    initial: Mapping[str, Tensor] | None = None,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
 
@@ -63,7 +62,7 @@ def from_checkpoint(
         batch_size: see there.
         tokens: see there.
         names: every parameter's name, in the order in which the optimizer got them.
-        initial, bare: as in :func:`from_optimizer`.
+        bare: as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -112,7 +111,7 @@ def from_checkpoint(
         slots,
         reader,
         model,
-        Told(n_data, prior_precision, scaling, batch_size, tokens, bare, initial),
+        Told(n_data, prior_precision, scaling, batch_size, tokens, bare),
         {
             "source": saved.source,
             "path": os.fspath(path),

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -254,8 +255,12 @@ class Spectral(Structure):
     def basis_solve(self, v: Tree) -> Tree:
         return {k: v[k] / s for k, s in self.values.items()}
 
-    def basis_variance(self) -> Tree:
+    @cached_property
+    def _variance(self) -> Tree:
         return {k: 1 / s for k, s in self.values.items()}
+
+    def basis_variance(self) -> Tree:
+        return self._variance
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
         variance = self.basis_variance()

@@ -1,0 +1,210 @@
+"""What an audit of a language model costs, in training passes and in loops written by hand.
+
+    python -m benchmarks.language [--quick] [--threads 2] [--model FOLDER] [--dtype bfloat16]
+
+A **training pass** is a forward and a backward pass that leaves ∂(loss)/∂θ in ``p.grad``, over
+batches of one or of eight sequences, whichever takes less; a **gradient pass** is the same one
+sequence at a time. Times are CPU seconds of the process (user and system, all threads), the least
+of ``--repeats`` runs, peak memory that of the process. Every row runs in a process of its own.
+Without ``--model``, a Llama of 6 layers, 256 wide, over 8,000 words, tied, with random weights;
+sequences of 105 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS = 105
+QUERIES = 32
+
+
+def load(folder: str | None, dtype: torch.dtype) -> Any:
+    """The folder's model, or the small Llama."""
+    import transformers
+
+    if folder:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def task_of(model: Any, n: int, seed: int = 0) -> Any:
+    """n sequences of random tokens."""
+    import blr_analysis as blr
+
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (n, TOKENS), generator=g)
+    model.config.use_cache = False
+
+    def forward(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(input_ids=batch[0], use_cache=False).logits, batch[1]
+
+    return blr.Task(model, (ids, ids), likelihood="causal_lm", forward=forward, batch_size=8)
+
+
+def backward(task: Any, batch: Any) -> None:
+    """Gradients of the summed loss in ``p.grad``."""
+    outputs, labels = task.forward(task.model, batch)
+    flat = outputs[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    torch.nn.functional.cross_entropy(*flat, reduction="sum").backward()
+
+
+def training(task: Any, size: int) -> None:
+    for _, batch in task.batches(size):
+        task.model.zero_grad()
+        backward(task, batch)
+
+
+def by_hand(task: Any, held: dict[str, Tensor]) -> Tensor:
+    """The ten-line loop: influence on preconditioned queries, one gradient at a time."""
+    rows = []
+    parameters = dict(task.model.named_parameters())
+    for _, batch in task.batches(1):
+        task.model.zero_grad()
+        backward(task, batch)
+        shares = [held[n].flatten(1) @ p.grad.flatten().to(held[n]) for n, p in parameters.items()]
+        rows.append(torch.stack(shares).sum(0))
+    return torch.stack(rows)
+
+
+def measured(run: Callable[[], object], repeats: int) -> dict[str, float]:
+    """CPU and wall seconds, the least of some runs."""
+    cpu, wall = [], []
+    for _ in range(repeats):
+        start = time.process_time(), time.perf_counter()
+        run()
+        cpu.append(time.process_time() - start[0])
+        wall.append(time.perf_counter() - start[1])
+    return {"cpu": min(cpu), "wall": min(wall)}
+
+
+def one(what: str, args: argparse.Namespace) -> dict[str, float]:
+    """One row: seconds per sequence."""
+    import blr_analysis as blr
+    from blr_analysis.posterior import Posterior
+
+    dtype = getattr(torch, args.dtype)
+    model = load(args.model, dtype)
+    task = task_of(model, args.sequences)
+
+    def posterior(task: Any) -> Any:
+        precision = {n: torch.full_like(p, 2.0, dtype=torch.float32) for n, p in mean.items()}
+        return Posterior(mean, precision, prior_precision=1.0, n_data=task.n_data)
+
+    mean = {n: p.detach().float() for n, p in model.named_parameters()}
+    quiet: dict[str, Any] = {"progress": False}
+    if what == "nothing":
+        return {"cpu": 0.0, "wall": 0.0}
+    if what.startswith("training"):
+        del mean
+        size = int(what.split()[1])
+        return measured(lambda: training(task, size), args.repeats)
+    if what == "by hand":
+        held = {n: torch.ones(QUERIES, *p.shape) for n, p in mean.items()}
+        return measured(lambda: by_hand(task, held), args.repeats)
+    if what == "plan":
+        from blr_analysis.backprop.plan import plan_for
+
+        def fresh() -> None:
+            task.plans.clear()
+            plan_for(task, mean)
+
+        return measured(fresh, args.repeats)
+    if what == "fit_laplace diag":
+        kind: dict[str, Any] = {"structure": "diag", "curvature": "mc_fisher"}
+        blr.fit_laplace(task.subset([0, 1]), prior_precision=1.0, **kind, **quiet)
+        from blr_analysis.backprop.plan import plan_for
+
+        plan_for(task, mean)
+        return measured(
+            lambda: blr.fit_laplace(task, prior_precision=1.0, **kind, **quiet), args.repeats
+        )
+    q = posterior(task)
+    if what == "sensitivity":
+        from blr_analysis.backprop.plan import plan_for
+
+        plan_for(task, q.mean)
+        return measured(lambda: blr.sensitivity(task, q, **quiet), args.repeats)
+    if what == "influence":
+        test = task_of(model, QUERIES, seed=1)
+        return measured(lambda: blr.influence(task, q, test, **quiet), args.repeats)
+    raise SystemExit(f"no row {what!r}")
+
+
+ROWS = (
+    "training 1",
+    "training 8",
+    "by hand",
+    "plan",
+    "fit_laplace diag",
+    "sensitivity",
+    "influence",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.language", description=__doc__)
+    parser.add_argument("--model", help="a folder of a causal language model")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="16 sequences, once")
+    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.sequences, args.repeats = min(args.sequences, 16), 1
+    torch.set_num_threads(args.threads)
+    if args.row:
+        row = one(args.row, args)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        print(json.dumps({**row, "peak_mb": peak}))
+        return
+    found: dict[str, dict[str, float]] = {}
+    options = [f"--{k}={getattr(args, k)}" for k in ("dtype", "sequences", "repeats", "threads")]
+    options += [f"--model={args.model}"] if args.model else []
+    for row in args.rows:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.language", "--row", row]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{row}: {done.stderr.strip().splitlines()[-1]}")
+            continue
+        found[row] = json.loads(done.stdout.splitlines()[-1])
+    passes = [found[r]["cpu"] for r in found if r.startswith("training")]
+    best, each = min(passes, default=1.0), found.get("training 1", {}).get("cpu", 1.0)
+    print(
+        f"{'':<18}{'ms/sequence':>12}{'training passes':>17}{'gradient passes':>17}{'peak MB':>9}"
+    )
+    for row, numbers in found.items():
+        cpu = numbers["cpu"]
+        count = 1 if row == "plan" else args.sequences
+        scale = args.sequences if row == "plan" else 1
+        print(
+            f"{row:<18}{1e3 * cpu / count:>12.1f}{cpu * scale / best:>17.2f}"
+            f"{cpu * scale / each:>17.2f}{numbers['peak_mb']:>9.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Language models as people have them: norms of every name, tied tables, half precision."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import randomised, seeded
+from oracles import relative
+from readings import jacobian_of, ways
+from tiny_lm import sequences, task_of, tiny_lm
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import ModelError, PosteriorError
+from blr_analysis.task import Task
+
+HALVES = (torch.bfloat16, torch.float16)
+QUIET: dict[str, Any] = {"progress": False}
+
+
+class RMS(nn.Module):
+    """As transformers writes it: in single precision, then back; ``shift``: as in Gemma."""
+
+    def __init__(self, width: int, *, shift: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.ones(width)), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (self.weight + self.shift) * wide.to(x.dtype)
+
+
+class Scaled(nn.Module):
+    """A gate and an offset of features, under names of their own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid() * self.gamma + self.beta
+
+
+class Curved(nn.Module):
+    """Looks like a scale and is none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rms, self.gemma, self.scale = RMS(4), RMS(4, shift=1.0), Scaled(4)
+        self.curved, self.out = Curved(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gemma(x + self.rms(x).tanh())
+        return self.out(self.curved(self.scale(x, gate=x)).mean(1))
+
+
+def norms(dtype: torch.dtype = torch.float64) -> Task:
+    with seeded(0):
+        model = randomised(Model()).to(dtype)
+        x = torch.randn(6, 5, 4, dtype=dtype)
+    return Task(model, (x, torch.arange(6) % 3))
+
+
+def by_autograd(task: Task) -> Tensor:
+    """∂f_ic/∂θ, ``[N, C, P]``."""
+    rows = []
+    for i in range(len(task)):
+        outputs = task.model(task.fetch(torch.tensor([i]))[0])
+        for f in outputs[0]:
+            grads = torch.autograd.grad(f, list(task.model.parameters()), retain_graph=True)
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows).view(len(task), -1, len(rows[0]))
+
+
+def test_norms_of_every_name_are_read_by_what_they_compute() -> None:
+    """Single precision inside of a double one, too: as exact as that allows."""
+    task = norms()
+    read = ways(task)
+    assert {n: read[n] for n in ("rms.weight", "gemma.weight", "scale.gamma", "scale.beta")} == (
+        dict.fromkeys(("rms.weight", "gemma.weight", "scale.gamma", "scale.beta"), "affine")
+    )
+    assert read["curved.weight"] == "curved"  # by torch.func
+    for chunk_size in (1, 4):
+        assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
+
+
+@cache
+def language(dtype: torch.dtype, tied: bool = True) -> Task:
+    ids = sequences(10)
+    return task_of(tiny_lm(tied=tied).to(dtype), ids)
+
+
+def fitted(task: Task, structure: str) -> blr.Posterior:
+    how: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher", **QUIET}
+    return blr.fit_laplace(task, structure=structure, **how)
+
+
+def test_a_tied_table_is_never_made_for_each_example() -> None:
+    read = ways(language(torch.float64))
+    assert read["words.weight"] == "linear"  # the table's own rule, and the read-out's
+    assert set(read.values()) == {"embedding", "linear", "layer_norm"}
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_single_precision_up_to_rounding(
+    dtype: torch.dtype, structure: str
+) -> None:
+    half, single = language(dtype), language(torch.float32)
+    eps = torch.finfo(dtype).eps
+    q, exact = fitted(half, structure), fitted(single, structure)
+    for name, m in q.mean.items():
+        assert m.dtype == torch.float32
+        assert relative(q.precision(name), exact.precision(name)) < 10 * eps
+    scores, truth = (blr.sensitivity(t, exact, **QUIET) for t in (half, single))
+    assert relative(scores.losses, truth.losses) < 3 * eps
+    assert relative(scores.self_influence, truth.self_influence) < 10 * eps
+    ours, theirs = (blr.influence(t, exact, t, **QUIET).matrix for t in (half, single))
+    assert ours.dtype == torch.float32
+    assert relative(ours, theirs) < 10 * eps
+    assert {p.dtype for p in half.model.parameters()} == {dtype}
+
+
+def test_autocast_inside_of_the_forward_pass() -> None:
+    class Cast(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(input_ids, attention_mask)
+
+    ids = sequences(10)
+    task = task_of(Cast(tiny_lm(tied=True).float()), ids)
+    single = task_of(Cast(tiny_lm(tied=True).float()).inner, ids)
+    ours, theirs = (
+        blr.sensitivity(t, fitted(t, "diag"), **QUIET).self_influence for t in (task, single)
+    )
+    assert relative(ours, theirs) < 10 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_precision_that_half_precision_cannot_hold_is_refused() -> None:
+    task = language(torch.float32)
+    q = fitted(task, "diag")
+    large = blr.Posterior(
+        q.mean,
+        {n: torch.full_like(m, 1e6) for n, m in q.mean.items()},
+        prior_precision=1.0,
+        n_data=len(task),
+    )
+    with pytest.raises(PosteriorError, match=r"'words.weight' .* float16"):
+        large.to("cpu", torch.float16)
+    assert large.to("cpu", torch.bfloat16).precision("words.weight").dtype == torch.bfloat16
+
+
+def test_whole_numbers_are_no_weights_to_analyse() -> None:
+    model = tiny_lm().to(torch.float8_e4m3fn)
+    with pytest.raises(ModelError, match="float8"):
+        task_of(model, sequences(4)).check_parameters(["words.weight"])
+
+
+def test_frozen_weights_of_few_bits_under_an_adapter() -> None:
+    """A base of 8-bit numbers and a scale, as quantised layers keep it, and a LoRA in float32."""
+
+    class Quantised(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.scale = weight.abs().amax().item() / 127
+            self.weight = nn.Parameter((weight / self.scale).round().to(torch.int8), False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.to(x.dtype) * self.scale).T
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+            self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x.float())).to(x.dtype)
+
+    with seeded(0):
+        model = tiny_lm().to(torch.bfloat16).requires_grad_(False)
+        model.mix = Adapted(Quantised(model.mix.weight))
+        nn.init.normal_(model.mix.up.weight)
+    task = task_of(model, sequences(8))
+    assert set(task.parameters()) == {"mix.down.weight", "mix.up.weight"}
+    wide = task_of(model.float(), sequences(8))
+    truth = blr.sensitivity(wide, fitted(wide, "kron"), **QUIET).self_influence
+    model.to(torch.bfloat16).mix.down.float(), model.mix.up.float()
+    task = task_of(model, sequences(8))
+    ours = blr.sensitivity(task, fitted(task, "kron"), **QUIET).self_influence
+    assert relative(ours, truth) < 10 * torch.finfo(torch.bfloat16).eps
