@@ -1,11 +1,11 @@
-"""Progress bars on long work: shown on a terminal after a second, silent elsewhere."""
+"""Progress bars on long work: on a terminal or in a notebook after a second, silent elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 T = TypeVar("T")
 

@@ -21,6 +21,7 @@ module imports neither pandas nor matplotlib.
 
 from __future__ import annotations
 
+import html
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from typing import Any
 from blr_analysis.errors import BLRError, InputError
 
 __all__ = ["GroupRows", "Plottable", "Tabular", "make_plot", "make_table"]
+
+
+ROWS, LINE = 10, 400  # of a table, and characters of a line, that a notebook shows
 
 
 @singledispatch
@@ -74,6 +78,16 @@ class Tabular:
         """The result as a ``pandas.DataFrame``, one row per example (or per group)."""
         return make_table(self)
 
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows: the result in a line, and the first rows of its table."""
+        try:
+            table = self.table
+        except BLRError:
+            return None  # as text, then
+        said = repr(self)
+        line = html.escape(said if len(said) <= LINE else type(self).__name__)
+        return f"<p><code>{line}</code></p>{table.head(ROWS).to_html()}<p>{len(table):,} rows</p>"
+
 
 class Plottable:
     """A result with a ``plot`` method."""
@@ -83,7 +97,8 @@ class Plottable:
 
         Args:
             ax: the Axes to draw on. If None, a new figure is made that belongs to nobody
-                else (pyplot does not know it): save it with ``ax.figure.savefig(path)``.
+                else (pyplot does not know it): it shows itself at the end of a notebook's cell,
+                and ``.savefig(path)`` saves it.
             options: what the picture of this kind of result understands; see
                 :mod:`blr_analysis.plots`.
         """

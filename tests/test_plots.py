@@ -132,6 +132,13 @@ def test_without_axes_a_figure_that_can_be_saved(name: str, recwarn: Any) -> Non
     assert not list(recwarn)  # no glyph is missing, nothing collapses
 
 
+def test_a_notebook_shows_a_picture_and_saves_it(tmp_path: Any) -> None:
+    ax = memory_map(scores_of(np.arange(9.0), np.arange(9.0))).plot()
+    assert ax._repr_png_().startswith(b"\x89PNG")
+    ax.savefig(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_no_trace_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
@@ -181,7 +188,8 @@ def test_every_example_is_drawn_once_in_its_region() -> None:
 
 def test_regions_are_named_and_counted_in_their_corners() -> None:
     memory = some_map()
-    texts = {t.get_text().split("\n")[0]: t for t in plot_memory_map(memory).texts}
+    lines = {t.get_text().split("\n")[0]: t for t in plot_memory_map(memory).texts}
+    texts = {name: text for name, text in lines.items() if "%" not in name}
     assert set(texts) == set(REGIONS)
     for region, (right, top) in zip(REGIONS, [(0, 0), (1, 0), (0, 1), (1, 1)], strict=True):
         x, y = texts[region].get_position()
@@ -238,6 +246,20 @@ def test_every_point_is_seen_on_its_side_of_the_thresholds(
             assert (y > line_y) == bool(code >= 2)
             assert ax.get_xlim()[0] < x < ax.get_xlim()[1]
             assert ax.get_ylim()[0] < y < ax.get_ylim()[1]
+
+
+def test_errors_of_a_saturated_network_are_spread_and_not_piled_up() -> None:
+    errors = np.logspace(-25, 0, 200)
+    scale = choose_scale(errors)
+    assert scale.clipped <= 2
+    assert len(np.unique(scale.draw(errors))) >= 199
+
+
+def test_each_threshold_says_how_many_lie_beyond_it() -> None:
+    ax = plot_memory_map(some_map())
+    said = [text.get_text() for text in ax.texts]
+    assert sum("% above" in text for text in said) == 1
+    assert sum("% beyond" in text for text in said) == 1
 
 
 def test_what_lies_below_the_axis_is_drawn_at_its_edge_and_counted() -> None:
@@ -391,6 +413,17 @@ def test_deviations_fall_and_the_largest_are_labelled() -> None:
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
 
 
+def test_no_label_covers_a_marker() -> None:
+    values = np.sort(np.random.default_rng(0).pareto(1.0, 500))[::-1]
+    table = pd.DataFrame({"index": np.arange(500), "deviation": np.minimum(values, values[4])})
+    ax = plot_deviations(table)
+    ax.figure.draw_without_rendering()
+    for x, y in ax.transData.transform(np.column_stack(ax.lines[1].get_data())):
+        for box in boxes_of(ax):
+            near = box.patch.get_window_extent().padded(3)
+            assert not (near.x0 < x < near.x1 and near.y0 < y < near.y1)
+
+
 def test_deviations_of_a_part_of_the_table_keep_their_index() -> None:
     table = pd.DataFrame({"index": [30, 10, 20], "deviation": [0.2, 0.5, 0.3]})
     ax = plot_deviations(table, n_labels=2, labels={10: "cat", 20: "dog"})
@@ -511,6 +544,12 @@ def test_bars_before_and_after_each_group(measure: str) -> None:
     }
     assert names_of(ax) == ["0", "1", "2", "3"]
     assert ("worse" if measure == "nll" else "better") in ax.get_ylabel()
+
+
+def test_bars_too_low_to_be_seen_say_their_number() -> None:
+    low = pd.DataFrame({"group": range(8), "nll_before": 0.01, "nll_after": range(1, 9)})
+    assert [text.get_text() for text in plot_what_if(low).texts] == ["0.01"] * 8
+    assert not plot_what_if(low.assign(nll_before=1.0)).texts
 
 
 def test_one_what_if_shows_the_whole_and_its_classes() -> None:

@@ -16,7 +16,7 @@ from blr_analysis import tables
 from blr_analysis.errors import BLRError, DataError, InputError, StorageError
 from blr_analysis.memory_map import REGIONS, memory_map
 from blr_analysis.posterior import fit_laplace
-from blr_analysis.sensitivity import leave_one_out, sensitivity, what_if, what_if_each
+from blr_analysis.sensitivity import influence, leave_one_out, sensitivity, what_if, what_if_each
 from blr_analysis.tables import (
     class_table,
     each_table,
@@ -413,3 +413,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_makers_of_this_package_are_registered() -> None:
     for kind in (tables.Scores, tables.LeaveOneOut, tables.WhatIf, tables.MemoryMap):
         assert make_table.dispatch(kind) is not make_table.dispatch(object)
+
+
+def test_a_notebook_shows_a_line_and_the_first_rows() -> None:
+    X, y = torch.randn(40, 2), torch.tensor([0, 1] * 20)
+    task = Task(torch.nn.Linear(2, 2), (X, y), metadata={"note": ["<b>&"] * 40})
+    posterior = fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    scores = sensitivity(task, posterior, progress=False)
+    shown = scores._repr_html_()
+    assert shown is not None and "Scores(N=40" in shown and "40 rows" in shown
+    assert shown.count("<tr") == 11 and "&lt;b&gt;&amp;" in shown and "<b>&" not in shown
+    matrix = influence(task, posterior, task, progress=False)
+    assert "Influence(40 training × 40 test examples" in matrix._repr_html_()
+    assert "tensor" not in repr(matrix)

@@ -174,9 +174,12 @@ def map_section(memory: MemoryMap) -> RenderableType:
             "the example is": [REGION_MEANS[name] for name in counts],
         }
     )
+    above = float((memory.error > memory.error_threshold).double().mean())
+    beyond = float((memory.variance > memory.variance_threshold).double().mean())
     lead = (
         f"Prediction error above {memory.error_threshold:.3g} counts as poorly fitted, prediction "
-        f"variance above {memory.variance_threshold:.3g} as little support."
+        f"variance above {memory.variance_threshold:.3g} as little support: quantiles of these "
+        f"data, so that {above:.0%} and {beyond:.0%} lie above whatever the model."
     )
     return section("Memory map", lead, rows)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files import Folder, Scratch, fingerprint

@@ -5,6 +5,7 @@ Nothing here touches pyplot or rcParams: a figure made here belongs to its calle
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,21 @@ LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class Picture(Axes):
+    """Axes of a figure of their own, which show themselves at the end of a notebook's cell."""
+
+    name = "blr_analysis"
+
+    def savefig(self, path: Any, **options: Any) -> None:
+        """Save the whole figure, as ``figure.savefig`` does."""
+        self.get_figure(root=True).savefig(path, **options)  # type: ignore[union-attr]
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=96)
+        return file.getvalue()
+
+
 def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
     """The Axes given, or those of a new figure that pyplot does not know.
 
@@ -38,7 +54,7 @@ def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
         InputError: ``ax`` is something else than Axes.
     """
     if ax is None:
-        return Figure(figsize=size, layout="constrained").subplots()
+        return Figure(figsize=size, layout="constrained").add_subplot(axes_class=Picture)
     if not isinstance(ax, Axes):
         raise InputError(f"ax must be a matplotlib Axes or None; got {type(ax).__name__}")
     return ax
@@ -85,18 +101,18 @@ def choose_scale(values: np.ndarray, threshold: float | None = None) -> AxisScal
 
     That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor
     of 30 apart. The floor is the smallest positive value, or six decades below the largest as
-    long as no more than a quarter of the positive values lie under it. A value keeps its side
-    of the threshold.
+    long as no more than one in a hundred of the positive values lies under it. A value keeps its
+    side of the threshold.
     """
     positive = values[values > 0]
     if len(positive) < 2:
         return AxisScale(False)
-    low, quarter, middle, high, top = np.quantile(positive, [0.05, 0.25, 0.5, 0.95, 1.0])
+    least, low, middle, high, top = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
     if high <= 30 * low and top <= 30 * middle:
         return AxisScale(False)
     floor = float(positive.min())
     if threshold is None or threshold > 0:
-        floor = max(floor, min(float(top) * 1e-6, float(quarter)))
+        floor = max(floor, min(float(top) * 1e-6, float(least)))
     if threshold is not None and threshold > 0:
         floor = min(floor, threshold)
     return AxisScale(True, floor, int((values < floor).sum()))

@@ -13,6 +13,9 @@ _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
 _GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
 
 
+MARKER = 6.0  # pixels from a marker's middle to its edge: that much room beside every box
+
+
 def label_points(
     ax: Axes,
     points: np.ndarray,
@@ -110,8 +113,8 @@ def place(
         cost = (
             1e6 * outside.sum(axis=1)
             + 1e4 * overlap
-            + 100 * _covered(box_low, box_high, anchors)
-            + np.minimum(_covered(box_low, box_high, crowd), 60)
+            + 1000 * _covered(box_low - MARKER, box_high + MARKER, anchors)
+            + 4 * np.minimum(_covered(box_low - MARKER, box_high + MARKER, crowd), 60)
             + np.repeat(_GAPS, len(directions)) / 4
         )
         best = int(np.argmin(cost))

@@ -92,6 +92,7 @@ def plot_memory_map(
         _draw_each(ax, x, y, memory)
     ax.axvline(line_x, color="0.25", lw=0.9, ls="--", zorder=1.5)
     ax.axhline(line_y, color="0.25", lw=0.9, ls="--", zorder=1.5)
+    _say_how_many_lie_beyond(ax, memory, line_x, line_y)
     names = _name_regions(ax, memory)
     variance_name = VARIANCES[memory.variance_kind]
     ax.set_xlabel(f"prediction {variance_name} [output²]  (→ less certain){across.note}")
@@ -157,6 +158,18 @@ def _tint_memorable(ax: Axes, line_x: float, line_y: float) -> None:
     ax.add_patch(
         Rectangle(corner, right - line_x, top - line_y, fc=colour, alpha=0.12, lw=0, zorder=0.5)
     )
+
+
+def _say_how_many_lie_beyond(ax: Axes, memory: MemoryMap, line_x: float, line_y: float) -> None:
+    """Beside each threshold the share of the examples that it leaves above: what it was set by."""
+    box = {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1}
+    look: dict[str, Any] = {"color": "0.25", "fontsize": 7, "zorder": 4, "bbox": box}
+    above = float((memory.error > memory.error_threshold).double().mean())
+    beyond = float((memory.variance > memory.variance_threshold).double().mean())
+    across, up = ax.get_yaxis_transform(), ax.get_xaxis_transform()
+    ax.text(0.012, line_y, f"{above:.0%} above", transform=across, va="center", **look)
+    ax.text(line_x, 0.3, f"{beyond:.0%} beyond", transform=up, ha="center", va="center",
+            rotation=90, **look)  # fmt: skip
 
 
 def _name_regions(ax: Axes, memory: MemoryMap) -> list[Text]:

@@ -22,6 +22,7 @@ from blr_analysis.plots._canvas import (
 __all__ = ["plot_what_if"]
 
 MAX_GROUPS = 20
+VANISHING = 0.04  # of the axis
 Truth = Mapping[Any, float] | Sequence[float] | float
 
 
@@ -107,7 +108,12 @@ def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) ->
         ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white",
                 mec="black", mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     highest = np.nanmax(np.concatenate([before, after, known]))
-    ax.set_ylim(0, float(highest) * 1.3 or 1.0)
+    ax.set_ylim(0, top := float(highest) * 1.3 or 1.0)
+    if len(before) > 6:
+        for place, low in enumerate(before):
+            if low < VANISHING * top:  # a bar that nobody sees says its number
+                ax.annotate(f"{low:.2g}", (place - 0.19, low), xytext=(0, 2), ha="center",
+                            textcoords="offset points", rotation=90, fontsize=7)  # fmt: skip
 
 
 def _from_table(table: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.checks import instance, positive_int

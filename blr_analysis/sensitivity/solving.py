@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.checks import one_of, positive_int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,9 +162,15 @@ class Influence(Tensor, Tabular):
         return make_plot(self, ax, test=test, **options)
 
     def __repr__(self, **options: Any) -> str:
-        text = super().__repr__(**options)
-        about = str(self.pairs) if hasattr(self, "pairs") else ""
-        return f"{text[:-1]}, {about})" if about else text
+        if self.ndim != 2 or not hasattr(self, "pairs"):
+            return super().__repr__(**options)
+        about = ", ".join(filter(None, (str(self.dtype).removeprefix("torch."), str(self.pairs))))
+        n, m = self.shape
+        return f"Influence({n:,} training × {m:,} test examples, {about}; see .top(k), .plot(test))"
+
+    def _repr_html_(self) -> str:
+        """One line: the table needs forward passes, and a matrix tells nobody anything."""
+        return f"<p><code>{html.escape(repr(self))}</code></p>"
 
     def __deepcopy__(self, memo: Any) -> Influence:
         return Influence.of(self.matrix.clone(), self.pairs)
