@@ -122,42 +122,47 @@ class Categorical(Likelihood):
         """t, what the loss asks of every class, ``[B, C]``."""
         c = outputs.shape[-1]
         ignored = self._ignored(targets)
-        soft = targets if targets.ndim == 2 else F.one_hot(targets.masked_fill(ignored, 0), c)
-        t = soft.to(outputs.dtype)
+        known = targets if ignored is None else targets.masked_fill(ignored, 0)
+        t = (known if known.ndim == 2 else F.one_hot(known, c)).to(outputs.dtype)
         if self.label_smoothing:
             t = (1 - self.label_smoothing) * t + self.label_smoothing / c
         if self.weight is not None:
             t = t * outputs.new_tensor(self.weight)
-        return t.masked_fill(ignored.unsqueeze(-1), 0.0)
+        return t if ignored is None else t.masked_fill(ignored.unsqueeze(-1), 0.0)
 
-    def _ignored(self, targets: Tensor) -> Tensor:
+    def _ignored(self, targets: Tensor) -> Tensor | None:
         if self.ignore_index is None or targets.ndim == 2:
-            return torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+            return None
         return targets == self.ignore_index
 
-    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """s, ``[B, 1]``: what Λ is multiplied by."""
-        return self.shares(outputs, targets).sum(-1, keepdim=True)
+    def _times_mass(
+        self, plain: Tensor, outputs: Tensor, targets: Tensor, *, root: bool = False
+    ) -> Tensor:
+        """s or √s times ``[B, …]``; s = 1 of classes that count alike."""
+        if targets.ndim == 1 and self.weight is None and self.ignore_index is None:
+            return plain
+        s = self.shares(outputs, targets).sum(-1)
+        return (s.sqrt() if root else s).reshape(-1, *[1] * (plain.ndim - 1)) * plain
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        t = self.shares(outputs, targets)
-        return t.sum(-1, keepdim=True) * outputs.softmax(-1) - t
+        p = self._times_mass(outputs.softmax(-1), outputs, targets)
+        return p - self.shares(outputs, targets)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         plain = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-        return self.mass(outputs, targets).unsqueeze(-1) * plain
+        return self._times_mass(plain, outputs, targets)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
-        return self.mass(outputs, targets) * plain
+        return self._times_mass(plain, outputs, targets)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         root = p.sqrt()
         plain = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
-        return self.mass(outputs, targets).sqrt().unsqueeze(-1) * plain
+        return self._times_mass(plain, outputs, targets, root=True)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         soft = targets.ndim == 2
@@ -182,7 +187,9 @@ class Categorical(Likelihood):
         ignored."""
         right = outputs.argmax(-1) == (targets.argmax(-1) if targets.ndim == 2 else targets)
         ignored = self._ignored(targets)
-        return right.to(outputs.dtype).masked_fill(ignored, torch.nan) if ignored.any() else right
+        if ignored is None or not bool(ignored.any()):
+            return right
+        return right.to(outputs.dtype).masked_fill(ignored, torch.nan)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(-1)
@@ -190,7 +197,7 @@ class Categorical(Likelihood):
     def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
         plain = outputs.softmax(-1) - F.one_hot(drawn, outputs.shape[-1]).to(outputs.dtype)
-        return self.mass(outputs, targets).sqrt() * plain
+        return self._times_mass(plain, outputs, targets, root=True)
 
 
 def _soft(targets: Tensor) -> Tensor:

@@ -27,13 +27,20 @@ from blr_analysis.task import Task
 
 @dataclass(frozen=True)
 class Point:
-    """F at some weights: its value in nats, its gradient, and the gradient's size relative to
-    that of the data's and the prior's part, which cancel in it at an optimum."""
+    """F at some weights: its value in nats, and its gradient."""
 
     params: Tree
     value: float
     gradient: Tree
-    residual: float
+    prior: Prior
+
+    @property
+    def residual(self) -> float:
+        """The gradient's size relative to that of the data's and the prior's part, which cancel
+        in it at an optimum."""
+        pull = self.prior.times(self.prior.gap(self.params))
+        size = norm({n: g - pull[n] for n, g in self.gradient.items()}) + norm(pull)
+        return norm(self.gradient) / size if size > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,7 @@ class Objective:
             slope = {n: g + grads[n] for n, g in slope.items()}
             value += part
         gradient = {n: g + pull[n] for n, g in slope.items()}
-        size = norm(slope) + norm(pull)
-        return Point(params, value, gradient, norm(gradient) / size if size > 0 else 0.0)
+        return Point(params, value, gradient, self.prior)
 
     def value(self, params: Tree) -> float:
         """F at these weights, by forward passes alone.
