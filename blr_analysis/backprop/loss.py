@@ -142,13 +142,14 @@ def evaluated(
 def batch_gradient(
     task: Task, leaves: Mapping[str, Tensor], indices: Tensor, errors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf).
+    """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf), of a
+    model in eval mode.
 
     Raises:
         ModelError: autograd cannot differentiate the model, or would leave out what its backward
             pass differentiates itself.
     """
-    with torch.enable_grad(), task.evaluation():
+    with torch.enable_grad():
         f, y = task.run(fetched(task, indices), leaves, indices)
         if not f.requires_grad:
             return f, y, None
@@ -190,13 +191,14 @@ def loss_and_gradient(
     parts = (torch.arange(task.n_data) if indices is None else indices).split(task.batch_size)
     given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
     shown = track(parts, total=len(parts), label="gradient", show=progress)
-    for chosen, e in zip(shown, given, strict=True):
-        f, y, grads = batch_gradient(task, leaves, chosen, e)
-        loss += float(task.likelihood.at(chosen).nll(f, y).double().sum())
-        if watch is not None:
-            watch(f, y, chosen)
-        for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
-            whole += grad
+    with task.evaluation():
+        for chosen, e in zip(shown, given, strict=True):
+            f, y, grads = batch_gradient(task, leaves, chosen, e)
+            loss += float(task.likelihood.at(chosen).nll(f, y).double().sum())
+            if watch is not None:
+                watch(f, y, chosen)
+            for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
+                whole += grad
     return total, loss
 
 
@@ -221,4 +223,5 @@ def evaluated_gradient(
 def depends(task: Task, params: Mapping[str, Tensor]) -> bool:
     """Whether the first example's outputs are connected to any of the parameters."""
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    return batch_gradient(task, leaves, torch.tensor([0]))[2] is not None
+    with task.evaluation():
+        return batch_gradient(task, leaves, torch.tensor([0]))[2] is not None

@@ -435,18 +435,23 @@ def factored_products(
     r = len(stack[term.weight])
     a = a.transpose(0, 1).reshape(g, b * t, -1)
     shares = d.new_empty(b, k, r)
-    size = min(2 * CACHED if k == 1 else HELD, room or HELD) // (g * b * t * o)
-    if scale is not None or stack[term.weight].dtype != dtype:
-        size = min(size, HELD // stack[term.weight][0].numel())  # what is copied
+    copied = scale is not None or stack[term.weight].dtype != dtype
+    size = min(HELD if copied or k > 1 else 2 * CACHED, room or HELD) // (g * b * t * o)
+    if copied:
+        size = min(size, HELD // stack[term.weight][0].numel())
     for at in slices(r, size):
         u = term.layout.matrix(unflat(term, taken(stack, term.weight, at, dtype, scale)))
         u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])
-        x = (a @ u.mT).view(g, b, t, -1, o)
+        x = a @ u.mT
+        if term.bias is not None and not swapped:
+            bias = taken(stack, term.bias, at, dtype, scale).view(-1, g, o)
+            x += bias.transpose(0, 1).reshape(g, 1, -1)
+        x = x.view(g, b, t, -1, o)
         if g == t == 1:
             shares[..., at] = torch.bmm(d[:, 0, :, 0], x[0, :, 0].mT)
         else:
             shares[..., at] = torch.einsum("gbtro,bgkto->bkr", x, d)
-    if term.bias is not None:
+    if term.bias is not None and swapped:
         bias = taken(stack, term.bias, slice(None), dtype, scale)
         shares += term._bias_grads().transpose(1, 2).flatten(2) @ bias.mT
     return shares

@@ -239,7 +239,7 @@ def _add_batches(
     batches = order.split(batch_size)
     scale = task.n_data / len(batches)
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    with _bar(task.n_data, "squared_minibatch", progress) as bar:
+    with task.evaluation(), _bar(task.n_data, "squared_minibatch", progress) as bar:
         for indices in batches:
             grads = batch_gradient(task, leaves, indices)[2]
             for sums, grad in zip(total.values(), grads or (), strict=grads is not None):

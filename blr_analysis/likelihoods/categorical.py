@@ -138,11 +138,11 @@ class Categorical(Likelihood):
     def _times_mass(
         self, plain: Tensor, outputs: Tensor, targets: Tensor, *, root: bool = False
     ) -> Tensor:
-        """s or √s times ``[B, …]``; s = 1 of classes that count alike."""
+        """s or √s times ``[…, B, numbers]``; s = 1 of classes that count alike."""
         if targets.ndim == 1 and self.weight is None and self.ignore_index is None:
             return plain
-        s = self.shares(outputs, targets).sum(-1)
-        return (s.sqrt() if root else s).reshape(-1, *[1] * (plain.ndim - 1)) * plain
+        s = self.shares(outputs, targets).sum(-1, keepdim=True)
+        return (s.sqrt() if root else s) * plain
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = self._times_mass(outputs.softmax(-1), outputs, targets)
@@ -151,7 +151,7 @@ class Categorical(Likelihood):
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         plain = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-        return self._times_mass(plain, outputs, targets)
+        return self._times_mass(plain.flatten(1), outputs, targets).view_as(plain)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(-1)
@@ -162,7 +162,7 @@ class Categorical(Likelihood):
         p = outputs.softmax(-1)
         root = p.sqrt()
         plain = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
-        return self._times_mass(plain, outputs, targets, root=True)
+        return self._times_mass(plain.flatten(1), outputs, targets, root=True).view_as(plain)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         soft = targets.ndim == 2
