@@ -19,13 +19,10 @@ from blr_analysis.errors import InputError
 
 def positive_int(name: str, value: Any) -> int:
     """A whole number above 0 (NumPy's too, but no booleans)."""
-    try:
-        whole = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        whole = 0
-    if whole < 1:
+    number = None if isinstance(value, float) else whole(value)
+    if number is None or number < 1:
         raise InputError(f"{name} must be a positive integer, got {value!r}")
-    return whole
+    return number
 
 
 def positive_number(name: str, value: Any) -> float:

@@ -55,7 +55,7 @@ class Examples:
             DataError: the dataset or the collate function raises; the index is named.
         """
         if self.is_tensors:
-            if _is_range(indices):
+            if len(indices) and bool((indices.diff() == 1).all()):
                 return self.dataset[int(indices[0]) : int(indices[-1]) + 1]
             return self.dataset[indices]
         items = [self._item(int(i)) for i in indices]
@@ -297,10 +297,6 @@ def describe(batch: Any) -> str:
     if isinstance(batch, (list, tuple)):
         return "(" + ", ".join(describe(v) for v in batch[:8]) + ")"
     return type(batch).__name__
-
-
-def _is_range(indices: Tensor) -> bool:
-    return len(indices) > 0 and bool((indices.diff() == 1).all())
 
 
 def _said(error: Exception) -> str:

@@ -144,7 +144,11 @@ def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
 def loo_section(loo: LeaveOneOut, on_test: Evaluation | None) -> RenderableType:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
     rows = [
-        ("training data", _mean(loo.losses_before), accuracy_of(loo.predictions_before, loo)),
+        (
+            "training data",
+            float(loo.losses_before.double().mean()),
+            accuracy_of(loo.predictions_before, loo),
+        ),
         ("leave-one-out estimate", loo.nll, loo.accuracy),
     ]
     if on_test is not None:
@@ -344,10 +348,6 @@ def _answers(table: pd.DataFrame) -> dict[str, Iterable[Any]]:
     return {
         shown: table[name].map(plain).tolist() for name, shown in names.items() if name in table
     }
-
-
-def _mean(values: Any) -> float:
-    return float(values.double().mean())
 
 
 def accuracy_of(predictions: Any, loo: LeaveOneOut) -> float | None:

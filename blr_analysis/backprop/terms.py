@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.tree import Tree
 from blr_analysis.errors import ModelError
 
-Tree = dict[str, Tensor]
 HELD = 2**21  # numbers of an intermediate result: rows of a stack are taken in slices
 
 

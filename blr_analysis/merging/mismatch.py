@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated, evaluated_gradient
+from blr_analysis.backprop.tree import Tree, dot, norm
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
 from blr_analysis.merging.weighting import in_order, matched_precisions
@@ -19,8 +20,6 @@ from blr_analysis.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
-
-Tree = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,13 @@ def disturbance(
         "n_data": task.n_data,
         "mismatch": mismatch,
         "mismatch_per_example": mismatch / task.n_data,
-        "mismatch_in_metric": norm(change, forecast.metric) if forecast else math.nan,
+        "mismatch_in_metric": _norm_in(forecast.metric, change) if forecast else math.nan,
         "gradient_own": norm(home.gradient),
         "gradient_merged": norm(gradient),
         "distance": norm(step),
         "gap": gap,
         "gap_per_example": gap / task.n_data,
-        "gap_by_gradient": _dot(middle, step),
+        "gap_by_gradient": dot(middle, step),
         "gap_by_precision": _foretold(home.gradient, forecast.data, step) if forecast else math.nan,
         **_losses("", home.here, here),
         **_losses("test_", home.there, there),
@@ -131,26 +130,20 @@ def _told(task: str) -> Iterator[None]:
         raise type(error)(f"task {task!r}: {error}") from error
 
 
-def norm(tree: Tree, metric: State | None = None) -> float:
-    """√Σ v², or √Σ v²/H, infinite where H is 0 and v is not; all in float64."""
+def _norm_in(metric: State, tree: Tree) -> float:
+    """√Σ v²/H, infinite where H is 0 and v is not; in float64."""
     total = 0.0
     for n, v in tree.items():
         squares = v.double().square()
-        if metric is not None:
-            squares = torch.where(squares > 0, squares / metric[n].to(squares), 0.0)
-        total += float(squares.sum())
+        total += float(torch.where(squares > 0, squares / metric[n].to(squares), 0.0).sum())
     return math.sqrt(total)
-
-
-def _dot(a: Tree, b: Tree) -> float:
-    return sum(float((x.double() * b[n].double()).sum()) for n, x in a.items())
 
 
 def _foretold(gradient: Tree, h: State, step: Tree) -> float:
     bend = sum(
         float((h[n].to(d.device).double() * d.double().square()).sum()) for n, d in step.items()
     )
-    return _dot(gradient, step) + bend / 2
+    return dot(gradient, step) + bend / 2
 
 
 @dataclass(frozen=True)
@@ -271,7 +264,10 @@ def gradient_mismatch(
     names = list(by_name)
     homes = _homes(by_name, models)
     forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, by_name)
-    held_out = dict.fromkeys(names) if tests is None else _tests(tests, names)
+    held_out: dict[str, Task | None] = dict.fromkeys(names)
+    if tests is not None:
+        given = named_tasks(tests, "tests")
+        held_out = _matched(given, names, "tests", isinstance(tests, Mapping))
     merges = _merges(merged)
     kept = {
         name: at_home(name, by_name[name], held_out[name], homes[name], progress=progress)
@@ -302,10 +298,6 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
         return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
     states = named_states(models, "models")
     return _matched(states, list(tasks), "models", by_name=isinstance(models, Mapping))
-
-
-def _tests(tests: Any, names: Sequence[str]) -> dict[str, Task]:
-    return _matched(named_tasks(tests, "tests"), names, "tests", isinstance(tests, Mapping))
 
 
 def _matched(given: dict[str, Any], names: Sequence[str], what: str, by_name: bool) -> dict:

@@ -22,6 +22,7 @@ import torch
 
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
@@ -108,7 +109,6 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     slope, _ = loss_and_gradient(task, q.mean)
     pull = q.prior.times(q.prior.gap(q.mean))
     g = {n: s + pull[n] for n, s in slope.items()}
-    size = [math.sqrt(sum(_square(x) for x in tree.values())) for tree in (slope, pull, g)]
     decrement = _gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
@@ -129,7 +129,8 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         }
         for n, x in g.items()
     }
-    residual = size[2] / (size[0] + size[1]) if size[0] + size[1] > 0 else 0.0
+    size = norm(slope) + norm(pull)
+    residual = norm(g) / size if size > 0 else 0.0
     rest = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
     _SEEN[posterior] = (task, rest)
     return rest
@@ -142,8 +143,7 @@ def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
 
 def _gain(q: Posterior, g: Tree) -> float:
     """½ gᵀ Σ g, summed in float64."""
-    step = q.form.solve(g)
-    return 0.5 * sum(float((x.double() * step[n].double()).sum()) for n, x in g.items())
+    return 0.5 * dot(g, q.form.solve(g))
 
 
 def _square(x: torch.Tensor) -> float:

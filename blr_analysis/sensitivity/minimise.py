@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from blr_analysis.backprop.tree import add, dot, norm, scaled
 from blr_analysis.errors import BLRError, ModelError, PosteriorError
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.sensitivity.curvature import Operator, Solution, cg
-from blr_analysis.sensitivity.objective import Objective, Point, dot, norm, whole
+from blr_analysis.sensitivity.objective import Objective, Point, whole
 from blr_analysis.task import Task
 
 TRIES = 20  # dampings of one Newton step, each four times the last
@@ -358,13 +359,3 @@ def write(task: Task, params: Tree) -> None:
     with torch.no_grad():
         for name, value in params.items():
             own[name].copy_(value)
-
-
-def add(a: Tree, scale: float, b: Tree) -> Tree:
-    """a + scale · b."""
-    return {n: torch.add(x, b[n], alpha=scale) for n, x in a.items()}
-
-
-def scaled(a: Tree, scale: float) -> Tree:
-    """scale · a."""
-    return {n: scale * x for n, x in a.items()}

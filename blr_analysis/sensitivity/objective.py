@@ -5,7 +5,6 @@ F(θ) = Σ_{i kept, added, relabelled} ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils.data import StackDataset
 
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.tree import norm
 from blr_analysis.data import Examples
 from blr_analysis.errors import DataError
 from blr_analysis.posterior.prior import Prior
@@ -180,12 +180,3 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
         batch_size=task.batch_size,
         device=task.device,
     )
-
-
-def dot(a: Tree, b: Tree) -> float:
-    """⟨a, b⟩, summed in float64."""
-    return sum(float((x.double() * b[n].double()).sum()) for n, x in a.items())
-
-
-def norm(a: Tree) -> float:
-    return math.sqrt(max(0.0, dot(a, a)))

@@ -14,12 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
 from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.tree import add
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.minimise import Descent, add, descend
+from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
 from blr_analysis.sensitivity.replay import Replay, first_weights, prepare
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
@@ -158,7 +159,8 @@ class GroupSolver:
                 solver = "posterior"
         if solver == "posterior":
             return self._one_step(change, [*shares, *labels], note=note)
-        still = [(sign, replace(part, gradient=_nothing(part))) for sign, part in shares]
+        nothing = {n: torch.zeros_like(m) for n, m in q.mean.items()}
+        still = [(sign, replace(part, gradient=nothing)) for sign, part in shares]
         preconditioner, floored = step(q, still)
         data = changed(
             task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
@@ -246,10 +248,6 @@ def _at(q: Posterior, mean: Tree, **record: Any) -> Posterior:
     return Posterior(
         mean, q.form, prior_precision=q.prior, n_data=q.n_data, record={**q.record, **record}
     )
-
-
-def _nothing(part: Share) -> Tree:
-    return {n: torch.zeros_like(g) for n, g in part.gradient.items()}
 
 
 def _descended(

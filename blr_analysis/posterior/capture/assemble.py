@@ -88,6 +88,9 @@ def assemble(
             data = torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
         precision[slot.name] = data if bare else _positive(slot.name, data + delta, delta)
     deltas = {0.0} if bare else set(scale.prior.values())
+    definition = scale.definition
+    if bare:  # from "S = … + delta" to "H = …"
+        definition = definition.replace("S = ", "H = ", 1).removesuffix(" + delta")
     counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
     return Captured(
         mean=mean,
@@ -96,7 +99,7 @@ def assemble(
         n_data=scale.n_data,
         record={
             "kind": reader.kind,
-            "definition": _data_part(scale.definition) if bare else scale.definition,
+            "definition": definition,
             "n_data": scale.n_data,
             **scale.record,
             **record,
@@ -177,11 +180,6 @@ def _settings(slots: Sequence[Slot], reader: Reader) -> list[dict[str, Any]]:
         {key: _plain(group[key]) for key in reader.settings if key in group}
         for group in groups.values()
     ]
-
-
-def _data_part(definition: str) -> str:
-    """From "S = … + delta" to "H = …"."""
-    return definition.replace("S = ", "H = ", 1).removesuffix(" + delta")
 
 
 def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
