@@ -25,6 +25,22 @@ def positive_int(name: str, value: Any) -> int:
     return number
 
 
+def at_least(least: int, name: str, value: Any) -> int:
+    """A whole number, ``least`` or more (NumPy's too, but no booleans)."""
+    number = None if isinstance(value, float) else whole(value)
+    if number is None or number < least:
+        raise InputError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return number
+
+
+def share(name: str, value: Any) -> float:
+    """A number above 0 and at most 1."""
+    number = _number(value)
+    if not 0 < number <= 1:
+        raise InputError(f"{name} must be above 0 and at most 1, got {value!r}")
+    return number
+
+
 def positive_number(name: str, value: Any) -> float:
     """A finite number above 0 (NumPy's and tensors of one entry too, but no booleans or texts)."""
     number = _number(value)

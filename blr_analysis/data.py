@@ -370,11 +370,8 @@ def checked(
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
     likelihood.check_outputs(outputs)
-    if indices is not None and len(outputs) != len(indices):
-        raise ModelError(
-            f"the model returned {len(outputs)} rows of outputs for {len(indices)} examples; "
-            "reshape them in forward="
-        )
+    if indices is not None:
+        check_rows(outputs, len(indices))
     try:
         targets = torch.as_tensor(targets, device=outputs.device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -397,6 +394,15 @@ def checked(
             "and those inputs"
         )
     return outputs, targets
+
+
+def check_rows(outputs: Tensor, size: int) -> None:
+    """Raise :class:`ModelError` unless there is one row of outputs per example."""
+    if len(outputs) != size:
+        raise ModelError(
+            f"the model returned {len(outputs)} rows of outputs for {size} examples; "
+            "reshape them in forward="
+        )
 
 
 def _check_counted(likelihood: Likelihood, targets: Tensor, indices: Tensor | None) -> None:

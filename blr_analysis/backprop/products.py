@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.tree import lead_of
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.progress import track
@@ -125,13 +126,7 @@ class Curvature:
         leads = {}
         for name, p in self._params.items():
             x = v.get(name)
-            if x is None or x.shape[x.ndim - p.ndim :] != p.shape:
-                got = "nothing" if x is None else tuple(x.shape)
-                raise InputError(
-                    f"a vector over these parameters needs {name!r} of shape {tuple(p.shape)} "
-                    f"(leading batch dimensions allowed), got {got}"
-                )
-            leads[name] = x.shape[: x.ndim - p.ndim]
+            leads[name] = lead_of(name, x, p.shape)
         if len(set(leads.values())) != 1:
             raise InputError(f"the vectors' leading dimensions differ: {leads}")
         return next(iter(leads.values()))

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from blr_analysis.backprop.layers import Rule, lifted
-from blr_analysis.errors import ModelError
+from blr_analysis.data import check_rows
 from blr_analysis.task import Task
 
 # Autograd's names of the operations that move rows to places that the data choose.
@@ -182,11 +182,7 @@ def record(
 
     with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), _hooks(units, visit):
         outputs, targets = task.run(batch, params, indices)
-    if len(outputs) != size:
-        raise ModelError(
-            f"the model returned {len(outputs)} rows of outputs for {size} examples; reshape "
-            "them in forward="
-        )
+    check_rows(outputs, size)
     for seen in visits:
         seen.settle()
     return Recording(outputs, targets, visits)

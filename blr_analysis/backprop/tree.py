@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from blr_analysis.errors import InputError
 
 Tree = dict[str, Tensor]
 
@@ -29,3 +31,18 @@ def add(a: Mapping[str, Tensor], scale: float, b: Mapping[str, Tensor]) -> Tree:
 def scaled(a: Mapping[str, Tensor], scale: float) -> Tree:
     """scale · a."""
     return {n: scale * x for n, x in a.items()}
+
+
+def lead_of(name: str, x: Tensor | None, shape: Sequence[int]) -> torch.Size:
+    """The dimensions before those of the parameter.
+
+    Raises:
+        InputError: x is missing, or of another shape.
+    """
+    if x is None or tuple(x.shape[x.ndim - len(shape) :]) != tuple(shape):
+        got = "nothing" if x is None else tuple(x.shape)
+        raise InputError(
+            f"a vector over these parameters needs {name!r} of shape {tuple(shape)} (leading batch "
+            f"dimensions allowed), got {got}"
+        )
+    return x.shape[: x.ndim - len(shape)]

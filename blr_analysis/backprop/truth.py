@@ -13,6 +13,7 @@ from blr_analysis.backprop.fallback import pulled
 from blr_analysis.backprop.layers import upcast
 from blr_analysis.backprop.layout import Layout
 from blr_analysis.backprop.record import fetched, rounding
+from blr_analysis.data import check_rows
 from blr_analysis.errors import ModelError
 from blr_analysis.task import Task
 
@@ -99,11 +100,7 @@ def check_independent(
     together, larger = layout.plain
     with torch.no_grad(), task.evaluation():
         alone, target = task.run(fetched(task, probe[:1]), params, probe[:1])
-    if len(alone) != 1:
-        raise ModelError(
-            f"the model returned {len(alone)} rows of outputs for 1 example; "
-            "reshape them in forward="
-        )
+    check_rows(alone, 1)
     first, single = together[0], alone[0]
     counted = task.likelihood.counted(layout.recording.targets)
     own = task.likelihood.counted(target)

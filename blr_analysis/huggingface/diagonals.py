@@ -25,7 +25,7 @@ from tqdm import tqdm
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.loss import batch_gradient
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior import curvature_root
 from blr_analysis.task import Task
@@ -84,8 +84,7 @@ def fisher_diagonal(
     instance("task", task, Task, "a blr_analysis.Task")
     one_of("kind", kind, KINDS)
     positive_int("samples", samples)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
+    at_least(0, "seed", seed)
     check_kind(kind, task.likelihood.is_sequence, batch_size)
     params = task.parameters()
     if not params:

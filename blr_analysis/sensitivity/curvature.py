@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from blr_analysis.backprop.products import Curvature
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.checks import instance, positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
@@ -133,8 +133,7 @@ def cg(
         >>> solution.iterations, torch.allclose(solution.x["w"], torch.tensor([1.0, 0.5, 0.2]))
         (3, True)
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance <= 0:
-        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
+    positive_number("tolerance", tolerance)
     positive_int("max_iterations", max_iterations)
     instance("rhs", rhs, dict, "tensors by parameter name")
     if not rhs or not all(bool(torch.isfinite(b).all()) for b in rhs.values()):

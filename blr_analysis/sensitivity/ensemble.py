@@ -13,7 +13,7 @@ import copy
 import torch
 
 from blr_analysis.backprop.engine import Chunking
-from blr_analysis.checks import positive_int, whole
+from blr_analysis.checks import positive_int, positive_number, whole
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
@@ -67,8 +67,7 @@ def replays(
     """
     q = fitted(task, posterior)
     positive_int("count", count)
-    if not isinstance(epochs, int | float) or not epochs > 0:
-        raise InputError(f"epochs must be above 0, got {epochs!r}")
+    positive_number("epochs", epochs)
     if (number := whole(seed)) is None:
         raise InputError(f"seed must be a whole number, got {seed!r}")
     chunking = Chunking(memory_budget=memory_budget, progress=progress)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import QUIET, Chunking, chunks
-from blr_analysis.checks import instance, one_of
+from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
@@ -180,8 +180,8 @@ def leave_one_out(
         return site_leave_one_out(sites, correction=correction, scores=scores, refine=refine)
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
-    if isinstance(refine, bool) or not isinstance(refine, int) or not 0 <= refine <= task.n_data:
-        raise InputError(f"refine must be a number of examples, 0 … {task.n_data}, got {refine!r}")
+    if at_least(0, "refine", refine) > task.n_data:
+        raise InputError(f"refine must be at most {task.n_data} examples, got {refine!r}")
     if task.likelihood.is_sequence:
         if refine:
             raise InputError("refine= leaves single examples out, not sequences; use refine=0")

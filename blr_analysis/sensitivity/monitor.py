@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
-from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -136,7 +136,7 @@ class Monitor(Plottable):
 
     def due(self, epoch: int) -> bool:
         """Whether :meth:`__call__` would record this epoch."""
-        return _epoch(epoch) % self.every == 0
+        return at_least(0, "epoch", epoch) % self.every == 0
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def __call__(self, posterior: Source, epoch: int) -> dict[str, float] | None:
@@ -158,7 +158,7 @@ class Monitor(Plottable):
             ModelError: outputs that are not finite. Whatever is raised, what was recorded stays,
                 and the same epoch can be tried again.
         """
-        epoch = _epoch(epoch)
+        epoch = at_least(0, "epoch", epoch)
         if epoch <= self._last:
             raise InputError(
                 f"epoch {epoch} does not follow epoch {self._last}; count on (load_state_dict), "
@@ -401,12 +401,6 @@ def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
     influence = self_influence(q, chunk, e)
     f = chunk.outputs.cpu()
     return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
-
-
-def _epoch(epoch: Any) -> int:
-    if not isinstance(epoch, Integral) or isinstance(epoch, bool) or epoch < 0:
-        raise InputError(f"epoch must be a whole number, 0 or more, got {epoch!r}")
-    return int(epoch)
 
 
 def _measures(keep: Any) -> tuple[str, ...]:

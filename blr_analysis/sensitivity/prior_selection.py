@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.checks import one_of, positive_int
+from blr_analysis.checks import one_of, positive_int, positive_number
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
@@ -182,8 +182,7 @@ def _default(
     double = task.check_parameters(params) == torch.float64 if params else True
     if tolerance is None:
         tolerance = 1e-8 if double else 1e-4
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or tolerance <= 0:
-        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
+    positive_number("tolerance", tolerance)
     positive_int("max_steps", max_steps)
     if structure == "auto":
         structure = "full" if sum(p.numel() for p in params.values()) <= SMALL else "kron"

@@ -11,7 +11,6 @@ and w is below k where data are few for their model (see :func:`subset_posterior
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.checks import instance, one_of, positive_int
-from blr_analysis.errors import InputError
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
@@ -112,7 +110,9 @@ def subset_posterior(
     """
     check_outputs(task, "subset_posterior")
     instance("effective", effective, bool, "True or False")
-    _check(keep, tolerance)
+    share("keep", keep)
+    if tolerance is not None:
+        positive_number("tolerance", tolerance)
     positive_int("max_steps", max_steps)
     q = fitted(task, posterior)
     if structure is None:
@@ -239,16 +239,6 @@ def _rank(q: Posterior, structure: str) -> int | None:
     """The rank that the user chose for a low-rank posterior; None: grown anew."""
     chosen = structure == "lowrank" == q.structure and q.record.get("tolerance") is None
     return q.record.get("rank") if chosen else None
-
-
-def _check(keep: Any, tolerance: Any) -> None:
-    def number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-    if not (number(keep) and 0 < keep <= 1):
-        raise InputError(f"keep must be a share of the data, above 0 and at most 1, got {keep!r}")
-    if tolerance is not None and not (number(tolerance) and 0 < tolerance < math.inf):
-        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
 
 
 def _warn(residual: float, settled: bool, tolerance: float) -> None:

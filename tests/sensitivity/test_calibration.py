@@ -369,7 +369,7 @@ def test_on_the_command_line(command: str, tmp_path: Path) -> None:
         ({"indices": [60]}, "names example 60"),
         ({"indices": torch.zeros(60, dtype=torch.bool)}, "names no example"),
         ({"generator": 3}, "generator must be a torch.Generator"),
-        ({"tolerance": 0.0}, "tolerance must be a positive number"),
+        ({"tolerance": 0.0}, "tolerance must be positive"),
         ({"max_iterations": 0}, "max_iterations must be a positive integer"),
         ({"scores": 1}, "scores must be"),
     ],

@@ -70,5 +70,5 @@ def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
 def test_bad_numbers(refine) -> None:
     task = blr.Task(torch.nn.Linear(3, 2), (normal(20, 3).float(), torch.arange(20) % 2))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-    with pytest.raises(InputError, match="refine must be a number of examples, 0 … 20"):
+    with pytest.raises(InputError, match="refine must be"):
         blr.leave_one_out(task, q, refine=refine)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import at_least
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
 
@@ -53,8 +54,7 @@ class Product(ExponentialFamily):
                 raise InputError(
                     f"factor {name!r} must be a member of a family, got {type(factor).__name__}"
                 )
-        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 0:
-            raise InputError(f"copies must be a whole number, 0 or more, got {self.copies!r}")
+        at_least(0, "copies", self.copies)
         shared = {tuple(_shape(factor)[: self.copies]) for factor in self.factors.values()}
         if len(shared) > 1 or len(next(iter(shared))) < self.copies:
             raise InputError(

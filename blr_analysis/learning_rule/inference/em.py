@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import one_of, positive_int, tolerance
+from blr_analysis.checks import at_least, one_of, positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
@@ -75,8 +75,7 @@ class GaussianMixtureEM:
 
     def __post_init__(self) -> None:
         one_of("covariance", self.covariance, ("full", "diag", "spherical"))
-        if positive_int("n_components", self.n_components) < 2:
-            raise InputError("a mixture has two components or more, got n_components=1")
+        at_least(2, "n_components", self.n_components)
         if tolerance("floor", self.floor) == math.inf:
             raise InputError("floor must be finite")
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import instance, positive_int, positive_number, tolerance
+from blr_analysis.checks import at_least, instance, positive_int, positive_number, tolerance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
@@ -150,8 +150,7 @@ class LDA:
         data = read_counts(counts, self.dtype)
         passes, n_data = positive_int("passes", passes), len(data)
         tolerance("tol", tol)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise InputError(f"seed must be a whole number, at least 0, got {seed!r}")
+        at_least(0, "seed", seed)
         generator, prior = torch.Generator().manual_seed(seed), self.prior(data.n_words)
         if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
             hundreds = torch.full_like(prior.concentration, 100.0)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import instance, positive_int, tolerance
+from blr_analysis.checks import at_least, instance, positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -76,8 +76,7 @@ class BayesianGaussianMixture:
             DataError: data that are misshapen or not finite, or whose covariance is singular.
             InputError: fewer than two components.
         """
-        if positive_int("n_components", n_components) < 2:
-            raise InputError("a mixture has two components or more, got n_components=1")
+        at_least(2, "n_components", n_components)
         data = check_data(data, n_components)
         size, one = data.shape[1], torch.ones(()).to(data)
         spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)

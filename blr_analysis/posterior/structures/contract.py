@@ -27,6 +27,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
+from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 
@@ -207,12 +208,7 @@ class Structure(ABC):
 
     def _take(self, v: Tree) -> None:
         for name, shape in self.shapes.items():
-            if name not in v or tuple(v[name].shape[v[name].ndim - len(shape) :]) != shape:
-                got = tuple(v[name].shape) if name in v else "nothing"
-                raise InputError(
-                    f"a vector over these parameters needs {name!r} of shape {shape} (leading "
-                    f"batch dimensions allowed), got {got}"
-                )
+            lead_of(name, v.get(name), shape)
 
 
 class Spectral(Structure):

@@ -204,7 +204,7 @@ def test_wrong_input_is_named() -> None:
         model.fit(IRIS, max_iter=0)
     with pytest.raises(InputError, match="covariance must be one of"):
         GaussianMixtureEM(3, "tied")
-    with pytest.raises(InputError, match="two components or more"):
+    with pytest.raises(InputError, match="n_components must be"):
         GaussianMixtureEM(1)
     with pytest.raises(InputError, match="floor must be 0 or more"):
         GaussianMixtureEM(2, floor=-1.0)

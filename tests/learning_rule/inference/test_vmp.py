@@ -216,5 +216,5 @@ def test_data_without_a_covariance_are_named(case: str) -> None:
 
 
 def test_a_mixture_of_one_is_named() -> None:
-    with pytest.raises(InputError, match="two components or more"):
+    with pytest.raises(InputError, match="n_components must be"):
         BayesianGaussianMixture.for_data(IRIS, 1)
