@@ -339,7 +339,7 @@ def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast
         for n, p in tasks[name].parameters().items():
             if n not in h or h[n].shape != p.shape:
                 raise InputError(
-                    f"precisions[{name!r}]: {n!r} is {tuple(p.shape)} in the task's model, "
+                    f"precisions[{name!r}] does not fit: {n!r} is {tuple(p.shape)} in the model, "
                     f"{tuple(h[n].shape) if n in h else 'absent'} there"
                 )
         own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
