@@ -41,6 +41,7 @@ bench: parity-deps $(VENV)-peers/kronfluence/.done
 # laplace-torch is there already, among the packages that the tests compare with.
 fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
+	$(RUN) -m benchmarks.field --peers $(VENV)-peers $(ARGS)
 
 peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit,$(VENV)-peers/$(peer)/.done)
 

@@ -155,7 +155,7 @@ EachEpoch = Callable[[int, nn.Module], None]
 def train(
     case: Case, x: Tensor, y: Tensor, seed: int, each_epoch: EachEpoch | None = None
 ) -> nn.Module:
-    """An ordinary loop; ``each_epoch`` is called with the epochs done and the model."""
+    """An ordinary loop; ``each_epoch`` is called with the epochs done (from 0) and the model."""
     torch.manual_seed(seed)
     model, loss = build(case.network), case.loss()
     weights, decay = model.parameters(), case.weight_decay
@@ -174,6 +174,8 @@ def train(
         optimizer.zero_grad()
         loss(model(x[chosen]), y[chosen]).backward()
 
+    look = each_epoch or (lambda *_: None)
+    look(0, model)
     for epoch in range(1, case.epochs + 1):
         for chosen in torch.randperm(len(x)).split(case.batch):
             if case.cosine:
@@ -187,8 +189,7 @@ def train(
                 backward(chosen)
             optimizer.step()
             step += 1
-        if each_epoch is not None:
-            each_epoch(epoch, model)
+        look(epoch, model)
     optimizer.zero_grad()
     return model.eval()
 

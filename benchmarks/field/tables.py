@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from benchmarks.agreement import metrics, runner
 from benchmarks.agreement.cases import Case as Asked
 from benchmarks.field.cases import test_losses, train
 from benchmarks.field.truth import Truth, halves, relabelled
+from benchmarks.peers.problem import build
 from benchmarks.truth import store
 
 JUDGED = 200  # test examples of the datamodeling score
 LOOKS = 3  # checkpoints, of one run or of several seeds
 PEERS = ("kronfluence", "dattri", "traker")
 GRID = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # N times a peer's damping
+DEFAULT = 1.0  # where a peer has no default of its own
 LIMIT = 150.0  # seconds that a peer may take, all its methods together
-SINGLE = ("kron", "diag", "lowrank")
 Row = tuple[str, ...]
 
 
@@ -44,6 +44,13 @@ def judged_by(truth: Truth, model: nn.Module, count: int | None = None) -> blr.T
 
 def fitted(task: blr.Task, structure: str = "kron") -> blr.Posterior:
     return blr.fit_laplace(task, structure=structure, prior_precision=None, progress=False)
+
+
+def expected(task: blr.Task, first: blr.Posterior) -> blr.Posterior:
+    """Fitted where the errors are averaged over the first posterior."""
+    return blr.fit_laplace(
+        task, structure="kron", prior_precision=None, expected=first, progress=False
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -157,6 +164,7 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
     yield (
         "one seed against the others",
         f"{leave_one_seed_out(rows, lambda a, b: metrics.ceiling(b, a).value):.3f}",
+        "",
     )
 
     def score(influence: Tensor) -> float:
@@ -171,43 +179,55 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
         options: dict[str, Any] = {"measure": test_losses, "progress": False}
         return blr.influence(task_of(truth, model), posterior, judged, **options)
 
+    def mean(posteriors: Iterable[Any]) -> Row:
+        pairs = zip(chosen, posteriors, strict=True)
+        each = [score(influence(model, q)) for model, q in pairs]
+        return (f"{sum(each) / len(each):.3f}", f"{each[0]:.3f}")
+
     chosen = truth.models[:models]
-    posteriors = [fitted(task_of(truth, model)) for model in chosen]
-    deltas = [q.record["prior_choice"]["delta"] for q in posteriors]
-    for structure in SINGLE:
-        fits = posteriors
-        if structure != "kron":
-            fits = [fitted(task_of(truth, model), structure) for model in chosen]
-        each = [score(influence(m, q)) for m, q in zip(chosen, fits, strict=True)]
-        yield (structure, f"{sum(each) / len(each):.3f}")
-        if structure == "kron":
-            yield ("kron, the first model", f"{each[0]:.3f}")
-    each = [score(influence(*run(truth, seed))) for seed in range(models)]
-    yield (f"kron, {LOOKS} checkpoints of a run", f"{sum(each) / len(each):.3f}")
+    tasks = [task_of(truth, model) for model in chosen]
+    posteriors = [fitted(task) for task in tasks]
+    yield ("kron", *mean(posteriors))
+    yield ("kron, expected", *mean(expected(t, q) for t, q in zip(tasks, posteriors, strict=True)))
+    for structure in ("diag", "lowrank"):
+        yield (structure, *mean(fitted(task, structure) for task in tasks))
+    runs = [run(truth, seed) for seed in range(models)]
+    yield (f"kron, {LOOKS} checkpoints of a run", *mean(checkpoints for checkpoints, _ in runs))
+    yield ("kron, recorded in training", *mean(recorded for _, recorded in runs))
+    pairs = zip(tasks, posteriors, strict=True)
+    yield ("kron, with 4 replays", *mean(blr.replays(t, q, progress=False) for t, q in pairs))
     if models > 1:
-        yield (f"kron, {models} seeds together", f"{score(influence(chosen[0], posteriors)):.3f}")
+        together = score(influence(chosen[0], posteriors))
+        yield (f"kron, {models} seeds together", f"{together:.3f}", "")
     if peers is not None:
-        answers = of_peers(truth, deltas, folder, peers)
+        answers = of_peers(truth, folder, peers)
         scores = {label: score(answer) for label, answer in answers.items()}
-        yield from ((label, f"{value:.3f}") for label, value in scores.items())
+        yield from ((label, "", f"{value:.3f}") for label, value in scores.items())
 
 
-def run(truth: Truth, seed: int) -> tuple[nn.Module, list[blr.Posterior]]:
-    """A training seen after every third of its epochs: the model, and a posterior of each."""
-    posteriors = []
+def run(truth: Truth, seed: int) -> tuple[list[blr.Posterior], blr.Posterior]:
+    """A training seen: posteriors after every third of its epochs, and what a recorder collects."""
     case, data = truth.case, truth.data
     looks = {round(case.epochs * k / LOOKS) for k in range(1, LOOKS + 1)}
+    checkpoints, recorders = [], []
 
     def look(epoch: int, model: nn.Module) -> None:
+        if epoch == 0:
+            recorders.append(blr.KroneckerRecorder(model))
         if epoch in looks:
             state = torch.get_rng_state()
-            posteriors.append(fitted(task_of(truth, copy.deepcopy(model))))
+            then = build(case.network).eval()
+            then.load_state_dict(model.state_dict())
+            checkpoints.append(fitted(task_of(truth, then)))
             torch.set_rng_state(state)
 
-    return train(case, data.x, data.y, seed, look), posteriors
+    model = train(case, data.x, data.y, seed, look)
+    recorder = recorders[0]
+    recorder.remove()
+    return checkpoints, blr.Posterior.from_recorder(recorder, model, n_data=len(data.x))
 
 
-def of_peers(truth: Truth, deltas: list[float], folder: Path, peers: Path) -> dict[str, Tensor]:
+def of_peers(truth: Truth, folder: Path, peers: Path) -> dict[str, Tensor]:
     """Name → influence ``[N, M]`` of every method of every peer, or an empty tensor if it failed.
 
     They see the first model; what they answered is kept, as it does not depend on this package.
@@ -218,7 +238,7 @@ def of_peers(truth: Truth, deltas: list[float], folder: Path, peers: Path) -> di
         "field",
         case.network,
         "gaussian" if number else "categorical",
-        deltas[0],
+        DEFAULT,
         *(data.x, data.y, data.test_x, data.test_y),
         checkpoints=[model.state_dict() for model in truth.models[:LOOKS]],
         noise=0.5,
@@ -231,7 +251,7 @@ def of_peers(truth: Truth, deltas: list[float], folder: Path, peers: Path) -> di
         python, script = runner.interpreter(peers, name), runner.SCRIPTS / f"run_{name}.py"
         if python is None:
             continue
-        shown = (script.read_text(), truth.recipe, GRID, LIMIT)
+        shown = (script.read_text(), truth.recipe, GRID)
         digest = hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
         path = folder / f"peer-{name}.safetensors"
         kept = store.read(path, digest)

@@ -66,7 +66,9 @@ def methods(folder: Path) -> dict[str, Method]:
         IFAttributorCG, max_iter=10, regularization=damping
     )
     if not any(isinstance(m, nn.Conv2d) for m in model.modules()):  # it knows linear layers only
-        found["dattri EK-FAC"] = lambda: scores(IFAttributorEKFAC, damping=damping)
+        for d in problem.dampings:
+            name = "dattri EK-FAC" if d == problem.delta else f"dattri EK-FAC, damping {d:g}/N"
+            found[name] = lambda d=d: scores(IFAttributorEKFAC, damping=d / problem.n)
     return found
 
 
