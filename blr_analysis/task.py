@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.data import (
@@ -154,8 +154,9 @@ class Task:
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device."""
         if self.model is task.model and self.device == task.device:
+            self.plan_with(task)
             return self
-        return Task(
+        made = Task(
             task.model,
             self.examples,
             likelihood=self.likelihood,
@@ -164,6 +165,17 @@ class Task:
             device=task.device,
             metadata=self.metadata,
         )
+        made.plan_with(task)
+        return made
+
+    def plan_with(self, task: Task) -> None:
+        """Read the model as another task does, where both run it alike on batches of one form."""
+        first = torch.zeros(1, dtype=torch.long)
+        alike = self.likelihood.is_sequence == task.likelihood.is_sequence
+        if self.model is task.model and self.forward is task.forward and alike:
+            mine, theirs = (_form(t.fetch(first)) for t in (self, task))
+            if mine == theirs:
+                self.plans = task.plans
 
     def fetch(self, indices: Tensor) -> Any:
         """The collated batch of these examples, on the task's device.
@@ -349,6 +361,12 @@ def working(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float32 if dtype in HALF else dtype
+
+
+def _form(batch: Any) -> Any:
+    """What a batch is made of: its structure, and the dimensions and dtypes of its tensors."""
+    leaves, spec = tree_flatten(batch)
+    return spec, [(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
 def _each(kinds: Mapping[torch.dtype, str]) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import math
+import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,11 +24,11 @@ from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.backprop import outer
+from blr_analysis.backprop import outer, plan
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
-from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
+from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError, StorageError
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity.influence import blocks as blocks
 from blr_analysis.sensitivity.influence.results import ProjectionError
@@ -256,6 +259,55 @@ def test_the_cheaper_order_is_chosen() -> None:
 
     assert kept(1, 100) and kept(9, 1)
     assert not kept(100, 100)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_training_example_is_visited_once(
+    world: World, structure: str, normalize: bool, tmp_path, monkeypatch
+) -> None:
+    """Whatever memory holds; what it does not hold is in the folder that is named, until then."""
+    visited: list[int] = []
+    held: list[str] = []
+    real = blocks.loss_terms
+
+    def counted(task: blr.Task, chunk: Any, *cotangent: Any) -> Any:
+        if task is world.task:
+            visited.extend(chunk.indices.tolist())
+            held.extend(p.name for p in tmp_path.iterdir())
+        return real(task, chunk, *cotangent)
+
+    monkeypatch.setattr(blocks, "loss_terms", counted)
+    q = world.posterior(structure)
+    options = dict(memory_budget=1, folder=tmp_path, normalize=normalize, **QUIET)
+    found = blr.influence(world.task, q, world.test, **options)
+    assert visited == list(range(len(world.task)))
+    assert len(set(held)) == 1
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    again = blr.influence(world.task, q, world.test, normalize=normalize, **QUIET)
+    assert relative(found.matrix, again.matrix) < EXACT
+
+
+def test_a_folder_that_cannot_hold_them_is_refused(world: World, tmp_path, monkeypatch) -> None:
+    options = dict(memory_budget=1, **QUIET)
+    q = world.posterior("diag")
+    with pytest.raises(StorageError, match="there is no folder"):
+        blr.influence(world.task, q, world.test, folder=tmp_path / "none", **options)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
+    with pytest.raises(StorageError, match=r"7 of .* bytes free"):
+        blr.influence(world.task, q, world.test, folder=tmp_path, **options)
+
+
+def test_one_plan_for_all_tasks_of_a_model(world: World, monkeypatch) -> None:
+    made: list[object] = []
+    real = plan._make
+    monkeypatch.setattr(plan, "_make", lambda *a: made.append(a) or real(*a))
+    q = world.posterior("diag")
+    world.task.plans.clear()
+    other = blr.Task(world.test.model, world.test.examples, likelihood=world.test.likelihood)
+    blr.influence(world.task, q, other, **QUIET)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])

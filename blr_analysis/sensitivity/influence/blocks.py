@@ -1,22 +1,30 @@
-"""Influence in blocks: never more than a memory budget, never a gradient formed twice.
+"""Influence in one pass over the training data, never more than a memory budget.
 
-For a block of test examples the preconditioned gradients H_j = Σ ∇q_j are held explicitly, as
-many as fit; the training data pass by once per block in factored form (G_i = d_i a_iᵀ), and each
-layer's share ⟨H_j, G_i⟩ is computed by the cheaper of two orders of multiplication.
+The preconditioned gradients H_j = Σ ∇q_j of all test examples are held explicitly, in memory or,
+where it does not hold them, in a file that is mapped; the training data pass by once in factored
+form (G_i = d_i a_iᵀ), and each layer's share ⟨H_j, G_i⟩ is computed by the cheaper of two orders of
+multiplication.
 """
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.backprop.terms import Term, products
+from blr_analysis.backprop.terms import Term, products, slices
 from blr_analysis.checks import positive_int
+from blr_analysis.errors import StorageError
+from blr_analysis.files import check_room
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
@@ -24,6 +32,7 @@ from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 256 * 2**20  # bytes of working memory where the user names no bound
+READ = 4  # times as many examples per chunk, where what it is multiplied with is read from a file
 ANSWERS = 4  # copies of a chunk's share of an answer that are held at once
 
 Cotangent = Callable[[Task, Chunk], Tensor]  # ∂(quantity)/∂f of every example of a chunk, [B, C]
@@ -31,11 +40,13 @@ Cotangent = Callable[[Task, Chunk], Tensor]  # ∂(quantity)/∂f of every examp
 
 @dataclass(frozen=True)
 class Piece:
-    """Influence of the training examples ``train`` on the test examples ``test``, ``[B, M]``."""
+    """Influence of the training examples ``train`` on the test examples ``test``, ``[B, M]``; the
+    squares ∇ℓ_iᵀ Σ ∇ℓ_i of the former, ``[B]``, where they were asked for."""
 
     train: Tensor
     test: Tensor
     values: Tensor
+    squares: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Budget:
     """How a memory budget is shared: test gradients held, training chunk, products in flight."""
 
     vectors: int
-    chunk: int
+    chunk: int | None  # None: nobody named a bound
     room: int
 
     @classmethod
@@ -54,7 +65,8 @@ class Budget:
         width = sum(m.numel() for m in q.mean.values())
         itemsize = next(iter(q.mean.values())).element_size()
         vectors = max(1, min(n_test, total // 2 // (width * itemsize)))
-        return cls(vectors, max(1, total // 6), max(1, total // 6 // itemsize))
+        chunk = None if memory_budget is None else max(1, total // 6)
+        return cls(vectors, chunk, max(1, total // 6 // itemsize))
 
 
 def loss_gradient(task: Task, chunk: Chunk) -> Tensor:
@@ -69,44 +81,87 @@ def pieces(
     *,
     cotangent: Cotangent = loss_gradient,
     train_cotangent: Cotangent = loss_gradient,
+    squares: bool = False,
     indices: Tensor | None = None,
     test_indices: Tensor | None = None,
     memory_budget: int | None = None,
+    folder: Path | None = None,
     progress: bool | None = None,
 ) -> Iterator[Piece]:
-    """Influence block by block: for each block of test examples, all training chunks in order.
+    """Influence of one training chunk after the other, on all test examples.
 
-    Values are on the task's device; nothing is held beyond a piece.
+    Values are on the task's device; nothing is held beyond a piece. ``folder``: where the test
+    gradients are put that memory does not hold. (Of another device than the CPU, they are held
+    there, and the training data pass by once for each block that the budget allows.)
+
+    Raises:
+        StorageError: the folder's disk does not hold them.
     """
     order = torch.arange(test_task.n_data) if test_indices is None else test_indices
     n_train = task.n_data if indices is None else len(indices)
     budget = Budget.of(memory_budget, q, len(order))
     turn = _turns(q, n_train, len(order))
-    blocks = order.split(budget.vectors)
+    blocks = (order,) if task.device.type == "cpu" else order.split(budget.vectors)
     shown = track(blocks, total=len(blocks), label="test blocks", show=progress)
     for block in blocks if len(blocks) == 1 else shown:
-        held = preconditioned(test_task, q, block, cotangent, budget, turned=turn)
-        for chunk in chunks(
-            task,
-            q.mean,
-            Chunking(chunk_size(task, q, budget, n_train, len(block)), progress=progress),
-            indices=indices,
-            label="influence",
-        ):
-            terms = loss_terms(task, chunk, train_cotangent)
-            terms = q.form.into_basis(terms) if turn else terms
-            values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
-            check_finite(values, "influence")
-            del terms
-            yield Piece(chunk.indices, block, values)
-            del values, chunk
-        del held  # before the next block is made
+        with held_for(q, len(block), budget, folder, turned=turn) as held:
+            for rows in slices(len(block), budget.vectors):
+                into = {n: h[rows] for n, h in held.items()}
+                precondition(test_task, q, block[rows], cotangent, budget, into, turned=turn)
+            mapped = len(block) > budget.vectors
+            size = chunk_size(task, q, budget, n_train, len(block), mapped=mapped)
+            chunking = Chunking(size, progress=progress)
+            for chunk in chunks(task, q.mean, chunking, indices=indices, label="influence"):
+                terms = loss_terms(task, chunk, train_cotangent)
+                own = q.form.gram(terms).flatten() if squares else None
+                terms = q.form.into_basis(terms) if turn else terms
+                values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
+                check_finite(values, "influence")
+                del terms
+                yield Piece(chunk.indices, block, values, own)
+                del values, chunk
 
 
-def chunk_size(task: Task, q: Posterior, budget: Budget, n: int, numbers: int) -> int:
-    """Examples per chunk, where each also has so many ``numbers`` in an answer."""
+@contextmanager
+def held_for(
+    q: Posterior, count: int, budget: Budget, folder: Path | None, *, turned: bool
+) -> Iterator[Tree]:
+    """Zeros ``[count, ...]`` by name for vectors in the basis (if ``turned``) or outside: in memory
+    or in one file, gone afterwards.
+
+    Raises:
+        StorageError: the folder is not there, or its disk has no room.
+    """
+    shapes = q.form.basis_shapes() if turned else q.form.shapes
+    like = next(iter(q.mean.values()))
+    if count <= budget.vectors:
+        yield {n: like.new_zeros((count, *s)) for n, s in shapes.items()}
+        return
+    sizes = [count * math.prod(s) for s in shapes.values()]
+    where = Path(tempfile.gettempdir()) if folder is None else folder
+    if not where.is_dir():
+        raise StorageError(f"there is no folder {str(where)!r} to put gradients in: make it.")
+    check_room(where / "gradients", sum(sizes) * like.element_size())
+    with tempfile.TemporaryDirectory(dir=where, prefix="influence-") as place:
+        size = (sum(sizes) * like.element_size(),)
+        mapped = np.memmap(Path(place, "gradients"), dtype=np.uint8, mode="w+", shape=size)
+        whole = torch.from_numpy(mapped).view(like.dtype)
+        parts = zip(shapes.items(), whole.split(sizes), strict=True)
+        yield {n: part.view(count, *s) for (n, s), part in parts}
+
+
+def chunk_size(
+    task: Task, q: Posterior, budget: Budget, n: int, numbers: int, *, mapped: bool = False
+) -> int:
+    """Examples per chunk, where each also has so many ``numbers`` in an answer; ``mapped``: what
+    they are multiplied with is read from a file."""
     itemsize = next(iter(q.mean.values())).element_size()
-    fits = plan_for(task, q.mean).chunk_size(1, budget.chunk, itemsize, n)
+    plan = plan_for(task, q.mean)
+    held = budget.chunk
+    if held is None:
+        one = itemsize * plan.floats(1) * (READ if mapped else 1)
+        held = default_memory(q.mean, DEFAULT_MEMORY // 6, one)
+    fits = plan.chunk_size(1, held, itemsize, n)
     return max(1, min(fits, budget.room // (ANSWERS * numbers)))
 
 
@@ -116,25 +171,42 @@ def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -
 
 
 def preconditioned(
-    task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent, budget: Budget, *, turned: bool
+    task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent, budget: Budget
 ) -> Tree:
-    """Σ ∇q_j of these examples, ``[M, ...]`` by name: in the basis if ``turned``, else outside."""
-    shapes = q.form.basis_shapes() if turned else q.form.shapes
+    """Σ ∇q_j of these examples, ``[M, ...]`` by name."""
     first = next(iter(q.mean.values()))
-    held = {n: first.new_zeros((len(indices), *s)) for n, s in shapes.items()}
+    held = {n: first.new_zeros((len(indices), *s)) for n, s in q.form.shapes.items()}
+    precondition(task, q, indices, cotangent, budget, held, turned=False)
+    return held
+
+
+def precondition(
+    task: Task,
+    q: Posterior,
+    indices: Tensor,
+    cotangent: Cotangent,
+    budget: Budget,
+    into: Tree,
+    *,
+    turned: bool,
+) -> None:
+    """Write Σ ∇q_j of these examples: in the basis if ``turned``, else outside."""
     width = sum(m.numel() for m in q.mean.values())
     size = chunk_size(task, q, budget, len(indices), width)
+    each = q.form.per_weight
     start = 0
     for chunk in chunks(task, q.mean, Chunking(size, progress=False), indices=indices):
-        terms = q.form.into_basis(chunk.terms(cotangent(task, chunk).unsqueeze(1)))
+        terms = q.form.into_basis(loss_terms(task, chunk, cotangent))
         stop = start + len(chunk.indices)
-        solved = q.form.basis_solve(_explicit(terms, q, len(chunk.indices)))
-        if not turned:
-            solved = q.form.backward(solved)
-        for name, part in solved.items():
-            held[name][start:stop] = part
+        if each is not None:  # layer by layer
+            for term in terms:
+                for name, g in term.jacobian().items():
+                    torch.div(g[:, 0], each[name], out=into[name][start:stop])
+        else:
+            solved = q.form.basis_solve(_explicit(terms, q, len(chunk.indices)))
+            for name, part in (solved if turned else q.form.backward(solved)).items():
+                into[name][start:stop] = part
         start = stop
-    return held
 
 
 def _explicit(terms: list[Term], q: Posterior, n: int) -> Tree:

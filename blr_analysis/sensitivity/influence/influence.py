@@ -17,13 +17,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.checks import instance, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.expected import expected_errors
 from blr_analysis.posterior.gaussian import Posterior
@@ -73,6 +74,7 @@ def influence(
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Influence:
     """Rise of every test loss when each training example is left out, to first order.
@@ -105,8 +107,11 @@ def influence(
             costs about K/N_train of the exact matrix, and holds K numbers per test example and
             per row and column of every weight beside the budget.
         generator: of the projection and its probe; None: the same ones on every call.
-        memory_budget: bytes of working memory beside the answer (default 256 MiB); of test
-            gradients at least one is held, P numbers.
+        memory_budget: bytes of working memory beside the answer (default 256 MiB, and enough for
+            several examples); of test gradients at least one is held, P numbers. All are put in a
+            file where half of it does not hold them, so that the training data are visited once.
+        folder: where that file is put, P numbers per test example, until the answer is there;
+            None: where the system keeps its temporary files.
         progress: None shows a bar on a terminal when the work is long.
 
     Returns:
@@ -121,6 +126,7 @@ def influence(
             the machine's memory.
         DataError: NaN or inf inputs, targets out of range.
         ModelError: NaN or inf outputs, an influence that overflows.
+        StorageError: the folder's disk does not hold the test gradients.
 
     Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2; normalized: Barshan, Brunet &
     Dziugaite, "RelatIF", AISTATS 2020, ℓ-RelatIF.
@@ -135,7 +141,8 @@ def influence(
         >>> matrix.shape, matrix.top(2).helpful.shape, matrix.group(by="target").values.shape
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
-    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget)
+    place = None if folder is None else Path(path_of(folder)).expanduser()
+    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget, place)
     works = settings.works(task, posterior, test_task)
     n_test = works[-1].test_task.n_data
     _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
@@ -162,6 +169,7 @@ def top_influence(
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> TopInfluence:
     """The k most helpful and k most harmful training examples of every test example.
@@ -184,7 +192,8 @@ def top_influence(
         >>> top.helpful.shape, top.table.shape[0]
         (torch.Size([30, 2]), 120)
     """
-    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget)
+    place = None if folder is None else Path(path_of(folder)).expanduser()
+    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget, place)
     works = settings.works(task, posterior, test_task)
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
@@ -203,6 +212,7 @@ class _Settings:
     projection: int | None
     generator: torch.Generator | None
     memory_budget: int | None
+    folder: Path | None
 
     def works(self, task: Task, posterior: Any, test_task: Any) -> list[_Work]:
         """One for each posterior, which share the memory; arguments checked."""
@@ -274,14 +284,16 @@ class _Work:
         if not self.settings.normalize:
             yield from self.pieces(progress)
             return
-        roots = self._roots(self.task, self.own)
+        projected = self.settings.projection is not None
+        roots = self._roots(self.task, self.own) if projected else None
         others = (
             self._roots(self.test_task, self.cotangent)
             if self.settings.normalize == "cosine"
             else None
         )
         for piece in self.pieces(progress):
-            piece.values.div_(roots[piece.train, None].to(piece.values))
+            own = _rooted(piece.squares) if roots is None else roots[piece.train]
+            piece.values.div_(own.unsqueeze(1).to(piece.values))
             if others is not None:
                 piece.values.div_(others[piece.test].to(piece.values))
             yield piece
@@ -293,10 +305,9 @@ class _Work:
             self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
             for chunk in chunks(task, self.q.mean, chunking, columns=1)
         ]
-        roots = torch.cat(squares).clamp_min(0).sqrt()
-        return torch.where(roots > 0, roots, 1)
+        return _rooted(torch.cat(squares))
 
-    def exact(self, progress: bool | None, **where: Tensor) -> Iterator[Piece]:
+    def exact(self, progress: bool | None, **where: Any) -> Iterator[Piece]:
         return pieces(
             self.task,
             self.q,
@@ -304,22 +315,21 @@ class _Work:
             cotangent=self.cotangent,
             train_cotangent=self.own,
             memory_budget=self.settings.memory_budget,
+            folder=self.settings.folder,
             progress=progress,
             **where,
         )
 
     def pieces(self, progress: bool | None) -> Iterator[Piece]:
         if self.settings.projection is None:
-            yield from self.exact(progress)
+            yield from self.exact(progress, squares=bool(self.settings.normalize))
             return
         budget = Budget.of(self.settings.memory_budget, self.q, self.test_task.n_data)
         sketch = self._sketch(self.settings.projection, budget)
         parts = []
         order = torch.arange(self.test_task.n_data)
         for block in order.split(budget.vectors):
-            held = preconditioned(
-                self.test_task, self.q, block, self.cotangent, budget, turned=False
-            )
+            held = preconditioned(self.test_task, self.q, block, self.cotangent, budget)
             parts.append(sketch.test(held))
             del held
         seen = torch.cat(parts)
@@ -361,6 +371,12 @@ class _Work:
             blocks.setdefault(int(piece.test[0]), []).append(piece.values)
         exact = torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
         return ProjectionError.between(estimate, exact)
+
+
+def _rooted(squares: Any) -> Tensor:
+    """√ of squares; 1 where there is no gradient."""
+    roots = squares.clamp_min(0).sqrt()
+    return torch.where(roots > 0, roots, 1)
 
 
 def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
