@@ -50,7 +50,7 @@ def run_tutorial(name: str, **settings: object) -> str:
 def test_mislabelled_data(tmp_path: Path) -> None:
     """One test for one run: workers that share the tests would each run the tutorial again."""
     pytest.importorskip("cleanlab")
-    settings = {"BLR_DATA": "digits", "BLR_IMAGES": 1000, "BLR_EPOCHS": 30, "BLR_FOLDS": 2}
+    settings = {"BLR_DATA": "digits", "BLR_IMAGES": 1000, "BLR_EPOCHS": 15, "BLR_FOLDS": 2}
     said = run_tutorial("01_mislabelled_data.py", BLR_OUT=tmp_path, **settings)
     for words in ("50 labels flipped", "memorable", "leave-one-out loss", "cleanlab calls"):
         assert words in said
