@@ -323,9 +323,8 @@ def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
     usable = solved & (rise > 0) & (estimated > 0)
     if not bool(usable.any()):
         raise PosteriorError(
-            "no example of the probe tells the scale: no error, no positive curvature, or "
-            '(kind="descent") not at the minimum; give a larger probe, prior_precision, or '
-            'kind="ggn"'
+            "no example of the probe tells the scale: no error, the curvature not positive, or "
+            '(kind="descent") not at the minimum; take a larger probe or kind="ggn"'
         )
     if not bool(solved.all()):
         warnings.warn(

@@ -302,11 +302,12 @@ class Monitor(Plottable):
         if n_data != self.task.n_data or not torch.equal(indices, self.indices):
             raise InputError(
                 f"the state is of {len(indices)} of {n_data} examples, this Monitor watches "
-                f"{len(self.indices)} of {self.task.n_data} (or others); build it alike"
+                f"{len(self.indices)} of {self.task.n_data} (or others): use the same task"
             )
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
             raise InputError(
-                f"the state keeps {sorted(kept)} of every example, this Monitor {sorted(self.keep)}"
+                f"the state keeps {sorted(kept)} of every example, this Monitor "
+                f"{sorted(self.keep)}: give keep="
             )
         for row in rows:
             row["epoch"] = int(row["epoch"])
