@@ -225,8 +225,8 @@ def _load_weights(folder: Path, kind: str) -> Any:
         ) from error
     if missing := sorted(about["missing_keys"]):
         raise ModelError(
-            f"{str(folder)!r} holds no weights for {some(missing)}: use a model that was trained "
-            "for this task"
+            f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use "
+            "a model that was trained for this task"
         )
     return model
 

@@ -198,7 +198,7 @@ def test_bad_input_is_named() -> None:
     detached = Task(
         frozen, (normal(5, 4), torch.arange(5) % 3), forward=lambda m, b: (m(b[0]).detach(), b[1])
     )
-    with pytest.raises(ModelError, match="do not depend on the parameters"):
+    with pytest.raises(ModelError, match="do not depend on"):
         Curvature(detached, detached.parameters()).product(
             {n: torch.ones_like(p) for n, p in detached.parameters().items()}
         )

@@ -211,7 +211,7 @@ def test_texts_that_a_language_model_cannot_score(llama: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"row 2 .* 1 token"):
         encode(read_texts(written(tmp_path / "d.txt", "a film\na\n")), loaded)
     pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na,b\n"))
-    with pytest.raises(DataError, match="the pair"):
+    with pytest.raises(DataError, match="reads one text"):
         encode(pairs, loaded)
 
 

@@ -363,7 +363,7 @@ class TestRefused:
             blr.what_if_each(world.task, q, progress=False)
 
     def test_outputs_of_everything(self, world: World, q: Posterior) -> None:
-        with pytest.raises(InputError, match="too many to be held"):
+        with pytest.raises(InputError, match="too many to hold"):
             predict(world.task, q.mean)
 
     def test_jacobians(self, world: World, q: Posterior) -> None:
@@ -378,7 +378,7 @@ class TestRefused:
     def test_single_tokens_of_other_likelihoods(self) -> None:
         task = Task(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3))
         q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-        with pytest.raises(InputError, match=r'likelihood="tokens" or "causal_lm"'):
+        with pytest.raises(InputError, match=r'"tokens" or "causal_lm"'):
             blr.token_sensitivity(task, q)
 
     def test_models_that_cannot_be_differentiated_twice(self) -> None:

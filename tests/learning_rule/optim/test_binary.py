@@ -524,7 +524,7 @@ def test_the_rule_forgets_towards_the_prior() -> None:
         ({"prior": [torch.zeros(2)]}, "prior must hold"),
         ({"beta1": 1.0}, "beta1 must be"),
         ({"params": []}, "params is empty"),
-        ({"params": [nn.Parameter(torch.zeros(3).half())]}, "half precision"),
+        ({"params": [nn.Parameter(torch.zeros(3).half())]}, "float32"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:

@@ -408,7 +408,7 @@ def test_gradients_that_were_not_cleared_are_noticed() -> None:
 def test_parameters_of_another_model() -> None:
     model, x, y = problem("mlp")
     optimizer = OGN(model.parameters(), lr=0.1, ess=10, model=copy.deepcopy(model))
-    with pytest.raises(OptimizerError, match="are not the model's"):
+    with pytest.raises(OptimizerError, match="are not in model="):
         look(model, optimizer, x, y)
 
 
