@@ -43,5 +43,9 @@ class DeviceError(BLRError, RuntimeError):
     """A device was asked for that this machine does not have."""
 
 
+class PosteriorWarning(UserWarning):
+    """A posterior meets another model, or other data, than it was learned with."""
+
+
 class InitialPrecisionWarning(UserWarning):
     """More than half of the precision that an optimizer learned is still what it began with."""

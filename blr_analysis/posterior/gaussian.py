@@ -19,6 +19,7 @@ from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device
 
@@ -128,6 +129,16 @@ class Posterior:
     def initial(self) -> Mapping[str, Tensor] | None:
         """θ₀, the prior's mean; None: 0."""
         return self.prior.mean
+
+    @property
+    def stationarity(self) -> Stationarity | None:
+        """How far the mean is from the minimum of its loss; None where nothing measured it yet.
+
+        ``fit_laplace`` does that finds δ, and so do the analyses that need it: ``calibrate``,
+        ``what_if``, the audit.
+        """
+        kept = self.record.get("stationarity")
+        return None if kept is None else Stationarity(**kept)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on

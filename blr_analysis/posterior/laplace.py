@@ -30,9 +30,11 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.expected import check, expected_root
+from blr_analysis.posterior.fingerprint import fingerprint
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.stationarity import measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
 from blr_analysis.task import Task
 
@@ -145,6 +147,7 @@ def fit_laplace(
     )
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}
+    slope: dict[str, Tensor] | None = None
     if prior_precision is None:
         kronecker, _ = Kronecker.fitted(fit)
         slope, _ = loss_and_gradient(task, params)
@@ -179,13 +182,17 @@ def fit_laplace(
             "expected": True,
             "definition": "S = diag(prior_precision) + sum_i J_i^T E_q[Lambda_i] J_i",
         }
-    return Posterior(
+    record |= {"fingerprint": fingerprint(task, params)}
+    q = Posterior(
         {n: p.clone() for n, p in params.items()},
         form,
         prior_precision=prior,
         n_data=task.n_data,
         record=record | more | choice,
     )
+    if slope is not None:
+        measured(task, q, slope)
+    return q
 
 
 def _exact(

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,23 +24,29 @@ import torch
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.fingerprint import fingerprint, recorded
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
+from blr_analysis.views import Tabular
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.gaussian import Posterior
 
 DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
 SAMPLE = 256  # examples whose own gradients are taken
 
 
 @dataclass(frozen=True)
-class Stationarity:
+class Stationarity(Tabular):
     """How far a model is from the minimum of its own objective.
 
     Attributes:
         residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
         decrement, pull: in nats, see the module.
         n_data: N.
-        blocks: by parameter ``gradient`` ‖g‖, ``noise`` (Σ_i ‖g_i‖²)^½ and ``batch``.
+        blocks: by parameter ``gradient`` ‖g‖ and ``noise`` (Σ_i ‖g_i‖²)^½.
+        likelihood: whose minimum is meant.
+        table: one row per parameter, with ``batch``.
     """
 
     residual: float
@@ -47,6 +54,7 @@ class Stationarity:
     pull: float
     n_data: int
     blocks: Mapping[str, Mapping[str, float]]
+    likelihood: str = ""
 
     @property
     def least_group(self) -> float:
@@ -65,6 +73,11 @@ class Stationarity:
     def near(self) -> bool:
         """Whether groups of at most half the data are."""
         return self.least_group <= self.n_data / 2
+
+    @property
+    def caveat(self) -> str:
+        """The verdict, where it is one to beware of; "" at the minimum."""
+        return "" if self.at_minimum else f"model {self.verdict}"
 
     @property
     def verdict(self) -> str:
@@ -106,7 +119,15 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     if seen is not None and seen[0] is task:
         return seen[1]
     q = posterior.on(task)
-    slope, _ = loss_and_gradient(task, q.mean)
+    kept = posterior.stationarity
+    if kept is None or kept.likelihood != task.likelihood.recorded or not recorded(task, q):
+        kept = measured(task, q, loss_and_gradient(task, q.mean)[0])
+    _SEEN[posterior] = (task, kept)
+    return kept
+
+
+def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
+    """The same from Σ_i ∇ℓ_i, written into the posterior's record."""
     pull = q.prior.times(q.prior.gap(q.mean))
     g = {n: s + pull[n] for n, s in slope.items()}
     decrement = _gain(q, g)
@@ -122,18 +143,22 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
                 noise[name] += float(squares.double().sum())
     times = task.n_data / len(chosen)
     blocks = {
-        n: {
-            "gradient": math.sqrt(_square(x)),
-            "noise": math.sqrt(times * noise[n]),
-            "batch": task.n_data * times * noise[n] / _square(x) if bool(x.any()) else math.inf,
-        }
+        n: {"gradient": math.sqrt(_square(x)), "noise": math.sqrt(times * noise[n])}
         for n, x in g.items()
     }
     size = norm(slope) + norm(pull)
     residual = norm(g) / size if size > 0 else 0.0
-    rest = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks)
-    _SEEN[posterior] = (task, rest)
-    return rest
+    said = task.likelihood.recorded
+    kept = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks, said)
+    q.record["stationarity"] = asdict(kept)
+    q.record.setdefault("fingerprint", fingerprint(task, q.mean))
+    return kept
+
+
+def caveat_of(posterior: Posterior) -> str:
+    """What its record says against it, where stationarity was measured; "" where it was not."""
+    kept = posterior.stationarity
+    return "" if kept is None else kept.caveat
 
 
 def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:

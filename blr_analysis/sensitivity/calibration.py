@@ -28,6 +28,7 @@ from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity.corrections import bound_of, check_finite, left_out_by, taken
@@ -195,7 +196,7 @@ def calibrate(
         form.zeros().plus(form, 1 / scale),
         prior_precision=posterior.prior,
         n_data=posterior.n_data,
-        record={**posterior.record, "calibration": calibration},
+        record={**passed_on(posterior), "calibration": calibration},
     )
 
 

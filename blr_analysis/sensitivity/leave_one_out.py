@@ -23,6 +23,7 @@ from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
     WORDS,
     bound_of,
@@ -92,7 +93,7 @@ class LeaveOneOut(LeftOut):
         return (
             f"LeaveOneOut(nll={self.nll:.4f}{right}, N={len(self)}, "
             f"cavity for {counts['cavity']} of {len(self)}, {rare}"
-            f"leverage of 1 or more for {int((self.leverage >= 1).sum())})"
+            f"leverage of 1 or more for {int((self.leverage >= 1).sum())}{self._noted})"
         )
 
 
@@ -224,6 +225,7 @@ def leave_one_out(
         correction=words,
         likelihood=likelihood,
         metadata=task.metadata,
+        note=caveat_of(q),
     )
 
 

@@ -28,6 +28,7 @@ from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
     bound_of,
     left_out_by,
@@ -131,6 +132,7 @@ class Monitor(Plottable):
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.rows: list[dict[str, float]] = []
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
+        self._caveat = ""
         self._last = -1  # the last epoch that was passed in, recorded or not
         self._chunking = Chunking(chunk_size, memory_budget, progress)
 
@@ -189,6 +191,7 @@ class Monitor(Plottable):
             warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
             made = source() if callable(source) else source
         q = fitted(self.task, made)
+        self._caveat = f"; {caveat}" if (caveat := caveat_of(made)) else ""
         for name, values in q.mean.items():
             if not bool(torch.isfinite(values).all()):
                 raise PosteriorError(
@@ -207,7 +210,7 @@ class Monitor(Plottable):
         tested = "" if math.isnan(last["test_nll"]) else f", test NLL {last['test_nll']:.4f}"
         return (
             f"Monitor({watched}, {len(self)} epochs; epoch {self.epochs[-1]}: LOO NLL "
-            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all)"
+            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all{self._caveat})"
         )
 
     @property

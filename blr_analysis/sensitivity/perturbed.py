@@ -36,6 +36,8 @@ class WhatIf(Plottable):
         damping: the part of the posterior's step that was taken: less than 1 where the whole of
             it would have raised the loss on the changed data.
         note: why not to trust the answer, in one line; "" where nothing speaks against it.
+        caveat: what follows for steps and descents from a model that is off its minimum, in one
+            line; "" at it, or where nobody measured that.
         solver: what was used, "posterior", "cg", "replay" or "retrain".
         passes: over the changed data, in forward-and-backward passes: 0 for "posterior"; for
             "cg" one for each gradient, two for each product with the Gauss–Newton matrix.
@@ -67,6 +69,7 @@ class WhatIf(Plottable):
     interval: tuple[float, float] = (float("nan"), float("nan"))
     damping: float = 1.0
     note: str = ""
+    caveat: str = ""
     checkpoints: int = 1
 
     @property
@@ -131,7 +134,8 @@ class WhatIf(Plottable):
             how += f"; mean change at {self.checkpoints} checkpoints"
         low, high = self.interval
         nll = f"nll {self.before.nll:.4f} -> {self.nll:.4f} ({low:.2f} to {high:.2f})"
-        note = f"; {self.note}" if self.note else ""
+        said = (self.note, self.caveat)
+        note = "".join(f"; {line}" for line in said if line)
         return f"WhatIf({', '.join(change)}: {nll}{right}{how}{note})"
 
 

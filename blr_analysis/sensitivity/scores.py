@@ -21,7 +21,9 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fingerprint import recognise
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
     leverage,
     prediction_variance,
@@ -63,7 +65,9 @@ class Scores(NetworkScores):
     def __repr__(self) -> str:
         n, c = self.error.shape
         held = "" if self.variance is not None else ", without V"
-        return f"Scores(N={n}, C={c}, {self.likelihood.name}{held}; see .table, .plot())"
+        return (
+            f"Scores(N={n}, C={c}, {self.likelihood.name}{held}; see .table, .plot(){self._noted})"
+        )
 
     @cached_property
     @torch.inference_mode(False)
@@ -182,6 +186,7 @@ def sensitivity(
         predictions=likelihood.prediction(outputs),
         likelihood=likelihood,
         metadata=task.metadata,
+        note=caveat_of(q),
     )
 
 
@@ -207,8 +212,13 @@ def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tup
     return tuple(t.cpu() for t in (e, chunk.outputs, chunk.targets, *numbers))
 
 
-def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Posterior:
-    """The posterior, checked against the task; see :meth:`Posterior.on`."""
+def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
+    """The posterior, checked against the task; see :meth:`Posterior.on`.
+
+    Warns:
+        PosteriorWarning: it was learned with another model or other data; with ``own_weights``
+            also where the model does not stand at its mean.
+    """
     if isinstance(task, SumOfSites):
         raise InputError(
             f"a fitted {type(task).__name__} is no network: ask sensitivity(fitted), "
@@ -221,7 +231,9 @@ def fitted(task: Task, posterior: Posterior, *, same_data: bool = True) -> Poste
         )
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
-    return posterior.on(task, same_data=same_data)
+    q = posterior.on(task)
+    recognise(task, posterior, q, own_weights=own_weights)
+    return q
 
 
 def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
@@ -241,7 +253,7 @@ def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
     checked = []
     for k, q in enumerate(posterior):
         try:
-            checked.append(fitted(task, q))
+            checked.append(fitted(task, q, own_weights=False))
         except (InputError, PosteriorError) as error:
             raise type(error)(f"posterior[{k}]: {error}") from error
         if difference := _other_run(checked[k], checked[0]):

@@ -21,6 +21,7 @@ from blr_analysis.backprop.loss import loss_per_token, perplexity
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeftOut, NetworkScores
 from blr_analysis.task import Task
@@ -56,7 +57,8 @@ class SequenceScores(NetworkScores):
     def __repr__(self) -> str:
         return (
             f"SequenceScores(N={len(self)}, {int(self.tokens.sum())} tokens, "
-            f"{self.likelihood.name}, perplexity={self.perplexity:.4g}; see .table, .plot())"
+            f"{self.likelihood.name}, perplexity={self.perplexity:.4g}; see .table, .plot()"
+            f"{self._noted})"
         )
 
 
@@ -98,7 +100,7 @@ class SequenceLeaveOneOut(LeftOut):
     def __repr__(self) -> str:
         return (
             f"SequenceLeaveOneOut(perplexity {self.perplexity_before:.4g} -> "
-            f"{self.perplexity:.4g}, N={len(self)}, {int(self.tokens.sum())} tokens)"
+            f"{self.perplexity:.4g}, N={len(self)}, {int(self.tokens.sum())} tokens{self._noted})"
         )
 
 
@@ -127,6 +129,7 @@ def sequence_scores(
         tokens=tokens,
         likelihood=task.likelihood,
         metadata=task.metadata,
+        note=caveat_of(q),
     )
 
 
@@ -154,6 +157,7 @@ def sequence_leave_one_out(
         correction=["first_order"] * len(scores),
         likelihood=task.likelihood,
         metadata=task.metadata,
+        note=scores.note,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import DataError, InputError, PosteriorError
+from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.structures import Structure, Tree
@@ -118,6 +119,6 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         form,
         prior_precision=q.prior,
         n_data=n_data,
-        record={**q.record, "kind": "what_if"},
+        record={**passed_on(q), "kind": "what_if"},
     )
     return perturbed, floored

@@ -49,16 +49,13 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         table: one row per example. ``plot()`` draws one against the other.
     """
 
-    note: str = ""
-
     @property
     def nll(self) -> float:
         """The mean over what was observed: the estimate of the loss on new data."""
         return float(self.losses.double().nanmean())
 
     def __repr__(self) -> str:
-        note = f"; {self.note}" if self.note else ""
-        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{note})"
+        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{self._noted})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,6 @@ class SiteScores(PerExample, Plottable):
     """
 
     deviation: Tensor
-    note: str = ""
 
     def top(self, k: int = 10) -> Tensor:
         """The k examples that shape the model most, by index, the first of them most.

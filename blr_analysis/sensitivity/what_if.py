@@ -31,7 +31,9 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.objective import changed
@@ -174,6 +176,7 @@ def what_if(
         posterior=moved.posterior,
         before=before,
         floored=moved.floored,
+        caveat="" if moved.solver == "replay" else caveat_of(q),
         **counts,
         **references.account(moved),
     )
@@ -430,7 +433,7 @@ def _of_retraining(
         q.form,
         prior_precision=q.prior,
         n_data=n_data,
-        record={**q.record, "kind": "what_if", "solver": "retrain", "seeds": len(runs)},
+        record={**passed_on(q), "kind": "what_if", "solver": "retrain", "seeds": len(runs)},
     )
     parameters = {n: w.cpu() for n, w in weights.items()}
     return WhatIf(

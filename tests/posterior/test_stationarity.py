@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     assert found.pull == pytest.approx(sum(map(half_square, each)) / len(each))
     for name, mine, of_all in zip(q.mean, each.split(sizes, 1), g.split(sizes), strict=True):
         noise, size = float(mine.norm()), float(of_all.norm())
-        expected = {"gradient": size, "noise": noise, "batch": len(each) * (noise / size) ** 2}
+        expected = {"gradient": size, "noise": noise}
         assert found.blocks[name] == pytest.approx(expected)
     assert found.least_group == math.ceil(10 * found.decrement / found.pull)
     assert stationarity(task, q) is found
@@ -95,3 +96,37 @@ def test_calibrate_certifies_only_what_it_checked() -> None:
         better = blr.calibrate(task, q, 8, kind="ggn", progress=False)
         assert (better.record["calibration"]["unchecked"] is not None) == unchecked
         assert ("unchecked" in repr(better)) == unchecked
+
+
+def test_the_record_keeps_it_and_every_result_says_it(tmp_path: Path) -> None:
+    x, y = classes(0)
+    model = nn.Linear(4, 3).double()
+    task = blr.Task(model, (x, y))
+    q = blr.fit_laplace(task, progress=False)
+    assert q.stationarity is not None and not q.stationarity.at_minimum
+    other = blr.fit_laplace(task, prior_precision=q.prior_precision, progress=False)
+    assert other.stationarity is None
+    assert stationarity(task, other).decrement == pytest.approx(q.stationarity.decrement)
+    assert other.stationarity is not None  # kept where it was measured
+    q.save(tmp_path / "q.safetensors")
+    back = blr.Posterior.load(tmp_path / "q.safetensors")
+    assert back.stationarity == q.stationarity == stationarity(task, back)
+    table = q.stationarity.table.set_index("parameter")
+    block = q.stationarity.blocks["bias"]
+    assert table.batch["bias"] == pytest.approx(len(x) * (block["noise"] / block["gradient"]) ** 2)
+    results = [
+        blr.sensitivity(task, q, progress=False),
+        blr.leave_one_out(task, q, progress=False),
+        blr.influence(task, q, task, progress=False),
+        blr.what_if(task, q, remove=[0], progress=False),
+    ]
+    assert all(q.stationarity.verdict in repr(result) for result in results)
+    assert results[-1].posterior.stationarity is None  # of another mean
+
+
+def test_another_loss_is_measured_anew() -> None:
+    task, q = trained(0, torch.float64, 200)
+    assert stationarity(task, q).at_minimum
+    weight = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64)
+    weighted = blr.Task(task.model, task.examples, likelihood=nn.CrossEntropyLoss(weight))
+    assert not stationarity(weighted, q).at_minimum

@@ -16,6 +16,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular, make_plot
@@ -71,6 +72,7 @@ class Pairs:
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
+        words += filter(None, [caveat_of(self.posterior)])
         return ", ".join(words)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,108 @@
+"""Is this the model, and are these the data, that a posterior was learned with?
+
+Three numbers of a few examples, for their outputs at the posterior's mean, targets and losses, kept
+in the posterior's record when it is fitted, or at the first analysis of one that was captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import BLRError, PosteriorWarning
+from blr_analysis.task import Task
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.gaussian import Posterior
+
+FEW = 8  # examples, spread evenly
+CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
+APART = 0.1  # of the weights' norm: a model that is elsewhere
+_MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
+
+
+def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Outputs, targets and losses of a few examples, a number each."""
+    chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long()
+    with torch.no_grad(), task.evaluation():
+        outputs, targets = task.run(task.fetch(chosen), mean, chosen)
+    losses = task.likelihood.at(chosen).nll(outputs, targets)
+    rows = {"outputs": outputs, "targets": targets, "losses": losses}
+    return {name: _numbers(values) for name, values in rows.items()}
+
+
+def _numbers(rows: Tensor) -> list[float]:
+    flat = rows.detach().cpu().double().reshape(len(rows), -1)
+    return (flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64).cos()).tolist()
+
+
+def passed_on(posterior: Posterior) -> dict[str, Any]:
+    """Its record without what was measured of it and its data, for a posterior made of it."""
+    measured = ("fingerprint", "stationarity")
+    return {name: entry for name, entry in posterior.record.items() if name not in measured}
+
+
+def apart(known: Any, seen: Any, what: str) -> int:
+    """In how many of the examples two fingerprints differ."""
+    a, b = (torch.tensor(record[what], dtype=torch.float64) for record in (known, seen))
+    if a.shape != b.shape:
+        return max(len(a), len(b))
+    return int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
+
+
+def recorded(task: Task, q: Posterior) -> bool:
+    """Whether these are the model, the data and the loss of the record, as far as it says."""
+    if (known := q.record.get("fingerprint")) is None:
+        return False
+    seen = fingerprint(task, q.mean)
+    return not any(apart(known, seen, what) for what in seen)
+
+
+def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bool) -> None:
+    """Warn, once, of a posterior that was learned with another model or other data.
+
+    Args:
+        q: the same on the task's device.
+        own_weights: whether the model should stand at the posterior's mean: not where there are
+            several checkpoints of one run.
+    """
+    met = _MET.setdefault(task, WeakSet())
+    if posterior in met:
+        return
+    met |= WeakSet((posterior, q))
+    try:
+        seen = fingerprint(task, q.mean)
+    except BLRError:  # the analysis will say it better
+        return
+    known = posterior.record.setdefault("fingerprint", seen)
+    if (said := _differs(known, seen)) or (own_weights and (said := _elsewhere(task, q))):
+        warnings.warn(said, PosteriorWarning, stacklevel=5)
+
+
+def _differs(known: Any, seen: dict[str, list[float]]) -> str:
+    for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
+        count, tried = apart(known, seen, what), len(seen[what])
+        if 2 * count > tried:
+            return (
+                f"the posterior was learned with {words}: {count} of {tried} examples differ; "
+                "pass the task that it was fitted to"
+            )
+    return ""
+
+
+def _elsewhere(task: Task, q: Posterior) -> str:
+    own = dict(task.model.named_parameters())
+    gap = size = 0.0
+    for name, m in q.mean.items():
+        gap += float((own[name].detach().to(m) - m).double().square().sum())
+        size += float(m.double().square().sum())
+    if gap <= APART**2 * size:
+        return ""
+    return (
+        "the model's weights are not the posterior's mean, where the analysis runs: load the "
+        "weights that it was learned at, or fit the posterior to these"
+    )
