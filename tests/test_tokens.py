@@ -18,7 +18,14 @@ from blr_analysis.likelihoods import CausalLM, TokenCategorical, resolve
 from blr_analysis.task import Task
 
 B, T, C = 4, 5, 6
-KINDS = (TokenCategorical(), CausalLM(), TokenCategorical(ignore_index=0))
+W = (2.0, 0.5, 1.0, 3.0, 0.0, 1.5)
+KINDS = (
+    TokenCategorical(),
+    CausalLM(),
+    TokenCategorical(ignore_index=0),
+    TokenCategorical(weight=W, label_smoothing=0.2),
+    CausalLM(label_smoothing=0.1),
+)
 every = pytest.mark.parametrize("likelihood", KINDS, ids=repr)
 
 
@@ -35,6 +42,9 @@ def cross_entropy(likelihood: TokenCategorical, f: Tensor, y: Tensor) -> Tensor:
     if isinstance(likelihood, CausalLM):
         f, y = f[:, :-1], y[:, 1:]
     settings = {"ignore_index": likelihood.ignore_index, "reduction": "none"}
+    settings["label_smoothing"] = likelihood.label_smoothing
+    if likelihood.weight is not None:
+        settings["weight"] = torch.tensor(likelihood.weight).to(f)
     return F.cross_entropy(f.transpose(1, 2), y, **settings).sum(1)  # type: ignore[arg-type]
 
 
@@ -103,6 +113,30 @@ def test_samples_follow_the_model_and_keep_what_is_ignored(likelihood: TokenCate
     assert (drawn[:, ignored] == likelihood.ignore_index).all()
     counts = F.one_hot(drawn[:, ~ignored], C).double().mean(0)
     assert float((counts - outputs.softmax(-1)[~ignored]).abs().max()) < 5 * 0.5 / math.sqrt(4000)
+
+
+def test_drawn_errors_have_the_hessian_as_mean_square() -> None:
+    likelihood = TokenCategorical(weight=W, label_smoothing=0.2)
+    f, y = normal(1, 2, C).expand(20_000, 2, C), torch.tensor([[1, -100]]).expand(20_000, 2)
+    outputs, targets = likelihood.prepare(f, y)
+    drawn = likelihood.resample(outputs, targets, torch.Generator().manual_seed(0))
+    e = likelihood.drawn_error(outputs, targets, drawn).flatten(1)
+    eye = torch.eye(2 * C).double().view(-1, 1, 2, C)
+    hessian = likelihood.hessian_times(outputs[:1], targets[:1], eye).flatten(1)
+    products = e.unsqueeze(2) * e.unsqueeze(1)
+    spread = products.std(0) / len(e) ** 0.5
+    assert float(((products.mean(0) - hessian) / spread.clamp_min(1e-9)).abs().max()) < 4.5
+
+
+def test_settings_of_tokens_are_checked_and_compared() -> None:
+    assert TokenCategorical(weight=W).same(TokenCategorical(weight=list(W)))
+    assert not CausalLM(label_smoothing=0.1).same(CausalLM())
+    assert CausalLM(label_smoothing=0.1).judged_by(CausalLM())
+    assert "label_smoothing=0.1" in CausalLM(label_smoothing=0.1).recorded
+    task = Task(torch.nn.Linear(3, C), (normal(2, T, 3).float(), torch.zeros(2, T).long()),
+                likelihood=TokenCategorical(weight=[1.0, 2.0]))  # fmt: skip
+    with pytest.raises(DataError, match="2 entries for 6"):
+        blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=1.0, progress=False)
 
 
 def test_names() -> None:

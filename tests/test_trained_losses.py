@@ -3,6 +3,7 @@ retraining and against the same data with every example as often as its weight s
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from parts import normal
 from sklearn import datasets
 from test_losses import focal
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, gaussian_nll_loss, one_hot
 
 import blr_analysis as blr
 from blr_analysis.likelihoods import Categorical, Function
@@ -35,28 +36,82 @@ LOSSES: dict[str, tuple[object, Loss]] = {
 
 
 def minimum(objective: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
-    """Newton's, with halved steps while the objective rises."""
+    """Newton's, downhill on curvature below 0 too, with halved steps while the objective rises."""
     for _ in range(100):
         gradient = torch.func.grad(objective)(theta)
         if float(gradient.norm()) < 1e-8:
             return theta
-        step = torch.linalg.solve(torch.func.hessian(objective)(theta), gradient)
+        values, turn = torch.linalg.eigh(torch.func.hessian(objective)(theta))
+        step = turn @ (turn.mT @ gradient / values.abs())
         while float(objective(theta - step)) > float(objective(theta)) + 1e-10:
             step = step / 2
         theta = theta - step
     raise AssertionError("no minimum")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
-    """The total rise of a logistic regression's loss, each example left out and trained anew."""
-    likelihood, loss = LOSSES[name]
+class Spread(nn.Module):
+    """A mean and a positive variance from two outputs."""
+
+    def forward(self, f: Tensor) -> Tensor:
+        return torch.cat((f[:, :1], f[:, 1:].exp()), -1)
+
+
+def iris(name: str) -> tuple[object, Loss, Tensor, Tensor, nn.Module]:
+    """A loss as the task takes it and as torch computes it from linear outputs, x, y, the head."""
     x, y = (torch.tensor(t) for t in datasets.load_iris(return_X_y=True))
     x = (x - x.mean(0)) / x.std(0)
-    n, delta = len(x), 0.1
+    if name in LOSSES:
+        return *LOSSES[name], x, y, nn.Identity()
+    generator = torch.Generator().manual_seed(0)
+    shares, rows = one_hot(y, 3).double(), torch.randperm(len(x), generator=generator)
+    lam = torch.rand(len(x), 1, generator=generator, dtype=torch.float64)
+    if name == "mixup":
+        x, y = lam * x + (1 - lam) * x[rows], lam * shares + (1 - lam) * shares[rows]
+        return (
+            "categorical",
+            lambda f, y: cross_entropy(f, y, reduction="none"),
+            x,
+            y,
+            nn.Identity(),
+        )
+    if name == "learned variances":
+        y, x = x[:, 2:3].clone(), x[:, :2]
+
+        def gaussian(f: Tensor, y: Tensor) -> Tensor:
+            v = f[:, 1:].exp()
+            return gaussian_nll_loss(f[:, :1], y, v, reduction="none").sum(1)
+
+        return nn.GaussianNLLLoss(), gaussian, x, y, Spread()
+    if name == "variances":
+        y, x, variance = x[:, 2:].clone(), x[:, :2], torch.tensor([0.2, 1.5]).double()
+        return (
+            blr.Gaussian(variance),
+            lambda f, y: ((f - y).square() / variance / 2).sum(1),
+            x,
+            y,
+            nn.Identity(),
+        )
+    y = shares if name == "pos_weight" else (3 * shares + 1).round()
+    module = {
+        "pos_weight": nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS),
+        "poisson": nn.PoissonNLLLoss(),
+    }[name]
+    each = copy.copy(module)
+    each.reduction = "none"
+    return module, lambda f, y: each(f, y).sum(1), x, y, nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "name", [*LOSSES, "mixup", "pos_weight", "poisson", "variances", "learned variances"]
+)
+def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
+    """The total rise of a linear model's loss, each example left out and trained anew."""
+    likelihood, loss, x, y, head = iris(name)
+    n, delta, d = len(x), 0.1, x.shape[1]
+    c = 2 if "variances" in name else 3
 
     def outputs(theta: Tensor, x: Tensor) -> Tensor:
-        return x @ theta[:12].view(3, 4).T + theta[12:]
+        return x @ theta[: c * d].view(c, d).T + theta[c * d :]
 
     def trained(keep: Tensor, start: Tensor) -> Tensor:
         def objective(t: Tensor) -> Tensor:
@@ -64,13 +119,13 @@ def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
 
         return minimum(objective, start)
 
-    best = trained(torch.ones(n, dtype=torch.bool), torch.zeros(15, dtype=torch.float64))
+    best = trained(torch.ones(n, dtype=torch.bool), torch.zeros(c * (d + 1), dtype=torch.float64))
     alone = [loss(outputs(trained(torch.arange(n) != i, best), x[[i]]), y[[i]]) for i in range(n)]
     rise = torch.cat(alone) - loss(outputs(best, x), y)
 
-    model = nn.Linear(4, 3).double()
-    model.weight.data, model.bias.data = best[:12].view(3, 4).clone(), best[12:].clone()
-    task = blr.Task(model, (x, y), likelihood=likelihood)  # type: ignore[arg-type]
+    linear = nn.Linear(d, c).double()
+    linear.weight.data, linear.bias.data = best[: c * d].view(c, d).clone(), best[c * d :].clone()
+    task = blr.Task(nn.Sequential(linear, head), (x, y), likelihood=likelihood)  # type: ignore[arg-type]
     q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
     loo = blr.leave_one_out(task, q, progress=False)
     estimate = loo.losses - loo.losses_before

@@ -12,13 +12,14 @@ exp(Σ losses / Σ tokens).
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.categorical import Categorical
 
 
 class TokenCategorical(Likelihood):
@@ -28,8 +29,15 @@ class TokenCategorical(Likelihood):
     the outputs there are read as 0. T may differ between batches. Λ has (T·C)² entries per
     sequence and is not formed; ``hessian_times`` multiplies with it.
 
+    Args:
+        ignore_index: the target of tokens that do not count.
+        weight, label_smoothing: of every token's loss, as of
+            :class:`~blr_analysis.likelihoods.Categorical` (Hugging Face's
+            ``label_smoothing_factor`` is the same).
+
     Raises:
-        InputError: ``ignore_index`` is no whole number; the Hessian itself is asked for.
+        InputError: ``ignore_index`` is no whole number; bad weights or smoothing; the Hessian
+            itself is asked for.
         DataError: targets of another shape or dtype, or out of range.
 
     Example:
@@ -44,17 +52,31 @@ class TokenCategorical(Likelihood):
     integer_targets = True
     is_sequence = True
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(
+        self, ignore_index: int = -100, weight: Any = None, label_smoothing: float = 0.0
+    ) -> None:
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
         self.ignore_index = ignore_index
+        token = Categorical(weight, label_smoothing)
+        self.weight, self.label_smoothing = token.weight, token.label_smoothing
+
+    @property
+    def token(self) -> Categorical:
+        """The loss of a single token."""
+        return Categorical(self.weight, self.label_smoothing, self.ignore_index)
+
+    @property
+    def plain_tokens(self) -> bool:
+        """Whether that has no settings."""
+        return self.weight is None and not self.label_smoothing
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(ignore_index={self.ignore_index})"
+        return repr(self.token).replace("Categorical", type(self).__name__)
 
     @property
     def recorded(self) -> str:
-        return self.name
+        return self.name if self.plain_tokens else repr(self)
 
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
@@ -63,6 +85,7 @@ class TokenCategorical(Likelihood):
                 f"C ≥ 2, got {tuple(outputs.shape)}; reshape them in Task(..., forward=...), or "
                 'use likelihood="categorical" for one class per example'
             )
+        self.token.check_outputs(outputs.flatten(0, 1))
 
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs, 0 where the target is ignored, and targets ``[B, T]``, checked."""
@@ -102,6 +125,9 @@ class TokenCategorical(Likelihood):
         return targets != self.ignore_index
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not self.plain_tokens:
+            flat = self.token.error(outputs.flatten(0, 1), targets.flatten())
+            return flat.view_as(outputs)
         counts = self.counted(targets).unsqueeze(-1)
         index = targets.unsqueeze(-1).masked_fill(~counts, 0)
         p = outputs.softmax(-1)
@@ -109,7 +135,11 @@ class TokenCategorical(Likelihood):
         return p if bool(counts.all()) else p.masked_fill_(~counts, 0.0)
 
     def token_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """−log p_t[y_t] of every token, in nats, ``[B, T]``; 0 where the target is ignored."""
+        """Every token's loss in nats, ``[B, T]``, −log p_t[y_t] without settings; 0 where the
+        target is ignored."""
+        if not self.plain_tokens:
+            flat = self.token.nll(outputs.flatten(0, 1), targets.flatten())
+            return flat.view_as(targets)
         counts = self.counted(targets)
         index = targets.masked_fill(~counts, 0).unsqueeze(-1)
         losses = outputs.logsumexp(-1) - outputs.gather(-1, index).squeeze(-1)
@@ -123,7 +153,17 @@ class TokenCategorical(Likelihood):
         """Λ u, token by token, for u ``[..., B, T, C]``; see :meth:`prepare` for what is ignored:
         outputs that are 0 whatever the weights have no Jacobian, and so no share in JᵀΛJ."""
         p = outputs.softmax(-1)
-        return p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        product = p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        return product if self.plain_tokens else self._mass(outputs, targets) * product
+
+    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """s of every token, ``[B, T, 1]``."""
+        return self.token.mass(outputs.flatten(0, 1), targets.flatten()).view(*targets.shape, 1)
+
+    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
+        """√s (p − onehot(ŷ)) at every token that counts, whose mean square over ŷ ~ p is Λ."""
+        plain = type(self)(self.ignore_index).error(outputs, drawn)
+        return plain if self.plain_tokens else self._mass(outputs, targets).sqrt() * plain
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> NoReturn:
         raise _too_large(outputs)

@@ -26,18 +26,20 @@ _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 
 
 def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Outputs, targets and losses of a few examples, a number each."""
-    chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long()
-    with torch.no_grad(), task.evaluation():
-        outputs, targets = task.run(task.fetch(chosen), mean, chosen)
-    losses = task.likelihood.at(chosen).nll(outputs, targets)
-    rows = {"outputs": outputs, "targets": targets, "losses": losses}
-    return {name: _numbers(values) for name, values in rows.items()}
-
-
-def _numbers(rows: Tensor) -> list[float]:
-    flat = rows.detach().cpu().double().reshape(len(rows), -1)
-    return (flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64).cos()).tolist()
+    """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
+    count, however they are padded. One by one, so that long ones need no room together."""
+    kept: dict[str, list[float]] = {"outputs": [], "targets": [], "losses": []}
+    for chosen in torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique():
+        index = chosen.reshape(1)
+        with torch.no_grad(), task.evaluation():
+            f, y = task.run(task.fetch(index), mean, index)
+        losses, counted = task.likelihood.at(index).nll(f, y), task.likelihood.counted(y)
+        f, y = (f, y) if counted is None else (f[counted], y[counted])
+        for numbers, values in zip(kept.values(), (f, y, losses), strict=True):
+            flat = values.detach().cpu().double().flatten()
+            places = torch.arange(1.0, len(flat) + 1, dtype=torch.float64)
+            numbers.append(float(flat @ places.cos()))
+    return kept
 
 
 def passed_on(posterior: Posterior) -> dict[str, Any]:

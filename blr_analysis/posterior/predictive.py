@@ -131,6 +131,8 @@ def _scored_by(likelihood: Likelihood) -> Likelihood:
     kind = likelihood.kind
     if isinstance(kind, Categorical):
         return Categorical(ignore_index=kind.ignore_index)
+    if isinstance(kind, TokenCategorical):
+        return type(kind)(kind.ignore_index)
     return Bernoulli() if isinstance(kind, Bernoulli) else kind
 
 
