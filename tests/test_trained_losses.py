@@ -20,6 +20,7 @@ import blr_analysis as blr
 from blr_analysis.likelihoods import Categorical, Function
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+DELTA = 0.1
 CLASS_WEIGHTS = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64)
 LOSSES: dict[str, tuple[object, Loss]] = {
     "plain": ("categorical", lambda f, y: cross_entropy(f, y, reduction="none")),
@@ -101,36 +102,61 @@ def iris(name: str) -> tuple[object, Loss, Tensor, Tensor, nn.Module]:
     return module, lambda f, y: each(f, y).sum(1), x, y, nn.Identity()
 
 
-@pytest.mark.parametrize(
-    "name", [*LOSSES, "mixup", "pos_weight", "poisson", "variances", "learned variances"]
-)
-def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
-    """The total rise of a linear model's loss, each example left out and trained anew."""
-    likelihood, loss, x, y, head = iris(name)
-    n, delta, d = len(x), 0.1, x.shape[1]
-    c = 2 if "variances" in name else 3
+def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tensor]:
+    """A linear model at its minimum, and each example's true rise, trained anew without it."""
+    n, d = x.shape
 
     def outputs(theta: Tensor, x: Tensor) -> Tensor:
         return x @ theta[: c * d].view(c, d).T + theta[c * d :]
 
     def trained(keep: Tensor, start: Tensor) -> Tensor:
         def objective(t: Tensor) -> Tensor:
-            return loss(outputs(t, x[keep]), y[keep]).sum() + delta / 2 * t.square().sum()
+            return loss(outputs(t, x[keep]), y[keep]).sum() + DELTA / 2 * t.square().sum()
 
         return minimum(objective, start)
 
     best = trained(torch.ones(n, dtype=torch.bool), torch.zeros(c * (d + 1), dtype=torch.float64))
     alone = [loss(outputs(trained(torch.arange(n) != i, best), x[[i]]), y[[i]]) for i in range(n)]
-    rise = torch.cat(alone) - loss(outputs(best, x), y)
-
     linear = nn.Linear(d, c).double()
     linear.weight.data, linear.bias.data = best[: c * d].view(c, d).clone(), best[c * d :].clone()
+    return linear, torch.cat(alone) - loss(outputs(best, x), y)
+
+
+@pytest.mark.parametrize(
+    "name", [*LOSSES, "mixup", "pos_weight", "poisson", "variances", "learned variances"]
+)
+def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
+    """The total rise of a linear model's loss, each example left out and trained anew."""
+    likelihood, loss, x, y, head = iris(name)
+    linear, rise = left_out(x, y, 2 if "variances" in name else 3, loss)
     task = blr.Task(nn.Sequential(linear, head), (x, y), likelihood=likelihood)  # type: ignore[arg-type]
-    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    curved = name == "learned variances"  # by more than the mean of its Hessian
+    q = blr.fit_laplace(
+        task,
+        structure="full",
+        curvature="exact" if curved else "ggn",
+        prior_precision=DELTA,
+        progress=False,
+    )
+    loo = blr.leave_one_out(task, q, refine=15 if curved else 0, progress=False)
     estimate = loo.losses - loo.losses_before
     assert float(estimate.sum() / rise.sum()) == pytest.approx(1, abs=0.02)
     assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
+
+
+@pytest.mark.parametrize("weight", [[1.0, 1.0], [15.0, 1.0], [1.0, 15.0]])
+def test_high_leverages_are_said_and_refined(weight: list[float]) -> None:
+    """30 features of 100 tumours: leverages up to 0.9, the total within 6 %, refined within 2 %."""
+    x, y = (torch.tensor(t[:100]) for t in datasets.load_breast_cancer(return_X_y=True))
+    x, w = (x - x.mean(0)) / x.std(0), torch.tensor(weight, dtype=torch.float64)
+    model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, w, reduction="none"))
+    task = blr.Task(model, (x, y), likelihood=nn.CrossEntropyLoss(w))
+    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+    for refine, off in ((0, 0.06), (5, 0.02)):
+        loo = blr.leave_one_out(task, q, refine=refine, progress=False)
+        total = (loo.losses - loo.losses_before).sum()
+        assert float(total / rise.sum()) == pytest.approx(1, abs=off)
+        assert "refine=" in repr(loo)
 
 
 def twice(weighted: bool) -> tuple[blr.Task, Tensor]:

@@ -44,6 +44,7 @@ from blr_analysis.sensitivity.sites import (
 from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
+HIGH = 0.5  # a leverage from which on single examples are off by a third and more
 ROWS = 4096  # of ready scores at a time
 Known = tuple[Tensor, Tensor, Tensor, Likelihood]
 
@@ -225,8 +226,16 @@ def leave_one_out(
         correction=words,
         likelihood=likelihood,
         metadata=task.metadata,
-        note=caveat_of(q),
+        note="; ".join(filter(None, (caveat_of(q), _rough(words, levers)))),
     )
+
+
+def _rough(words: list[str], levers: Tensor) -> str:
+    """What to do about examples that shape their own prediction too much for a cavity."""
+    count = sum(
+        word == "cavity" and lever > HIGH for word, lever in zip(words, levers, strict=True)
+    )
+    return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
 
 
 def _computed(task: Task, q: Posterior, chunking: Chunking) -> Iterator[Known]:
