@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from blr_analysis.checks import one_of, positive_int
+from blr_analysis.errors import InitialPrecisionWarning
 from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
@@ -111,7 +113,8 @@ class IVON(RowOptimizer):
         generator: draws the noise, on its own device, and is saved and restored with the state.
             By default torch's global generators, which are the user's to save.
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
-            is left at its default, see :func:`beta2_for`.
+            is left at its default, see :func:`beta2_for`; after the last one a warning where more
+            than half of ``hess`` is still its start.
 
     Behaviour:
 
@@ -167,7 +170,25 @@ class IVON(RowOptimizer):
         steps: int | None = None,
     ) -> None:
         given = {**locals(), "beta2": beta2 if beta2 != BETA2 else beta2_for(steps, ess, hess_init)}
+        self.steps = steps
         self._set_up(ROWS["IVON"], given)
+
+    def _update(self, inverse_scale: float) -> None:
+        super()._update(inverse_scale)
+        if self.steps is not None:
+            self._check_the_end(self.steps)
+
+    def _check_the_end(self, steps: int) -> None:
+        """Warn where training ends with a precision that is still its start."""
+        group = self.param_groups[0]
+        last = [int(self.state[p]["step"]) for p in group["params"] if "step" in self.state[p]]
+        if max(last, default=0) == steps and group["beta2"] ** steps > 0.5:
+            warnings.warn(
+                f"more than half of hess is still hess_init after all {steps} steps: leave beta2 "
+                "out, or lower it",
+                InitialPrecisionWarning,
+                stacklevel=5,  # the line that steps
+            )
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

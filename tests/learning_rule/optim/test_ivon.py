@@ -4,15 +4,16 @@ package ``ivon-opt`` with the same noise, and the closed form of linear regressi
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import ivon as ivon_opt
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.optim import IVON
 
 
@@ -283,3 +284,22 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
         beta2(ess="many", steps=10)
     state = IVON([param], lr=0.1, ess=10, steps=7).state_dict()
     assert "steps" not in state["param_groups"][0]
+
+
+def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> None:
+    def train(**given: Any) -> list[int]:
+        param = nn.Parameter(torch.ones(3))
+        optimizer, warned = IVON([param], lr=0.1, ess=10, steps=3, **given), []
+        for step in range(1, 5):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                with optimizer.sampled_params(train=True):
+                    optimizer.zero_grad()
+                    param.square().sum().backward()
+                optimizer.step()
+            if any(w.category is InitialPrecisionWarning for w in seen):
+                warned.append(step)
+        return warned
+
+    assert train() == []
+    assert train(beta2=0.999) == [3]
