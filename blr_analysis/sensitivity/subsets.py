@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
+from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
@@ -147,7 +148,7 @@ def subset_posterior(
         prior_precision=posterior.prior,
         n_data=task.n_data,
         record={
-            **fit.record,
+            **passed_on(fit),
             "source": "subset",
             "definition": "S = diag(prior_precision) + weight * sum_i J_i^T Lambda_i J_i",
             "subset": subset,
