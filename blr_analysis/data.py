@@ -107,6 +107,53 @@ def read_data(data: Any) -> Examples:
     return examples
 
 
+def opened(data: Any, target: str | None = None) -> tuple[Any, dict[str, list[Any]] | None]:
+    """What pandas and ``datasets`` hand out, as data that can be read, and what describes them.
+
+    Raises:
+        DataError: a DataFrame without target=, no column of numbers, several splits at once.
+        InputError: no such column, or target= of other data.
+    """
+    if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
+        name = next(iter(data))
+        raise DataError(f"several splits at once ({', '.join(data)}); give one: data[{name!r}]")
+    hub = hasattr(data, "with_format") and hasattr(data, "column_names")
+    framed = hasattr(data, "to_numpy") and hasattr(data, "columns")
+    names = list(data.column_names) if hub else list(data.columns) if framed else []
+    if target is not None and target not in names:
+        known = ", ".join(map(str, names)) or "none"
+        raise InputError(f"target={target!r} is no column of the data; columns: {known}")
+    if hub:
+        return _from_hub(data, target)
+    return _from_frame(data, target) if framed else (data, None)
+
+
+def _from_frame(frame: Any, target: str | None) -> tuple[Any, dict[str, list[Any]]]:
+    if target is None:
+        raise DataError("a DataFrame needs target=, the column to predict")
+    rest = [name for name in frame.columns if name != target]
+    numbers = [name for name in rest if frame[name].dtype.kind in "biuf"]
+    if not numbers:
+        raise DataError("the DataFrame has no column of numbers to predict from")
+    x = torch.from_numpy(frame[numbers].to_numpy(dtype=np.float32, copy=True))
+    y = frame[target].to_numpy()
+    if y.dtype.kind not in "iuf":
+        y = np.unique(y.astype(str), return_inverse=True)[1]
+    y = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
+    return (x, y), {str(name): frame[name].tolist() for name in rest if name not in numbers}
+
+
+def _from_hub(data: Any, target: str | None) -> tuple[Any, dict[str, list[Any]]]:
+    """Columns of words are metadata; the others go to the model, as tensors."""
+    kinds = {name: getattr(data.features[name], "dtype", "") for name in data.column_names}
+    words = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+    label = target or next((n for n in ("labels", "label") if n in kinds), None)
+    rows = data.remove_columns(words).with_format("torch")
+    if label not in (None, "labels"):
+        rows = rows.rename_column(label, "labels")
+    return rows, {name: list(data[name]) for name in words}
+
+
 def _examples(data: Any) -> Examples:
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
@@ -359,6 +406,8 @@ def checked(
         ModelError: no tensor of floats, not one row per example, NaN or inf.
         DataError: targets of another length, shape or dtype, out of range, or all ignored.
     """
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        outputs = outputs["logits"]
     outputs = likelihood.join(getattr(outputs, "logits", outputs))
     if isinstance(outputs, Tensor) and outputs.dtype in (torch.bfloat16, torch.float16):
         outputs = outputs.float()

@@ -35,11 +35,13 @@ from blr_analysis.data import (
     default_forward,
     describe,
     moved,
+    opened,
     read_data,
     read_metadata,
     versions,
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
+from blr_analysis.estimators import read_estimator
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
 
 HALF = (torch.bfloat16, torch.float16)
@@ -49,11 +51,13 @@ class Task:
     """A model, the data it was trained on, and its likelihood.
 
     Args:
-        model: any ``torch.nn.Module``. It is never changed: weights are swapped functionally,
-            and mode, hooks, ``requires_grad`` and gradients are left as they are.
+        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps. It is
+            never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
+            gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
             in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
-            index must give the same example on every visit: no random augmentation.
+            index must give the same example on every visit: no random augmentation. Also a pandas
+            DataFrame or one split of a ``datasets.Dataset``, see ``target``.
         likelihood: "categorical", "bernoulli", "gaussian", "poisson", for sequences "tokens" (one
             class per token) and "causal_lm"; the loss of ``torch.nn`` that the model was trained
             with, whose settings are read (:mod:`blr_analysis.likelihoods.modules` says how δ
@@ -68,6 +72,10 @@ class Task:
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
             value per example; they come back in every table and can be selected by. Masks may have
             the DataFrame's index.
+        target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
+            their order, its columns of words the metadata, and labels that are words count from 0
+            in alphabetical order. Of a ``datasets.Dataset``, the column that the model calls
+            ``labels``, where it is called neither so nor ``label``; words are metadata there too.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -88,6 +96,7 @@ class Task:
         batch_size: int = 256,
         device: str | torch.device | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
+        target: str | None = None,
     ) -> None:
         instance("model", model, nn.Module, "a torch.nn.Module")
         if forward is not None and not callable(forward):
@@ -101,20 +110,67 @@ class Task:
                 f"parameter {lazy[0]!r} of a lazy module has no shape yet; run a batch through "
                 "the model first"
             )
-        self.model = model
+        self.model = model = unwrapped(model)
         self.likelihood = resolve(likelihood)
         self.batch_size = positive_int("batch_size", batch_size)
         self.device = _device(device, model)
+        data, described = opened(data, target)
         self.examples = read_data(data)
         self.n_data = len(self.examples)
         if weights is not None:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)
         self.forward: Forward = forward or default_forward
+        metadata = described if metadata is None else metadata
         self.metadata = read_metadata(metadata, self.n_data)
+        self.prior_precision: Any = None  # δ, where what was read names it
         self.row_labels = list(metadata.index) if hasattr(metadata, "index") else None  # pandas
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
+
+    @classmethod
+    def from_sklearn(
+        cls,
+        estimator: Any,
+        X: Any,
+        y: Any,
+        *,
+        likelihood: Likelihood | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> Task:
+        """A fitted scikit-learn estimator, or a Pipeline that ends in one, and its training data.
+
+        LogisticRegression, LinearRegression, Ridge, PoissonRegressor and MLPClassifier become
+        torch modules in float64 on the transformed features; ``task.prior_precision`` is δ as C or
+        alpha sets it, and :func:`blr_analysis.fit_laplace` takes it from there. See
+        :mod:`blr_analysis.estimators` for the formulas.
+
+        Args:
+            likelihood: in place of what is read; for test data of a regression
+                ``likelihood=task.likelihood``, whose noise is that of the training data.
+            metadata: as for :class:`Task`; labels that are words come along as ``label``.
+
+        Raises:
+            InputError: not fitted, no likelihood known for it here, other features or labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from sklearn.linear_model import LogisticRegression
+            >>> X, y = load_iris(return_X_y=True)
+            >>> task = Task.from_sklearn(LogisticRegression(C=0.5, max_iter=500).fit(X, y), X, y)
+            >>> task.likelihood.name, task.prior_precision["weight"]
+            ('categorical', 2.0)
+        """
+        read = read_estimator(estimator, X, y)
+        task = cls(
+            read.model,
+            (read.inputs, read.targets),
+            likelihood=likelihood or read.likelihood,
+            weights=read.weights,
+            metadata={"label": read.labels} if metadata is None and read.labels else metadata,
+        )
+        task.prior_precision = read.prior_precision
+        return task
 
     def __len__(self) -> int:
         return self.n_data
@@ -304,6 +360,14 @@ class Task:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module)
+    inside = getattr(model, "_orig_mod", None)
+    return unwrapped(inside) if isinstance(inside, nn.Module) else model
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

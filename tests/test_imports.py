@@ -25,7 +25,7 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks"},
     {"likelihoods", "files"},
-    {"data"},
+    {"data", "estimators"},
     {"task"},
     {"backprop"},
     {"posterior"},

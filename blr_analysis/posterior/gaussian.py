@@ -21,7 +21,7 @@ from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
-from blr_analysis.task import Task, find_device
+from blr_analysis.task import Task, find_device, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
@@ -159,6 +159,7 @@ class Posterior:
         formulas, the arguments and the errors.
         """
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
+        model = unwrapped(model)
         return cls._of(
             capture.from_optimizer(
                 optimizer,
@@ -191,6 +192,7 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
+        model = unwrapped(model)
         return cls._of(
             capture.from_checkpoint(
                 path_of(path),

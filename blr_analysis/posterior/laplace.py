@@ -75,7 +75,8 @@ def fit_laplace(
     Args:
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), or "full" (P up to 20,000).
-        prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: found
+        prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
+            task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
             Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
             of the data); ``record["prior_choice"]`` says how.
@@ -123,6 +124,7 @@ def fit_laplace(
             raise InputError(f'expected= averages the "ggn", not {curvature!r}')
         expected = expected.on(task)
         params = {n: expected.mean[n] for n in params}
+    prior_precision = task.prior_precision if prior_precision is None else prior_precision
     given = Prior({None: 1.0}) if prior_precision is None else prior_precision
     prior = _checked(task, params, structure, given, curvature, samples, rank, tolerance)
     prior = prior.around(initial, params)

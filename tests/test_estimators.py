@@ -1,0 +1,146 @@
+"""Scikit-learn's estimators as tasks, against scikit-learn itself: its predictions, its refits."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.linear_model import (
+    ElasticNet,
+    LinearRegression,
+    LogisticRegression,
+    PoissonRegressor,
+    Ridge,
+)
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.stationarity import stationarity
+
+N = 48
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 3)) * [1.0, 5.0, 0.2] + 2
+SCORE = (X - X.mean(0)) / X.std(0) @ [1.0, -0.7, 0.5]
+WORDS = np.array(["cat", "dog", "eel"])[np.digitize(SCORE + RNG.normal(size=N), [-0.7, 0.7])]
+YES = (SCORE + RNG.normal(size=N) > 0).astype(int)
+REAL = 3 + SCORE + RNG.normal(size=N)
+COUNT = RNG.poisson(np.exp(0.5 + 0.4 * SCORE)).astype(float)
+TIGHT: dict[str, Any] = {"tol": 1e-10, "max_iter": 5000}
+MLP = MLPClassifier((3,), "tanh", solver="lbfgs", alpha=1.0, random_state=0, **TIGHT)
+CASES: dict[str, tuple[Any, np.ndarray]] = {
+    "logistic, 3 classes": (LogisticRegression(C=0.5, **TIGHT), WORDS),
+    "logistic, 2 classes": (LogisticRegression(C=2.0, **TIGHT), YES),
+    "logistic, weighted": (LogisticRegression(class_weight={0: 1.0, 1: 3.0}, **TIGHT), YES),
+    "least squares": (LinearRegression(), REAL),
+    "ridge": (Ridge(alpha=3.0), REAL),
+    "ridge, 2 targets": (Ridge(alpha=3.0), np.stack([REAL, SCORE + REAL**2 / 9], 1)),
+    "poisson": (PoissonRegressor(alpha=0.1, **TIGHT), COUNT),
+    "network, 3 classes": (MLP, WORDS),
+    "network, 2 classes": (MLP, YES),
+}
+
+
+def fitted(name: str) -> tuple[Any, np.ndarray, blr.Task]:
+    """A pipeline, its targets, and its task."""
+    estimator, y = CASES[name]
+    pipeline = make_pipeline(StandardScaler(), clone(estimator)).fit(X, y)
+    return pipeline, y, blr.Task.from_sklearn(pipeline, X, y)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(name: str) -> None:
+    pipeline, _, task = fitted(name)
+    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    scores = blr.sensitivity(task, posterior, progress=False)
+    mean = task.likelihood.mean(scores.outputs).numpy()
+    if hasattr(pipeline, "predict_proba"):
+        expected = pipeline.predict_proba(X)
+        expected = expected[:, 1:] if mean.shape[1] == 1 else expected
+    else:
+        expected = pipeline.predict(X).reshape(mean.shape)
+    np.testing.assert_allclose(mean, expected, rtol=1e-7, atol=1e-9)
+    where = stationarity(task, posterior)
+    assert where.at_minimum and where.decrement < 1e-6
+    assert where.residual < 1e-4 or name == "least squares"  # only with the right δ, if any
+
+
+def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
+    """Each example's loss under an estimator that scikit-learn fitted without it."""
+    z, estimator = pipeline[:-1].transform(X), pipeline[-1]
+    losses = np.empty(N)
+    for i in range(N):
+        kept = np.arange(N) != i
+        other = copy.deepcopy(estimator)
+        if isinstance(other, MLPClassifier):
+            other.warm_start = True  # the same minimum, not another one
+        elif isinstance(other, PoissonRegressor):
+            other.alpha *= N / (N - 1)  # the same penalty on the sum of fewer losses
+        other.fit(z[kept], y[kept])
+        alone = blr.Task.from_sklearn(other, z[i : i + 1], y[i : i + 1], likelihood=task.likelihood)
+        weight = 1.0 if task.likelihood.plain is task.likelihood else 3.0 ** y[i]
+        f, t = alone.run(alone.fetch(torch.tensor([0])), alone.parameters(), torch.tensor([0]))
+        losses[i] = weight * float(task.likelihood.plain.nll(f, t))
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
+    pipeline, y, task = fitted(name)
+    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    refine = N if name.startswith("network") else 0  # no quadratic: by a descent on the others
+    loo = blr.leave_one_out(task, posterior, refine=refine, progress=False)
+    truth, ours = refitted(pipeline, y, task), loo.losses.numpy()
+    rise, change = truth - loo.losses_before.numpy(), ours - loo.losses_before.numpy()
+    if name.startswith(("least", "ridge")):
+        np.testing.assert_allclose(ours, truth, rtol=1e-4)  # one step is exact
+    else:
+        assert np.corrcoef(rise, change)[0, 1] > 0.99
+        assert change.sum() == pytest.approx(rise.sum(), rel=0.1)
+
+
+def test_labels_that_are_words_come_along() -> None:
+    _, _, task = fitted("logistic, 3 classes")
+    assert task.metadata["label"] == WORDS.tolist()
+    assert task.prior_precision["weight"] == 2.0
+
+
+def test_minibatches_share_the_penalty_out() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = MLPClassifier((2,), alpha=0.5, batch_size=12, max_iter=1).fit(X, YES)
+    assert blr.Task.from_sklearn(model, X, YES).prior_precision["0.weight"] == 0.5 * N / 12
+
+
+def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path) -> None:
+    pipeline, y, _ = fitted("logistic, 3 classes")
+    task = blr.Task.from_sklearn(pipeline, X, y)
+    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    path = blr.report(task, posterior, tmp_path / "report.html", progress=False)
+    assert "eel" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "data", "word"),
+    [
+        (LogisticRegression(), (X, YES), "not fitted"),
+        (ElasticNet().fit(X, REAL), (X, REAL), "ElasticNet"),
+        (LogisticRegression().fit(X, YES), (X[:, :2], YES), "3 columns"),
+        (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
+        (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
+        (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "no numbers"),
+        (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
+        ("words", (X, YES), "fitted estimator"),
+    ],
+)
+def test_what_is_no_estimator_for_this(estimator: Any, data: tuple, word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        blr.Task.from_sklearn(estimator, *data)
