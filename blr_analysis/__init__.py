@@ -38,6 +38,7 @@ from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.report import report
 from blr_analysis.sensitivity import (
     GroupInfluence,
+    Index,
     Influence,
     LeaveOneOut,
     Monitor,
@@ -86,6 +87,7 @@ __all__ = [
     "Gaussian",
     "GradientMismatch",
     "GroupInfluence",
+    "Index",
     "Influence",
     "LeaveOneOut",
     "Likelihood",

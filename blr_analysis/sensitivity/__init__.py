@@ -4,6 +4,7 @@ from blr_analysis.sensitivity.calibration import calibrate
 from blr_analysis.sensitivity.ensemble import replays
 from blr_analysis.sensitivity.influence import (
     GroupInfluence,
+    Index,
     Influence,
     ProjectionError,
     TopInfluence,
@@ -23,6 +24,7 @@ from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
 
 __all__ = [
     "GroupInfluence",
+    "Index",
     "Influence",
     "LeaveOneOut",
     "Monitor",

@@ -1,5 +1,6 @@
 """Influence of training examples on test examples: exact in blocks, or from projections."""
 
+from blr_analysis.sensitivity.influence.index import Index, Matches
 from blr_analysis.sensitivity.influence.influence import influence, top_influence
 from blr_analysis.sensitivity.influence.results import (
     GroupInfluence,
@@ -10,7 +11,9 @@ from blr_analysis.sensitivity.influence.results import (
 
 __all__ = [
     "GroupInfluence",
+    "Index",
     "Influence",
+    "Matches",
     "ProjectionError",
     "TopInfluence",
     "influence",

@@ -1,0 +1,497 @@
+"""Gradients of the training data on disk, small enough to be searched: no pass for a question.
+
+For a layer with gradient G_i and posterior covariance Σ, what is kept of an example is
+
+    z_i = Lᵀ (Σ^½ G_i) R,    z_iᵀ z_j ≈ G_iᵀ Σ G_j
+
+with orthonormal L and R: the leading directions, on either side, of Σ^½ G over some of the training
+examples, in the posterior's own basis (its Kronecker factors, where it has them). A layer gets as
+many numbers as its share of Σ ‖Σ^½ G_i‖² says. With as many numbers as parameters nothing is left
+out. (Choe et al., 2024, project on both sides too, with the Fisher's factors.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.terms import Term
+from blr_analysis.checks import instance, one_of, path_of, positive_int
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.files import check_room, drafted, held
+from blr_analysis.files.shards import save_tensors, shard_name
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures.contract import Spectral
+from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.influence.blocks import loss_terms, pieces
+from blr_analysis.sensitivity.influence.results import SHOWN, Best, ProjectionError, check_k
+from blr_analysis.sensitivity.scores import fitted
+from blr_analysis.task import Task
+
+FORMAT, VERSION = "blr_analysis.index", 1
+CONFIG, PLAN, DIRECTIONS = "index_config.json", "index_plan.json", "directions.safetensors"
+EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+SAMPLE = 64  # training examples that the directions are found in
+PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
+SHARD = 256  # examples per file: what a killed run loses at most
+ROWS = 4096  # stored examples that are multiplied at once
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The directions of one matrix: L ``[g, O, a]`` and R ``[g, I, b]``, orthonormal."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def size(self) -> int:
+        """Numbers that are kept of a gradient."""
+        return len(self.left) * self.left.shape[-1] * self.right.shape[-1]
+
+
+@dataclass(frozen=True)
+class Matches:
+    """The stored examples that matter most to each question, strongest first.
+
+    Attributes:
+        helpful, helpful_values: indices ``[M, k]``, and influence in nats, falling.
+        harmful, harmful_values: the same of the most negative, rising.
+    """
+
+    helpful: Tensor
+    helpful_values: Tensor
+    harmful: Tensor
+    harmful_values: Tensor
+
+
+@dataclass(frozen=True)
+class Index:
+    """Projected gradients of every training example, in a folder; see :meth:`build`.
+
+    Attributes:
+        path: the folder.
+        posterior: under which gradients are compared.
+        error: how far its influence is from the exact one, on pairs of training examples.
+        n_data: examples that are stored.
+        numbers: kept of each.
+    """
+
+    path: Path
+    posterior: Posterior = field(repr=False)
+    error: ProjectionError
+    n_data: int
+    numbers: int
+    _sheets: Mapping[str, Sheet] = field(repr=False)
+    _task: Task | None = field(default=None, repr=False)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def build(
+        cls,
+        task: Task,
+        posterior: Posterior,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 16384,
+        dtype: str = "float16",
+        memory_budget: int | None = None,
+        progress: bool | None = None,
+    ) -> Index:
+        """Visit the training data once, and keep ``rank`` numbers of every example.
+
+        A build that was killed goes on where it was, file by file, and ends in the same bits; one
+        that is there already is opened.
+
+        Args:
+            task, posterior: as for :func:`blr_analysis.influence`; of structure "diag" or "kron".
+            path: a folder, made if need be.
+            rank: numbers per example, shared out among the layers; every matrix gets one at least.
+            dtype: of the numbers on disk, "float16", "float32" or "float64"; with float16,
+                ``rank=32768`` is 64 kB per example.
+            memory_budget: as for :func:`blr_analysis.influence`.
+
+        Raises:
+            PosteriorError: a posterior of another model, number of examples or structure.
+            StorageError: the folder holds something else, or the index of another posterior, or
+                other data or settings; or the disk is full.
+            DataError, ModelError: as :func:`blr_analysis.influence`.
+
+        Example:
+            >>> import tempfile, torch, blr_analysis as blr
+            >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+            >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+            >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     index = Index.build(task, q, folder + "/index", progress=False)
+            ...     index.influence(task).shape, index.top(task, 2).helpful.shape
+            (torch.Size([30, 30]), torch.Size([30, 2]))
+        """
+        q = fitted(task, posterior)
+        if not isinstance(q.form, Spectral):
+            raise PosteriorError(f"an index takes 'diag' or 'kron', not {q.structure!r}: fit one")
+        positive_int("rank", rank)
+        one_of("dtype", dtype, tuple(DTYPES))
+        place = Path(path_of(path)).expanduser()
+        described = {
+            "format": FORMAT,
+            "version": VERSION,
+            "posterior": fingerprint(q),
+            "n_data": task.n_data,
+            "rank": rank,
+            "dtype": dtype,
+            "likelihood": task.likelihood.recorded,
+            "last_loss": _last_loss(task, q),
+        }
+        chunking = Chunking(memory_budget=memory_budget, progress=False)
+        with held(place):
+            place.mkdir(parents=True, exist_ok=True)
+            _claim(place, described)
+            sheets = _sheets(task, q, place, rank, chunking)
+            numbers = sum(sheet.size for sheet in sheets.values())
+            files = _files(task.n_data)
+            missing = [n for n in files if not (place / n).is_file()]
+            check_room(place / STEM, len(missing) * SHARD * numbers * DTYPES[dtype].itemsize)
+            for name in missing:
+                _write_shard(task, q, sheets, place / name, files[name], DTYPES[dtype], chunking)
+            if not (place / CONFIG).is_file():
+                q.save(place / POSTERIOR)
+                _write_examples(place, task, list(files))
+                error = _measured(task, q, place, list(files), chunking)
+                more = {"error": [error.relative_rms, error.spearman, error.pairs]}
+                _write_json(place / CONFIG, described | more | {"numbers": numbers})
+        return cls.open(place, task=task)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, task: Task | None = None) -> Index:
+        """The index in this folder; with the training ``task``, its answers can be refined.
+
+        Raises:
+            StorageError: nothing there, an index that is not complete or is damaged.
+            PosteriorError: the task does not belong to its posterior.
+        """
+        place = Path(path_of(path)).expanduser()
+        if not (place / CONFIG).is_file():
+            begun = (place / PLAN).is_file()
+            what = "an index that is not complete: build it again, and it goes on"
+            raise StorageError(f"{str(place)!r} holds {what if begun else 'no index'}.")
+        about = _read_json(place / CONFIG)
+        absent = [n for n in _files(about["n_data"]) if not (place / n).is_file()]
+        if absent:
+            raise StorageError(f"{str(place)!r} lacks {absent[0]}: copy the whole folder.")
+        q = Posterior.load(place / POSTERIOR)
+        if fingerprint(q) != about["posterior"]:
+            raise StorageError(f"{str(place)!r} holds a posterior that is not its index's.")
+        if task is not None:
+            q = fitted(task, q)
+        error = ProjectionError(*about["error"])
+        sheets = _read_sheets(place, q)
+        return cls(place, q, error, about["n_data"], about["numbers"], sheets, task)
+
+    @torch.inference_mode(False)
+    def influence(self, test_task: Task, *, progress: bool | None = None) -> Tensor:
+        """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples.
+
+        Raises:
+            PosteriorError: a task of another model.
+        """
+        asked = self._project(test_task, progress)
+        return torch.cat([values for _, values in self._products(asked)])
+
+    @torch.inference_mode(False)
+    def top(
+        self, test_task: Task, k: int = SHOWN, *, refine: int = 0, progress: bool | None = None
+    ) -> Matches:
+        """The k most helpful and most harmful of every question, without the matrix.
+
+        Args:
+            refine: recompute so many of either side exactly, and choose among them: one gradient
+                of each; needs ``Index.open(path, task=task)``.
+
+        Raises:
+            InputError: k above the number of examples, ``refine`` below k or without the task.
+            PosteriorError: a task of another model.
+        """
+        check_k(k, self.n_data)
+        if refine and (refine < k or self._task is None):
+            raise InputError("refine= is k or more, of an index opened with task=")
+        best = Best(min(max(k, refine), self.n_data))
+        for rows, values in self._products(self._project(test_task, progress)):
+            best.add(rows, values)
+        (high, helpful), (low, harmful) = best.sides()
+        if refine:
+            high, low = (self._exact(test_task, names) for names in (helpful, harmful))
+        sides = []
+        for values, names, largest in ((high, helpful, True), (low, harmful, False)):
+            chosen, places = values.topk(k, dim=0, largest=largest)
+            sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
+        return Matches(*sides)
+
+    @cached_property
+    def self_influence(self) -> Tensor:
+        """g_iᵀ Σ g_i of every stored example, exact, ``[N]``."""
+        return torch.tensor(self.examples["self_influence"], dtype=torch.float64)
+
+    @cached_property
+    def examples(self) -> dict[str, list[Any]]:
+        """The table of the examples by column: index, self_influence, and the task's metadata."""
+        import pyarrow.parquet as parquet
+
+        return parquet.read_table(self.path / EXAMPLES).to_pydict()
+
+    def _project(self, task: Task, progress: bool | None) -> Tensor:
+        instance("test_task", task, Task, "a blr_analysis.Task with the questions")
+        q = self.posterior.on(task, same_data=False)
+        chunking = Chunking(progress=progress)
+        sheets = {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in self._sheets.items()}
+        return torch.cat([z for z, _ in _projected(task, q, sheets, chunking, None)]).cpu()
+
+    def _products(self, asked: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and their values, file by file, read by memory map."""
+        for name, rows in _files(self.n_data).items():
+            stored = load_file(self.path / name)
+            for part in torch.arange(len(rows)).split(ROWS):
+                z = stored["directions"][part].to(asked.dtype)
+                values = (z @ asked.mT) * stored["norms"][part].to(asked.dtype).unsqueeze(1)
+                yield rows[part], values
+
+    def _exact(self, test_task: Task, names: Tensor) -> Tensor:
+        """The exact influence of these candidates ``[r, M]`` on each question."""
+        assert self._task is not None
+        union, places = names.unique(return_inverse=True)
+        where = test_task.with_model(self._task)
+        found = pieces(self._task, self.posterior, where, indices=union, progress=False)
+        exact = torch.cat([piece.values.cpu() for piece in found])
+        return exact.gather(0, places.view_as(names))
+
+
+def fingerprint(q: Posterior) -> str:
+    """The sha256 of a posterior's numbers, names and n_data."""
+    digest = hashlib.sha256(f"{q.structure} {q.n_data}".encode())
+    for name, tensor in {**q.mean, **{f"{n} S": t for n, t in q.form.tensors().items()}}.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _as(tensor: Tensor, q: Posterior) -> Tensor:
+    return tensor.to(next(iter(q.mean.values())))
+
+
+def _last_loss(task: Task, q: Posterior) -> float:
+    """What tells these training data from others: the loss of the last example."""
+    last = torch.tensor([task.n_data - 1])
+    with torch.no_grad(), task.evaluation():
+        outputs, targets = task.run(task.fetch(last), q.mean, last)
+    return float(task.likelihood.at(last).nll(outputs, targets))
+
+
+def _files(n_data: int) -> dict[str, Tensor]:
+    """The examples of each file, by its name."""
+    parts = torch.arange(n_data).split(SHARD)
+    return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
+
+
+def _claim(place: Path, described: dict[str, Any]) -> None:
+    """Raise :class:`StorageError` unless the folder is empty or holds this very index."""
+    if (place / PLAN).is_file():
+        before = _read_json(place / PLAN)
+        differs = [n for n, value in described.items() if before.get(n) != value]
+        if differs:
+            raise StorageError(
+                f"{str(place)!r} holds an index with another {', '.join(differs)}: name a new "
+                "folder."
+            )
+        return
+    foreign = sorted(p.name for p in place.iterdir())
+    if foreign:
+        raise StorageError(f"{str(place)!r} holds {foreign[0]}, no index: name a new folder.")
+    _write_json(place / PLAN, described)
+
+
+def _scaled(q: Posterior, terms: list[Term]) -> Iterator[tuple[str, Tensor]]:
+    """Σ^½ G of every matrix in the posterior's basis, ``[B, g, O, I]``, layer by layer."""
+    assert isinstance(q.form, Spectral)
+    for term, basis in q.form.paired(terms):
+        turned = term if basis is None else term.rotated(basis)
+        for name, gradients in turned.jacobian().items():
+            scaled = gradients[:, 0] / q.form.values[name].sqrt()
+            if basis is None:
+                rows = scaled.shape[1] if scaled.ndim > 1 else 1
+                scaled = scaled.reshape(len(scaled), 1, rows, -1)
+            yield name, scaled
+
+
+def _parts(terms: list[Term]) -> Iterator[list[Term]]:
+    """One example after the other, so that no more than one gradient of a layer is made."""
+    for row in range(terms[0].n_examples):
+        yield [term.part(slice(row, row + 1)) for term in terms]
+
+
+def _projected(
+    task: Task,
+    q: Posterior,
+    sheets: Mapping[str, Sheet],
+    chunking: Chunking,
+    indices: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """z ``[B, K]`` and the exact ‖Σ^½ g‖² ``[B]`` of each chunk."""
+    for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
+        rows, squares = [], []
+        for terms in _parts(loss_terms(task, chunk)):
+            found = {name: s.left.new_zeros(1, s.size) for name, s in sheets.items()}
+            square = torch.zeros((), dtype=torch.float64)
+            for name, w in _scaled(q, terms):
+                square += w.square().sum().cpu()
+                sheet = sheets[name]
+                found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
+            rows.append(torch.cat(list(found.values()), dim=1))
+            squares.append(square)
+        z = torch.cat(rows)
+        check_finite(z, "projected gradient")
+        yield z, torch.stack(squares)
+
+
+def _sheets(
+    task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking
+) -> dict[str, Sheet]:
+    """The directions, found in some of the examples; read where a run before wrote them."""
+    if not (place / DIRECTIONS).is_file():
+        found = _find_sheets(task, q, rank, chunking)
+        tensors = {f"{n}.left": s.left for n, s in found.items()}
+        tensors |= {f"{n}.right": s.right for n, s in found.items()}
+        with drafted(place / DIRECTIONS) as draft:
+            save_tensors(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
+    return {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in _read_sheets(place, q).items()}
+
+
+def _read_sheets(place: Path, q: Posterior) -> dict[str, Sheet]:
+    stored = load_file(place / DIRECTIONS)
+    names = sorted(n.removesuffix(".left") for n in stored if n.endswith(".left"))
+    return {n: Sheet(stored[f"{n}.left"], stored[f"{n}.right"]) for n in names}
+
+
+def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dict[str, Sheet]:
+    """A random range finder (Halko et al., 2011) on either side of [Σ^½ G_1, Σ^½ G_2, …]."""
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randperm(task.n_data, generator=generator)[:SAMPLE].sort().values
+    energy: dict[str, float] = {}
+    shapes: dict[str, torch.Size] = {}
+
+    def sweep() -> Iterator[tuple[str, Tensor]]:
+        for chunk in chunks(task, q.mean, chunking, columns=1, indices=some):
+            for terms in _parts(loss_terms(task, chunk)):
+                yield from _scaled(q, terms)
+
+    for name, w in sweep():
+        energy[name] = energy.get(name, 0.0) + float(w.square().sum())
+        shapes[name] = w.shape[1:]
+    total = sum(energy.values()) or 1.0
+    widths = {n: _sides(shapes[n], rank * energy[n] / total) for n in shapes}
+    lefts: dict[str, Tensor] = {}
+    rights: dict[str, Tensor] = {}
+    for name, w in sweep():
+        a, b = widths[name]
+        for sums, matrix, width in ((lefts, w[0], a), (rights, w[0].mT, b)):
+            drawn = torch.randn(len(matrix), matrix.shape[-1], width, generator=generator).to(w)
+            share = matrix @ drawn
+            sums[name] = sums[name] + share if name in sums else share
+    return {n: Sheet(torch.linalg.qr(lefts[n])[0], torch.linalg.qr(rights[n])[0]) for n in shapes}
+
+
+def _sides(shape: torch.Size, numbers: float) -> tuple[int, int]:
+    """a ≤ O and b ≤ I with g · a · b about ``numbers``, at least 1.
+
+    >>> _sides(torch.Size([1, 100, 4]), 64), _sides(torch.Size([1, 3, 3]), 1e9)
+    ((16, 4), (3, 3))
+    """
+    g, o, i = shape
+    each = max(1.0, numbers / g)
+    short = min(o, i, max(1, int(math.sqrt(each))))
+    long = min(max(o, i), max(1, int(each / short)))
+    return (long, short) if o >= i else (short, long)
+
+
+def _write_shard(
+    task: Task,
+    q: Posterior,
+    sheets: Mapping[str, Sheet],
+    file: Path,
+    rows: Tensor,
+    dtype: torch.dtype,
+    chunking: Chunking,
+) -> None:
+    """The unit vectors of these examples, their lengths, and their exact self-influences."""
+    parts = list(_projected(task, q, sheets, chunking, rows))
+    z, squares = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+    norms = torch.linalg.vector_norm(z.double(), dim=1)
+    units = (z / norms.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)).to(dtype)
+    stored = {"directions": units, "norms": norms, "self_influence": squares}
+    with drafted(file) as draft:
+        save_tensors(stored, draft, {"format": "pt"})
+
+
+def _write_examples(place: Path, task: Task, files: list[str]) -> None:
+    """The Parquet table."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    squares = torch.cat([load_file(place / name)["self_influence"] for name in files])
+    columns = {"index": list(range(task.n_data)), "self_influence": squares.tolist()}
+    table = pa.table({**columns, **task.metadata})
+    with drafted(place / EXAMPLES) as draft:
+        parquet.write_table(table, draft)
+
+
+def _measured(
+    task: Task, q: Posterior, place: Path, files: list[str], chunking: Chunking
+) -> ProjectionError:
+    """What is stored against exact influence, on random pairs of training examples."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = (
+        torch.randperm(task.n_data, generator=generator)[:most].sort().values for most in PROBE
+    )
+    z = []
+    for names in (rows, columns):
+        of_file = [load_file(place / files[i // SHARD]) for i in names.tolist()]
+        each = [
+            s["directions"][i % SHARD].double() * s["norms"][i % SHARD]
+            for s, i in zip(of_file, names.tolist(), strict=True)
+        ]
+        z.append(torch.stack(each))
+    budget = chunking.memory_budget
+    found = pieces(
+        task, q, task, indices=rows, test_indices=columns, memory_budget=budget, progress=False
+    )
+    exact = torch.cat([piece.values.cpu() for piece in found])
+    return ProjectionError.between(z[0] @ z[1].mT, exact)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    with drafted(file) as draft:
+        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{str(file)!r} cannot be read: {error}.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise StorageError(f"{str(file)!r} is no index of this package.")
+    if content.get("version") != VERSION:
+        raise StorageError(f"{str(file)!r} is of another version than {VERSION}: build it again.")
+    return content

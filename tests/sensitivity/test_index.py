@@ -1,0 +1,130 @@
+"""An index on disk against exact influence, killed builds, and folders of somebody else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import mlp
+from oracles import relative
+from tiny_lm import sequences, task_of, tiny_lm
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.sensitivity.influence import index as module
+
+QUIET: dict[str, Any] = {"progress": False}
+N = 12
+
+
+def language(seed: int = 0) -> blr.Task:
+    return task_of(tiny_lm(seed, tied=True), sequences(N), metadata={"source": [*"ab"] * (N // 2)})
+
+
+def posterior(task: blr.Task, structure: str = "diag") -> blr.Posterior:
+    how: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher", **QUIET}
+    return blr.fit_laplace(task, structure=structure, **how)
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARD", 5)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_with_room_for_everything_it_is_exact(tmp_path: Path, structure: str) -> None:
+    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
+    q = posterior(task, structure)
+    built = blr.Index.build(task, q, tmp_path / "i", rank=10**6, dtype="float64", **QUIET)
+    exact = blr.influence(task, q, test, **QUIET).matrix
+    assert built.error.relative_rms < 1e-10
+    index = blr.Index.open(tmp_path / "i")
+    assert relative(index.influence(test, **QUIET), exact) < 1e-10
+    assert relative(index.self_influence, blr.sensitivity(task, q, **QUIET).self_influence) < 1e-10
+    assert index.examples["source"] == task.metadata["source"]
+    top, truth = index.top(test, 3, **QUIET), blr.top_influence(task, q, test, k=3, **QUIET)
+    assert torch.equal(top.helpful, truth.helpful)
+    assert torch.equal(top.harmful, truth.harmful)
+
+
+def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
+    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
+    q = posterior(task)
+    index = blr.Index.build(task, q, tmp_path / "i", rank=60, **QUIET)
+    assert index.numbers < 120
+    assert 0 < index.error.relative_rms < 1
+    exact = blr.influence(task, q, test, **QUIET)
+    gap = relative(index.influence(test, **QUIET), exact.matrix)
+    assert 0.2 < gap / index.error.relative_rms < 5
+    refined = index.top(test, 2, refine=N, **QUIET)
+    assert torch.equal(refined.helpful, exact.top(2).helpful)
+    assert relative(refined.harmful_values, exact.top(2).harmful_values) < 1e-10
+
+
+def test_a_killed_build_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = language()
+    q = posterior(task)
+    blr.Index.build(task, q, tmp_path / "whole", rank=100, **QUIET)
+    real, written = module._write_shard, []
+
+    def killed(*arguments: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(arguments[3].name)
+        real(*arguments)
+
+    monkeypatch.setattr(module, "_write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
+    with pytest.raises(StorageError, match="not complete"):
+        blr.Index.open(tmp_path / "i")
+    monkeypatch.setattr(module, "_write_shard", real)
+    kept = (tmp_path / "i" / written[0]).stat().st_mtime_ns
+    blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
+    assert (tmp_path / "i" / written[0]).stat().st_mtime_ns == kept
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "i" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_full_disk_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = language()
+    q = posterior(task)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
+    with pytest.raises(StorageError, match=r"7 of .* bytes free"):
+        blr.Index.build(task, q, tmp_path / "i", **QUIET)
+    with pytest.raises(StorageError, match="not complete"):
+        blr.Index.open(tmp_path / "i")
+
+
+def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
+    task = language()
+    q = posterior(task)
+    index = blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
+    other = language(seed=3)
+    with pytest.raises(StorageError, match="another posterior"):
+        blr.Index.build(other, posterior(other), tmp_path / "i", rank=100, **QUIET)
+    with pytest.raises(StorageError, match="another rank"):
+        blr.Index.build(task, q, tmp_path / "i", rank=101, **QUIET)
+    with pytest.raises(PosteriorError, match="another model"):
+        index.influence(blr.Task(mlp(), (torch.zeros(2, 4), torch.zeros(2).long())))
+    with pytest.raises(InputError, match="task="):
+        blr.Index.open(tmp_path / "i").top(task, 2, refine=4)
+    with pytest.raises(PosteriorError, match="'diag' or 'kron', not 'lowrank'"):
+        blr.Index.build(task, posterior(task, "lowrank"), tmp_path / "j")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").touch()
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        blr.Index.build(task, q, tmp_path / "foreign")
+    next((tmp_path / "i").glob("gradients-*")).unlink()
+    with pytest.raises(StorageError, match="lacks gradients-"):
+        blr.Index.open(tmp_path / "i")
+    with pytest.raises(StorageError, match="no index"):
+        blr.Index.open(tmp_path / "foreign")
