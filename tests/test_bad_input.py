@@ -818,8 +818,6 @@ def test_n_data_and_prior_missing_or_inconsistent() -> None:
     optimizer, model = stepped(torch.optim.Adam)
     with pytest.raises(OptimizerError, match="n_data is missing"):
         blr.Posterior.from_optimizer(optimizer, model, prior_precision=1.0)
-    with pytest.raises(OptimizerError, match="prior_precision is missing"):
-        blr.Posterior.from_optimizer(optimizer, model, n_data=5)
     for n in (0, -1, 2.5, "5"):
         with pytest.raises(InputError, match="n_data must be"):
             blr.Posterior.from_optimizer(optimizer, model, n_data=n, prior_precision=1.0)

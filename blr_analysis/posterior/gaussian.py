@@ -149,6 +149,7 @@ class Posterior:
         *,
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
         tokens: int | None = None,
@@ -166,11 +167,13 @@ class Posterior:
                 model,
                 n_data=n_data,
                 prior_precision=prior_precision,
+                initial=initial,
                 scaling=scaling,
                 batch_size=batch_size,
                 tokens=tokens,
             ),
             model,
+            initial,
         )
 
     @classmethod
@@ -182,6 +185,7 @@ class Posterior:
         *,
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
         scaling: str = "sqrt",
         batch_size: int | None = None,
         tokens: int | None = None,
@@ -199,17 +203,24 @@ class Posterior:
                 model,
                 n_data=n_data,
                 prior_precision=prior_precision,
+                initial=initial,
                 scaling=scaling,
                 batch_size=batch_size,
                 tokens=tokens,
                 names=names,
             ),
             model,
+            initial,
         )
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
-    def _of(cls, captured: capture.Captured, model: nn.Module) -> Posterior:
+    def _of(
+        cls,
+        captured: capture.Captured,
+        model: nn.Module,
+        initial: Mapping[str, Tensor] | None,
+    ) -> Posterior:
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
             warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=5)  # 2: decorators
@@ -219,6 +230,7 @@ class Posterior:
             prior_precision=captured.prior_precision,
             n_data=captured.n_data,
             record={**captured.record, "fixed": fixed},
+            initial=initial,
         )
 
     def variance(self, name: str) -> Tensor:

@@ -8,8 +8,6 @@ weights serve as those of the whole training would: what an example does is deci
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 from blr_analysis.backprop.engine import Chunking
@@ -17,6 +15,7 @@ from blr_analysis.checks import positive_int, positive_number, whole
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.sensitivity.replay import PROBES, RATES, first_weights, prepare
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.solving import FAMILIES, GroupSolver, checked_plan
@@ -81,16 +80,8 @@ def replays(
         parts = 1 + (1 + PROBES) * (1 if family else len(RATES))
         replay = prepare(task, q.mean, q.prior, start, passes=epochs * parts, family=family, seed=k)
         family = replay.recipe.family
-        model = copy.deepcopy(task.model)
-        model.load_state_dict(replay.reference, strict=False)
-        under = Task(
-            model,
-            task.examples,
-            likelihood=task.likelihood,
-            forward=task.forward,
-            batch_size=task.batch_size,
-            device=task.device,
-        )
+        under = on_a_copy(task)
+        write(under, replay.reference)
         network = fit_laplace(
             under,
             prior_precision=q.prior,

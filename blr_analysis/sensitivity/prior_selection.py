@@ -21,6 +21,7 @@ from blr_analysis.checks import one_of, positive_int, positive_number
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
@@ -77,9 +78,10 @@ class PriorSelection(Tabular, Plottable):
 @torch.inference_mode(False)  # also where the caller switched it on
 def select_prior_precision(
     task: Task,
-    grid: Sequence[float] | Tensor,
+    grid: Sequence[float] | Tensor | None = None,
     *,
     fit: Fit | None = None,
+    initial: Mapping[str, Tensor] | None = None,
     structure: str = "auto",
     test: Task | None = None,
     correction: str = "auto",
@@ -91,7 +93,7 @@ def select_prior_precision(
 ) -> PriorSelection:
     """The prior precision δ with the smallest leave-one-out loss, and its curve over the grid.
 
-    For each δ, a copy of the model is trained on Σ_i ℓ_i(θ) + δ/2 ‖θ‖² and
+    For each δ, a copy of the model is trained on Σ_i ℓ_i(θ) + δ/2 ‖θ − θ₀‖² and
 
         LOO(δ) = 1/N Σ_i ℓ(y_i, f_i^{\\i})
 
@@ -100,13 +102,16 @@ def select_prior_precision(
     Args:
         task: model and training data. The model is not changed: all training is of copies.
         grid: the δ to try, positive, in any order; of the SUM of the losses, so that a weight
-            decay on their mean over N examples is δ/N.
+            decay on their mean over N examples is δ/N. None: nine values, from a hundredth to a
+            hundred times the δ that :func:`blr_analysis.fit_laplace` finds at the present weights.
         fit: your own training: ``fit(task, delta)`` gets the task under a copy of the model, may
             train that in place, and returns its posterior (or the pair of another model and its
             posterior). None: full-batch damped Newton steps from the model's present weights, then
             from those of the next smaller δ, and :func:`blr_analysis.fit_laplace`. For a
             generalised linear model that is the exact optimum; a network comes to the one nearest
             downhill.
+        initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
+            None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
         structure: of the default fit's posterior: "diag", "kron", "full", or "auto": full up to
             2,000 parameters, else kron.
         test: further examples, for comparison; nothing is chosen by them.
@@ -119,6 +124,7 @@ def select_prior_precision(
         InputError: a task of sequences, a grid that is empty or holds a δ that is not positive
             and finite or stands there twice, a fit that returns no posterior or one of another δ,
             a test task of another likelihood.
+        PosteriorError: an ``initial`` of another model, no δ to be found where ``grid`` is None.
         ModelError: a model that cannot be copied, no finite leave-one-out loss on the whole grid.
         PosteriorError, DataError: as :func:`blr_analysis.leave_one_out`.
 
@@ -135,6 +141,9 @@ def select_prior_precision(
         (True, 4)
     """
     check_outputs(task, "select_prior_precision")
+    if grid is None:
+        delta = fit_laplace(task, initial=initial, progress=False).prior_precision
+        grid = [delta * 10 ** (k / 2) for k in range(-4, 5)]
     deltas = checked_grid(grid)
     one_of("structure", structure, ("auto", *STRUCTURES))
     one_of("correction", correction, CORRECTIONS)
@@ -143,7 +152,11 @@ def select_prior_precision(
         raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
     if test is not None:
         check_test(test, task)
-    trained = _own(fit, task) if fit else _default(task, structure, tolerance, max_steps, settings)
+    mean = Prior({}).around(initial, task.parameters()).mean
+    if fit:
+        trained = _own(fit, task)
+    else:
+        trained = _default(task, mean, structure, tolerance, max_steps, settings)
     rows: list[dict[str, Any]] = []
     best: tuple[float, float, Posterior] | None = None
     for delta in track(deltas, total=len(deltas), label="prior precision", show=progress):
@@ -172,6 +185,7 @@ Trained = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]
 
 def _default(
     task: Task,
+    initial: Mapping[str, Tensor] | None,
     structure: str,
     tolerance: float | None,
     max_steps: int,
@@ -189,8 +203,9 @@ def _default(
     under = on_a_copy(task)
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
-        end = train(under, delta, structure=structure, tolerance=tolerance, max_steps=max_steps)
-        q = fit_laplace(under, structure=structure, prior_precision=delta, **settings)
+        prior = Prior({None: delta}, initial)
+        end = train(under, prior, structure=structure, tolerance=tolerance, max_steps=max_steps)
+        q = fit_laplace(under, structure=structure, prior_precision=prior, **settings)
         residual = end.point.residual
         return under, q, {"residual": residual, "converged": residual <= tolerance}
 

@@ -512,8 +512,6 @@ def test_missing_numbers_are_explained() -> None:
     optimizer = trained(lambda p: torch.optim.AdamW(p, weight_decay=0.01), model)
     with pytest.raises(OptimizerError, match=r"n_data is missing.*len\(dataset\)"):
         from_optimizer(optimizer, model, prior_precision=DELTA)
-    with pytest.raises(OptimizerError, match=r"prior_precision is missing.*n_data\*w.*\[2\.0\]"):
-        from_optimizer(optimizer, model, n_data=N)
     with pytest.raises(InputError, match="needs batch_size"):
         from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA, scaling="squared")
 

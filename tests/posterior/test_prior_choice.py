@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from models import classes, mlp
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.errors import PosteriorError
+from blr_analysis.errors import OptimizerError, PosteriorError
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
 
@@ -152,3 +153,97 @@ def test_weights_that_never_moved_tell_nothing() -> None:
     model = nn.Linear(4, 3).double()
     with pytest.raises(PosteriorError, match="initial"):
         blr.fit_laplace(blr.Task(model, (x, y)), initial=model.state_dict(), progress=False)
+
+
+# ---------------------------------------------------------------- optimizers and grids
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer], **settings: float):
+    """A network, its first weights, and what trained it for some steps."""
+    x, y = classes(0)
+    model = mlp()
+    first = {n: p.clone() for n, p in model.state_dict().items()}
+    optimizer = make(model.parameters(), lr=1e-2, **settings)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        optimizer.step(closure)
+    return model, first, optimizer
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.RMSprop])
+def test_an_l2_penalty_of_the_training_is_the_prior(make: type[torch.optim.Optimizer]) -> None:
+    model, first, optimizer = stepped(make, weight_decay=0.05)
+    q = blr.Posterior.from_optimizer(optimizer, model, n_data=N)
+    assert q.prior_precision == pytest.approx(0.05 * N)
+    assert q.record["prior_choice"]["rule"] == "weight_decay" and "weight_decay" in repr(q)
+    around = blr.Posterior.from_optimizer(optimizer, model, n_data=N, initial=first)
+    assert around.record["prior_choice"]["rule"] == "evidence"  # the penalty was around 0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(
+    ("make", "settings"), [(torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.1})]
+)
+def test_elsewhere_the_weights_and_the_diagonal_decide(
+    make: type[torch.optim.Optimizer],
+    settings: dict[str, float],
+    around: bool,
+    saved: bool,
+    tmp_path: Path,
+) -> None:
+    model, first, optimizer = stepped(make, **settings)
+    options = dict(n_data=N, initial=first if around else None)
+    if saved:
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        q = blr.Posterior.from_checkpoint(tmp_path / "state.pt", model, **options)
+    else:
+        q = blr.Posterior.from_optimizer(optimizer, model, **options)
+    delta = q.prior_precision
+    h = torch.cat([(q.precision(n) - delta).flatten() for n in q.mean])
+    gaps = [m - first[n] if around else m for n, m in q.mean.items()]
+    size = float(sum(gap.square().sum() for gap in gaps))
+    assert delta * size == pytest.approx(float((h / (h + delta)).sum()), rel=1e-6)
+    about = q.record["prior_choice"]
+    assert about["rule"] == "evidence" and "fit_laplace" in about["unsure"]
+    assert (q.initial is not None) == around
+    q.save(tmp_path / "q")
+    assert blr.Posterior.load(tmp_path / "q").record["prior_choice"] == about
+
+
+def test_the_prior_of_ivon_is_its_own() -> None:
+    model, first, optimizer = stepped(blr.IVON, ess=N, weight_decay=0.1)
+    q = blr.Posterior.from_optimizer(optimizer, model)
+    assert q.prior_precision == pytest.approx(0.1 * N) and "prior_choice" not in q.record
+    with pytest.raises(OptimizerError, match="around 0"):
+        blr.Posterior.from_optimizer(optimizer, model, initial=first)
+
+
+def test_an_initial_of_another_model_is_refused_by_optimizers_and_grids() -> None:
+    model, _, optimizer = stepped(torch.optim.Adam)
+    other = nn.Linear(4, 3).state_dict()
+    with pytest.raises(PosteriorError, match="another model"):
+        blr.Posterior.from_optimizer(optimizer, model, n_data=N, initial=other)
+    with pytest.raises(PosteriorError, match="another model"):
+        blr.select_prior_precision(blr.Task(model, classes(0)), [1.0], initial=other)
+
+
+def test_a_grid_is_made_around_the_prior_that_is_found() -> None:
+    x, y = classes(1)
+    start = {"weight": torch.full((3, 4), 0.3), "bias": torch.full((3,), 0.3)}
+    start = {n: p.double() for n, p in start.items()}
+    task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 3.0, start), (x, y))
+    chosen = blr.select_prior_precision(task, initial=start, progress=False)
+    grid = [row["prior_precision"] for row in chosen.rows]
+    assert len(grid) == 9 and grid[4] == pytest.approx(3.0, rel=1e-3)
+    assert grid[-1] / grid[0] == pytest.approx(1e4)
+    again = blr.select_prior_precision(task, [grid[4]], initial=start, progress=False)
+    for name, p in task.parameters().items():  # already at that minimum
+        torch.testing.assert_close(again.posterior.mean[name], p, atol=1e-4, rtol=0)
+    torch.testing.assert_close(again.posterior.initial, start)

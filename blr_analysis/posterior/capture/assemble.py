@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import ModelError, OptimizerError, PosteriorError
 from blr_analysis.posterior.capture.readers import Reader, State, steps
-from blr_analysis.posterior.capture.scale import Told, given_scale, own_scale
+from blr_analysis.posterior.capture.scale import Scale, Told, given_scale, own_scale
 from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.structures import Diagonal
 
+UNSURE = "by the weights and the optimizer's diagonal alone; fit_laplace(task) asks the data too"
 HALF = (torch.float16, torch.bfloat16)
 HALF_REASON = (
     "in bfloat16 or float16 a running mean with beta near 1 cannot fall (each decrement is "
@@ -78,16 +81,21 @@ def assemble(
     tokens = None if told.tokens is None else positive_int("tokens", told.tokens)
     told = replace(told, bare=bare, tokens=tokens)
     scale = (own_scale if reader.scaled else given_scale)(groups, told)
-    mean, precision = {}, {}
-    for slot in slots:
-        mean[slot.name] = _mean(slot)
-        delta = scale.prior[slot.name]
-        if slot.name in learned:
-            data = scale.data_part(_estimate(slot, reader), slot.group)
-        else:
-            data = torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
-        precision[slot.name] = data if bare else _positive(slot.name, data + delta, delta)
-    deltas = {0.0} if bare else set(scale.prior.values())
+    if reader.scaled and told.initial is not None:
+        raise OptimizerError(
+            f"{reader.kind} learned with its prior around 0: leave initial out, or use fit_laplace"
+        )
+    mean = {slot.name: _mean(slot) for slot in slots}
+    data = {
+        slot.name: scale.data_part(_estimate(slot, reader), slot.group)
+        if slot.name in learned
+        else torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
+        for slot in slots
+    }
+    given = bare or reader.scaled or told.prior_precision is not None
+    prior, choice = _prior(scale, data, mean, told.initial, given=given)
+    precision = data if bare else {n: _positive(n, h + prior[n], prior[n]) for n, h in data.items()}
+    deltas = {0.0} if bare else set(prior.values())
     definition = scale.definition
     if bare:  # from "S = … + delta" to "H = …"
         definition = definition.replace("S = ", "H = ", 1).removesuffix(" + delta")
@@ -95,13 +103,14 @@ def assemble(
     return Captured(
         mean=mean,
         precision=precision,
-        prior_precision=deltas.pop() if len(deltas) == 1 else scale.prior,
+        prior_precision=deltas.pop() if len(deltas) == 1 else prior,
         n_data=scale.n_data,
         record={
             "kind": reader.kind,
             "definition": definition,
             "n_data": scale.n_data,
             **scale.record,
+            **({} if choice is None else {"prior_choice": choice}),
             **record,
             **({} if outside is None else {"prior_outside": Prior.of_any(outside).record}),
             "step": max(counts) if counts else None,
@@ -116,6 +125,28 @@ def assemble(
             "tied": tied_names(model),
         },
     )
+
+
+def _prior(
+    scale: Scale,
+    data: Mapping[str, Tensor],
+    mean: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor] | None,
+    *,
+    given: bool,
+) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """δ by name, and how it was chosen where nobody gave it.
+
+    The L2 penalty of the training, where there was one around 0. Else the evidence decides, from
+    the weights and the diagonal: the state of an optimizer has no gradient of all the data.
+    """
+    if scale.prior is not None and (given or initial is None):
+        known = set(scale.prior.values())
+        choice = {"delta": known.pop() if len(known) == 1 else scale.prior, "rule": "weight_decay"}
+        return scale.prior, None if given else choice
+    gap = Prior({}).around(initial, mean).gap(mean)
+    delta, about = chosen_prior(Diagonal(dict(data)), gap, None)
+    return dict.fromkeys(data, delta), {"delta": delta, **about, "unsure": UNSURE}
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

@@ -35,6 +35,7 @@ def from_checkpoint(
     tokens: int | None = None,
     names: Sequence[str] | None = None,
     bare: bool = False,
+    initial: Mapping[str, Tensor] | None = None,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
 
@@ -62,7 +63,7 @@ def from_checkpoint(
         batch_size: see there.
         tokens: see there.
         names: every parameter's name, in the order in which the optimizer got them.
-        bare: as in :func:`from_optimizer`.
+        initial, bare: as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -111,7 +112,7 @@ def from_checkpoint(
         slots,
         reader,
         model,
-        Told(n_data, prior_precision, scaling, batch_size, tokens, bare),
+        Told(n_data, prior_precision, scaling, batch_size, tokens, bare, initial),
         {
             "source": saved.source,
             "path": os.fspath(path),

@@ -28,6 +28,7 @@ class Told:
     batch_size: int | None
     tokens: int | None
     bare: bool = False
+    initial: Mapping[str, Tensor] | None = None
 
     @property
     def delta(self) -> Given | None:
@@ -45,14 +46,14 @@ class Scale:
 
     Attributes:
         n_data: N.
-        prior: δ by parameter name.
+        prior: δ by parameter name; None: nobody knows it.
         data_part: (estimate, group) → S − δ.
         definition: the formula, as text.
         record: the choices made, JSON-able.
     """
 
     n_data: int
-    prior: dict[str, float]
+    prior: dict[str, float] | None
     data_part: Callable[[Tensor, State], Tensor]
     definition: str
     record: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +93,10 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
 
 
 def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
-    """For second moments: N, δ and the choice of the formula are the caller's."""
+    """For second moments: N and the choice of the formula are the caller's, δ where it is known.
+
+    An L2 penalty ``weight_decay`` on the mean loss is δ = N · weight_decay.
+    """
     _check_scaling(told.scaling, told.batch_size)
     if told.scaling == "ess":
         raise InputError("scaling='ess' is for IVON, VOGN and their like: pass 'sqrt' or 'squared'")
@@ -101,18 +105,14 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
             "n_data is missing: S = N*sqrt(v_hat) + delta needs it, pass n_data=len(dataset)"
         )
     n = n_data_of(told.n_data)
-    if told.delta is None:
-        decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups.values()})
-        raise OptimizerError(
-            "prior_precision is missing: with weight decay w on the mean loss it is n_data*w, "
-            f"here {[(told.tokens or n) * decay for decay in decays]}"
-        )
     terms = float(n if told.tokens is None else told.tokens)  # of the loss, which is their mean
     root = told.scaling == "sqrt"
     factor = terms if root else terms * float(told.batch_size or 1)
     return Scale(
         n_data=n,
-        prior=_by_name(told.delta, groups),
+        prior=_trained_with(groups, terms)
+        if told.delta is None
+        else _by_name(told.delta, groups),
         data_part=lambda v, _: factor * (v.sqrt() if root else v),
         definition=f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
         record={
@@ -122,6 +122,20 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
             **told.counted,
         },
     )
+
+
+def _trained_with(groups: Mapping[str, State], terms: float) -> dict[str, float] | None:
+    """δ of the L2 penalty that all parameters were trained with; None where they were not."""
+    prior = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
+    return prior if all(map(is_penalty, groups.values())) and all(prior.values()) else None
+
+
+def is_penalty(group: State) -> bool:
+    """Whether an optimizer's weight decay is an L2 penalty of the loss: not AdamW's, and not where
+    a saved state does not say which of the two it is."""
+    if "algorithm" in group:
+        return group["algorithm"] != "AdamW"
+    return not group.get("decoupled_weight_decay", "betas" in group)
 
 
 def _check_scaling(scaling: str, batch_size: object) -> None:
