@@ -34,7 +34,7 @@ from blr_analysis.merging import (
     merge_curve,
     suggest_weights,
 )
-from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.posterior import KroneckerRecorder, Posterior, fit_laplace
 from blr_analysis.report import report
 from blr_analysis.sensitivity import (
     GroupInfluence,
@@ -89,6 +89,7 @@ __all__ = [
     "GroupInfluence",
     "Index",
     "Influence",
+    "KroneckerRecorder",
     "LeaveOneOut",
     "Likelihood",
     "MemoryMap",

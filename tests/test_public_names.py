@@ -52,6 +52,7 @@ NAMES = {
     "merge_curve",
     "suggest_weights",
     "replays",
+    "KroneckerRecorder",
 }
 
 # name → (the first arguments, the keyword-only ones with their defaults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,25 @@ class Joint:
     weight: str | None
     bias: str | None
     layout: MatrixShape
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Joint:
+        """What :meth:`record` wrote."""
+        numbers = (entry["groups"], entry["rows"], entry["columns"], tuple(entry["shape"]))
+        layout = MatrixShape(*numbers, entry["transposed"])
+        return Joint(entry["weight"], entry["bias"], layout)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "groups": self.layout.groups,
+            "rows": self.layout.rows,
+            "columns": self.layout.columns,
+            "shape": list(self.layout.shape),
+            "transposed": self.layout.transposed,
+        }
 
     @property
     def names(self) -> tuple[str, ...]:

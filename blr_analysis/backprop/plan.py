@@ -59,7 +59,7 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """At most three passes over the probe: a forward and a backward pass by autograd, the same by
     the rules, and forward passes of other batches."""
     probe = probe_indices(task.n_data)[0]
-    units, whole = _units(task.model, set(params)), frozenset[str]()
+    units, whole = units_of(task.model, set(params)), frozenset[str]()
     truth = autograd_gradients(task, params, probe)
     floor = truth.eps**0.85 * max(float(torch.linalg.vector_norm(t)) for t in truth.sums.values())
     values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
@@ -134,7 +134,7 @@ def _disagreeing(terms: Sequence[Term], truth: Truth, floor: float) -> set[str]:
     return wrong
 
 
-def _units(model: nn.Module, wanted: set[str]) -> list[Unit]:
+def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
     """Every module with parameters of its own that are asked about, and its rule if it has one."""
     canonical = names_of(model)
     units = []

@@ -9,9 +9,11 @@ from blr_analysis.posterior.precision_files import (
     write_precision,
 )
 from blr_analysis.posterior.prior import Prior, take_off
+from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stored import check_dtype
 
 __all__ = [
+    "KroneckerRecorder",
     "Posterior",
     "Prior",
     "check_dtype",

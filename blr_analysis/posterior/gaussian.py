@@ -19,6 +19,8 @@ from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.task import Task, find_device, unwrapped
@@ -211,6 +213,68 @@ class Posterior:
             ),
             model,
             initial,
+        )
+
+    @classmethod
+    @torch.inference_mode(False)  # also where the caller switched it on
+    def from_recorder(
+        cls,
+        recorder: KroneckerRecorder,
+        model: nn.Module,
+        *,
+        n_data: int,
+        prior_precision: Given | None = None,
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> Posterior:
+        """The Kronecker posterior whose factors were collected while the model trained.
+
+        S = N · A ⊗ G / T + δ, see :mod:`blr_analysis.posterior.recorder`; the mean is the model's
+        weights as they are now.
+
+        Args:
+            recorder: made before training.
+            model: what it was made for.
+            n_data: N, the number of training examples.
+            prior_precision: δ; None: by the evidence of the weights and the factors, which is a
+                guess (``record["prior_choice"]``).
+            initial: θ₀, the prior's mean; None: 0.
+
+        Raises:
+            ModelError: the model changed since the recorder was made.
+            PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
+
+        Example: see :class:`blr_analysis.KroneckerRecorder`.
+        """
+        instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
+        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
+        n = n_data_of(n_data)
+        form = recorder.structure(model, n)
+        mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        choice: dict[str, Any] = {}
+        if prior_precision is None:
+            gap = Prior({}).around(initial, mean).gap(mean)
+            prior_precision, about = chosen_prior(form, gap, None)
+            choice = {"prior_choice": {"delta": prior_precision, **about, "unsure": capture.UNSURE}}
+        shapes = {n: tuple(m.shape) for n, m in mean.items()}
+        prior = Prior.read(prior_precision, shapes, positive=True).placed(mean)
+        return cls(
+            mean,
+            form.plus_prior(prior),
+            prior_precision=prior,
+            n_data=n,
+            record={
+                "kind": "kron_recorded",
+                "source": "recorder",
+                "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
+                "labels": "of the loss as trained",
+                "recorded": recorder.recorded,
+                "passes": recorder.passes,
+                "beta2": recorder.beta2,
+                "fixed": [n for n, _ in model.named_parameters() if n not in mean],
+                "tied": capture.tied_names(model),
+                **choice,
+            },
+            initial=initial,
         )
 
     @classmethod

@@ -258,7 +258,6 @@ def test_training_that_returns_something_else(fit, words: str) -> None:
         ([1.0, 2.0, 1.0], "1 more than once"),
         (3.0, "sequence of numbers"),
         (["a"], "sequence of numbers"),
-        (None, "sequence of numbers"),
         ([[1.0], [2.0]], "sequence of numbers"),
     ],
 )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from blr_analysis.posterior.capture.assemble import HALF, HALF_REASON, Captured, tied_names
+from blr_analysis.posterior.capture.assemble import (
+    HALF,
+    HALF_REASON,
+    UNSURE,
+    Captured,
+    tied_names,
+)
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint
 from blr_analysis.posterior.capture.live import from_optimizer, parameter_order, unwrap
 from blr_analysis.posterior.capture.readers import reader_of
@@ -10,6 +16,7 @@ from blr_analysis.posterior.capture.readers import reader_of
 __all__ = [
     "HALF",
     "HALF_REASON",
+    "UNSURE",
     "Captured",
     "from_checkpoint",
     "from_optimizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
 
-UNSURE = "by the weights and the optimizer's diagonal alone; fit_laplace(task) asks the data too"
+UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
 HALF = (torch.float16, torch.bfloat16)
 HALF_REASON = (
     "in bfloat16 or float16 a running mean with beta near 1 cannot fall (each decrement is "

@@ -110,9 +110,7 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     factor = terms if root else terms * float(told.batch_size or 1)
     return Scale(
         n_data=n,
-        prior=_trained_with(groups, terms)
-        if told.delta is None
-        else _by_name(told.delta, groups),
+        prior=_trained_with(groups, terms) if told.delta is None else _by_name(told.delta, groups),
         data_part=lambda v, _: factor * (v.sqrt() if root else v),
         definition=f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
         record={

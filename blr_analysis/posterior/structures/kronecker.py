@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.prior import Given, Prior
@@ -33,7 +33,7 @@ class Kronecker(Spectral):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
         """The eigenvectors of the factors in one sweep, the eigenvalues in another."""
-        blocks = _bases(fit)
+        blocks = eigenbases(factor_sums(fit), fit.params)
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
@@ -46,17 +46,10 @@ class Kronecker(Spectral):
     ) -> Kronecker:
         blocks = []
         for entry in record["blocks"]:
-            layout = MatrixShape(
-                entry["groups"],
-                entry["rows"],
-                entry["columns"],
-                tuple(entry["shape"]),
-                entry["transposed"],
-            )
-            joint = Joint(entry["weight"], entry["bias"], layout)
+            joint = Joint.read(entry)
             right = tensors[f"{joint.key}.input_eigenvectors"]
             left = tensors[f"{joint.key}.output_eigenvectors"]
-            blocks.append(Basis(joint.weight, joint.bias, layout, right, left))
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
         joined = {n for b in blocks for n in b.names}
         plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
         values = {n: tensors[n] for n in plain}
@@ -64,18 +57,7 @@ class Kronecker(Spectral):
         return cls(tuple(blocks), values, plain, tuple(names))
 
     def record(self) -> dict[str, Any]:
-        blocks = [
-            {
-                "weight": b.weight,
-                "bias": b.bias,
-                "groups": b.layout.groups,
-                "rows": b.layout.rows,
-                "columns": b.layout.columns,
-                "shape": list(b.layout.shape),
-                "transposed": b.layout.transposed,
-            }
-            for b in self.blocks
-        ]
+        blocks = [block.record() for block in self.blocks]
         return {"blocks": blocks, **super().record()}
 
     @property
@@ -174,8 +156,11 @@ class Kronecker(Spectral):
         return replace(self, blocks=blocks, values=values)
 
 
-def _bases(fit: Fit) -> tuple[Basis, ...]:
-    """The eigenvectors of each layer's factors, summed in float64 over one sweep of the data."""
+Moments = Mapping[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
+
+
+def factor_sums(fit: Fit) -> Moments:
+    """Each layer's Σ a aᵀ and Σ d dᵀ, in float64, over one sweep of the data."""
     moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
     for terms in fit.passes("Kronecker factors"):
         for term in terms:
@@ -187,9 +172,14 @@ def _bases(fit: Fit) -> tuple[Basis, ...]:
                 _, r, d = moments[joint.key]
                 right, left = r + right, d + left
             moments[joint.key] = (joint, right, left)
+    return moments
+
+
+def eigenbases(moments: Moments, params: Mapping[str, Tensor]) -> tuple[Basis, ...]:
+    """The eigenvectors of each layer's factors."""
     blocks = []
     for joint, *pair in moments.values():
-        like = fit.params[joint.key]
-        right, left = (torch.linalg.eigh(m)[1].to(like) for m in pair)
+        like = params[joint.key].detach()
+        right, left = (torch.linalg.eigh(m.double())[1].to(like) for m in pair)
         blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
     return tuple(blocks)

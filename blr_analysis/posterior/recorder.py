@@ -1,0 +1,326 @@
+"""Kronecker factors of the curvature, collected by hooks while a model trains.
+
+An optimizer's state knows one number per weight. For a layer that multiplies its inputs a with a
+matrix, hooks see what a Kronecker precision is made of (Martens & Grosse, ICML 2015): of some
+steps, with d the gradients of the examples' losses at the layer's outputs,
+
+    A = E_i Σ_t a_it a_itᵀ,    G = E_i Σ_t d_it d_itᵀ,    S = N · A ⊗ G / T + δ
+
+over examples i and positions t, T of them; parameters of other layers (norms, embeddings) get
+S = N · E_i g_i² + δ. The labels are those of the loss as it is trained: an empirical Fisher, which
+at the end of a training has little left of what was learned by heart. The mean over the run has.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from blr_analysis.backprop.layers import Axis, Call
+from blr_analysis.backprop.matrices import Joint
+from blr_analysis.backprop.plan import units_of
+from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.terms import Term, Tree, merged
+from blr_analysis.checks import instance, positive_int, some
+from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
+
+EVERY = 25  # steps: a twenty-fifth of them is recorded
+VERSION = 1
+STATE = {"version", "passes", "recorded", "shapes", "joints", "positions", "means"}
+APART = 0.05  # between a parameter's gradient and that of its layers: bfloat16 rounds by less
+
+
+class KroneckerRecorder:
+    """Averages of a model's Kronecker factors over its training, for
+    :meth:`blr_analysis.Posterior.from_recorder`.
+
+    Make it before training, train as ever, and keep it: hooks look at one of ``every`` passes in
+    training mode. It holds as much as the factors, I² + O² numbers for each layer of I inputs and O
+    outputs. The loss must be a mean (or sum) over the examples of a batch; what else it is
+    multiplied with (``1 / k`` for k accumulated microbatches, a scaler's factor) is ``scale``.
+
+    Args:
+        model: what is trained. Its trainable parameters must belong to layers that
+            :mod:`blr_analysis.backprop.layers` has a rule for: Linear, convolutions, embeddings,
+            norms; freeze others.
+        every: passes for each that is recorded; with 25 a step takes some 3 % longer.
+        beta2: None: the plain mean over the run; else a running mean that forgets, as IVON's h.
+        reduction: of the loss over the examples of a batch, "mean" or "sum".
+        scale: what the loss is multiplied with besides; of a mean over the tokens of sequences
+            ``1 / tokens per sequence``.
+
+    Raises:
+        ModelError: nothing to train, or parameters of a layer without a rule.
+        InputError: settings out of range.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 3))
+        >>> recorder = KroneckerRecorder(model, every=1)
+        >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for _ in range(5):
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.cross_entropy(model(X), y).backward()
+        ...     optimizer.step()
+        >>> recorder.recorded
+        5
+        >>> blr.Posterior.from_recorder(recorder, model, n_data=30, prior_precision=1.0).structure
+        'kron'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = EVERY,
+        beta2: float | None = None,
+        reduction: str = "mean",
+        scale: float = 1.0,
+    ) -> None:
+        instance("model", model, nn.Module, "the torch.nn.Module that is trained")
+        self.every = positive_int("every", every)
+        if beta2 is not None and not (isinstance(beta2, float) and 0 < beta2 < 1):
+            raise InputError(f"beta2 must be None or between 0 and 1, got {beta2!r}")
+        if reduction not in ("mean", "sum"):
+            raise InputError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+            raise InputError(f"scale must be a number above 0, got {scale!r}")
+        self.beta2, self.reduction, self.scale = beta2, reduction, float(scale)
+        self._model, self._parameters = model, _trainable(model)
+        if not self._parameters:
+            raise ModelError("the model has no trainable parameters to record")
+        self._units = units_of(model, set(self._parameters))
+        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
+            raise ModelError(
+                f"no layer rule for {some(odd)}: freeze them while recording, or use fit_laplace"
+            )
+        self.passes = 0  # in training mode, seen so far
+        self.recorded = 0  # of them
+        self._joints: dict[str, Joint] = {}
+        self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
+        self._positions: dict[str, float] = {}
+        self._batch = 0  # examples of the pass that is recorded now; 0: none is
+        self._seen: list[Term] = []
+        self._gradients: Tree = {}  # of the first recorded pass, to check the layers' against
+        self._checks: list[Any] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            *(
+                u.module.register_forward_hook(self._visit(u), with_kwargs=True)
+                for u in self._units
+            ),
+        ]
+
+    def __repr__(self) -> str:
+        return f"KroneckerRecorder({self.recorded} of {self.passes} passes, every={self.every})"
+
+    def remove(self) -> None:
+        """Take the hooks off the model; what was recorded stays."""
+        self._settle()
+        self._batch = 0
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A pass begins: the one before is over."""
+        if not (model.training and torch.is_grad_enabled()):
+            self._batch = 0
+            return
+        self._settle()
+        self.passes += 1
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+        record = (self.passes - 1) % self.every == 0 and bool(inputs)
+        self._batch = len(inputs[0]) if record else 0
+        if record and not self.recorded and not self._checks:
+            self._checks = [
+                p.register_hook(lambda g, name=name: self._gradients.update({name: g.detach()}))
+                for name, p in self._parameters.items()
+            ]
+
+    def _visit(self, unit: Unit) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            batch = self._batch
+            x = (args[0] if args else next(iter(kwargs.values()))).detach()
+            version = x._version
+
+            def gradient(grad: Tensor) -> None:
+                if x._version != version:
+                    raise ModelError(
+                        f"layer {unit.path!r} has its input overwritten in place before the "
+                        "backward pass; use inplace=False, or fit_laplace"
+                    )
+                self._take(unit, x, grad.detach(), batch)
+
+            output.register_hook(gradient)
+
+        return hook
+
+    @torch.no_grad()
+    def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
+        own = {a: self._parameters[n].detach() for a, n in unit.names.items()}
+        like = next(iter(own.values()))
+        if x.is_floating_point():
+            x = x.to(like)
+        each = (batch if self.reduction == "mean" else 1) / self.scale
+        grad = grad.to(like) * each
+        repeats, rest = divmod(len(grad), batch)
+        if rest or (len(x) != len(grad)):
+            raise ModelError(
+                f"layer {unit.path!r} sees {len(x)} rows for {batch} examples: put examples "
+                "first, or use fit_laplace"
+            )
+        axis = Axis(repeats=repeats)
+        call = Call(unit.module, (x,), {}, batch, axis, axis, unit.names, own)
+        assert unit.rule is not None
+        self._seen += unit.rule(call, [grad])
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Average in what the last recorded pass showed, once its backward pass is over."""
+        if not self._seen:
+            return
+        terms, self._seen = merged(self._seen), []
+        self.recorded += 1
+        self._check(terms)
+        for term in terms:
+            factors = term.factors()
+            b = term.n_examples
+            if factors is None:
+                for name, squares in term.square_sum().items():
+                    self._average(name, squares / b)
+                continue
+            joint, right, left = factors
+            self._joints[joint.key] = joint
+            self._average(f"{joint.key}.input", right / b)
+            self._average(f"{joint.key}.output", left / b)
+            self._positions[joint.key] = float(getattr(term, "positions", 1))
+
+    def _check(self, terms: list[Term]) -> None:
+        """Warn of parameters whose gradient is more than that of their layers, once."""
+        if not self._checks:
+            return
+        for handle in self._checks:
+            handle.remove()
+        self._checks, odd = [], []
+        for name, read in (entry for term in terms for entry in term.sum().items()):
+            each = (terms[0].n_examples if self.reduction == "mean" else 1) / self.scale
+            true = self._gradients.get(name, torch.zeros_like(read)).to(read) * each
+            if float((read - true).norm()) > APART * float(true.norm()):
+                odd.append(name)
+        self._gradients = {}
+        if odd:
+            warnings.warn(
+                f"the gradient of {some(odd)} is not that of its layer alone: a penalty in the "
+                "loss, or a weight that is used elsewhere; only the layer's is recorded",
+                stacklevel=3,
+            )
+
+    def _average(self, key: str, new: Tensor) -> None:
+        """The mean of all, or one that forgets, without the bias of its start."""
+        if key not in self._means:
+            self._means[key] = new
+            return
+        k, b = self.recorded, self.beta2
+        weight = 1 / k if b is None else (1 - b) / (1 - b**k)
+        self._means[key].lerp_(new, weight)
+
+    @property
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A ``[g, I', I']`` (1 joined to a for the bias) and G ``[g, O, O]`` by the layer's weight:
+        means over the recorded examples."""
+        self._settle()
+        return {k: (self._means[f"{k}.input"], self._means[f"{k}.output"]) for k in self._joints}
+
+    def structure(self, model: nn.Module, n_data: int) -> Kronecker:
+        """N · A ⊗ G / T, without a prior.
+
+        Raises:
+            ModelError: the model is not the one that was recorded, as it was.
+            PosteriorError: nothing was recorded, or not of all parameters, or it is not finite.
+        """
+        own, now = _trainable(model), _trainable(self._model)
+        same = {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in now.items()}
+        if not same or [*map(id, now.values())] != [*map(id, self._parameters.values())]:
+            raise ModelError(
+                "the model changed since its recorder was made: other layers, or others frozen; "
+                "make a recorder for the model as it is"
+            )
+        factors = self.factors
+        if not self.recorded:
+            raise PosteriorError(
+                "nothing was recorded: make the recorder before training, in training mode"
+            )
+        names = {n for j in self._joints.values() for n in j.names} | set(self._means)
+        if missing := [n for n in own if n not in names]:
+            raise PosteriorError(
+                f"{some(missing)} took no part in the recorded passes: did the model change? "
+                "freeze them, or record anew"
+            )
+        for key, mean in self._means.items():
+            if not bool(torch.isfinite(mean).all()):
+                raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")
+        moments = {k: (self._joints[k], *pair) for k, pair in factors.items()}
+        blocks = eigenbases(moments, own)
+        values, plain = {}, {}
+        for block in blocks:
+            right, left = factors[block.key]
+            across = (block.right.mT @ right.to(block.right) @ block.right).diagonal(0, -2, -1)
+            down = (block.left.mT @ left.to(block.left) @ block.left).diagonal(0, -2, -1)
+            scale = n_data / self._positions[block.key]
+            product = down.clamp_min(0).unsqueeze(-1) * across.clamp_min(0).unsqueeze(-2)
+            values[block.key] = scale * product
+        joined = {n for b in blocks for n in b.names}
+        for name, p in own.items():
+            if name not in joined:
+                plain[name] = tuple(p.shape)
+                values[name] = n_data * self._means[name].to(p)
+        return Kronecker(blocks, values, plain, tuple(own))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""
+        self._settle()
+        return {
+            "version": VERSION,
+            "passes": self.passes,
+            "recorded": self.recorded,
+            "shapes": {n: list(p.shape) for n, p in self._parameters.items()},
+            "joints": [joint.record() for joint in self._joints.values()],
+            "positions": dict(self._positions),
+            "means": {k: m.clone() for k, m in self._means.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ModelError: it is another model's.
+            InputError: it is no such state.
+        """
+        if not isinstance(state, Mapping) or not state.keys() >= STATE:
+            raise InputError("this is no state of a KroneckerRecorder; pass its state_dict()")
+        shapes = {n: list(p.shape) for n, p in self._parameters.items()}
+        if shapes != dict(state["shapes"]):
+            theirs = state["shapes"]
+            differing = [n for n in {**shapes, **theirs} if shapes.get(n) != theirs.get(n)]
+            raise ModelError(f"the state was recorded on another model: {some(sorted(differing))}")
+        self.passes, self.recorded = int(state["passes"]), int(state["recorded"])
+        self._positions = dict(state["positions"])
+        like = next(iter(self._parameters.values()))
+        self._means = {k: m.to(like, copy=True) for k, m in state["means"].items()}
+        joints = [Joint.read(entry) for entry in state["joints"]]
+        self._joints = {joint.key: joint for joint in joints}
+        self._seen = []
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
