@@ -23,15 +23,13 @@ from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
+from blr_analysis.posterior.structures.lowrank import ENOUGH
 from blr_analysis.task import Task, find_device, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
     "['initial_share']): train longer, with a smaller beta2, or with IVON(..., steps=)"
 )
-
-
-ENOUGH = 0.9  # of tr(ΛV): what a lower rank leaves out decides in influence
 
 
 class Posterior:

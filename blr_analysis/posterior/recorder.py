@@ -8,7 +8,11 @@ steps, with d the gradients of the examples' losses at the layer's outputs,
 
 over examples i and positions t, T of them; parameters of other layers (norms, embeddings) get
 S = N · E_i g_i² + δ. The labels are those of the loss as it is trained: an empirical Fisher, which
-at the end of a training has little left of what was learned by heart. The mean over the run has.
+at the end of a training has little left of what was learned by heart. The mean over the run has:
+on two small networks for digits, influence under what was recorded agreed with retraining as under
+the factors of :func:`blr_analysis.fit_laplace` at the same δ (linear datamodeling scores of .46 and
+.59 for both with every fifth pass recorded, .44 and .58 with every 25th), without a pass over the
+data after training; under AdamW's own diagonal the second scored .25.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
 
-EVERY = 25  # steps: a twenty-fifth of them is recorded
+EVERY = 100  # passes for each that is recorded
 VERSION = 1
 STATE = {"version", "passes", "recorded", "shapes", "joints", "positions", "means"}
 APART = 0.05  # between a parameter's gradient and that of its layers: bfloat16 rounds by less
@@ -50,7 +54,8 @@ class KroneckerRecorder:
         model: what is trained. Its trainable parameters must belong to layers that
             :mod:`blr_analysis.backprop.layers` has a rule for: Linear, convolutions, embeddings,
             norms; freeze others.
-        every: passes for each that is recorded; with 25 a step takes some 3 % longer.
+        every: passes for each that is recorded. Some 20 recorded passes, or 1,000 examples, should
+            come together: take 20 to 50 in a training of 1,000 steps.
         beta2: None: the plain mean over the run; else a running mean that forgets, as IVON's h.
         reduction: of the loss over the examples of a batch, "mean" or "sum".
         scale: what the loss is multiplied with besides; of a mean over the tokens of sequences
@@ -197,12 +202,12 @@ class KroneckerRecorder:
             b = term.n_examples
             if factors is None:
                 for name, squares in term.square_sum().items():
-                    self._average(name, squares / b)
+                    self._average(name, squares.div_(b))
                 continue
             joint, right, left = factors
             self._joints[joint.key] = joint
-            self._average(f"{joint.key}.input", right / b)
-            self._average(f"{joint.key}.output", left / b)
+            self._average(f"{joint.key}.input", right.div_(b))
+            self._average(f"{joint.key}.output", left.div_(b))
             self._positions[joint.key] = float(getattr(term, "positions", 1))
 
     def _check(self, terms: list[Term]) -> None:

@@ -318,7 +318,7 @@ def test_a_rank_that_does_not_suffice_is_said(monkeypatch) -> None:
     assert q.record["explained"] < 0.99
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fitted(task_of(), rank=5).record["rank"] == 5
+        assert fitted(task_of(), rank=30).record["rank"] == 30
 
 
 def test_a_model_too_large_for_full_is_sent_here(monkeypatch) -> None:
@@ -350,5 +350,8 @@ def test_check_names_what_is_wrong() -> None:
 
 def test_a_rank_too_small_for_influence_says_so() -> None:
     for rank, short in ((1, True), (30, False)):
-        q = fitted(task_of(), rank=rank)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            q = fitted(task_of(), rank=rank)
+        assert any("influence" in str(w.message) for w in said) == short
         assert ("influence" in repr(q)) == short == (q.record["explained"] < 0.9)

@@ -32,8 +32,8 @@ class Full(Structure):
         super().check_fit(size, rank, tolerance)
         if size > LIMIT:
             raise InputError(
-                f"structure='full' would hold {size:,} × {size:,} numbers; use another above "
-                f"{LIMIT:,} parameters"
+                f"structure='full' would hold {size:,} × {size:,} numbers; use 'kron' or "
+                f"'lowrank' above {LIMIT:,} parameters"
             )
 
     @classmethod

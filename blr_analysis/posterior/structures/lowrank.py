@@ -20,6 +20,7 @@ from blr_analysis.posterior.structures.sketch import sketch
 HELD = 2**22  # numbers of an intermediate result
 RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
 BASIS_LIMIT = 2**30  # numbers in the basis of a rank that is grown: 4 GB of float32
+ENOUGH = 0.9  # of tr(ΛV): what a lower rank leaves out decides in influence
 TOLERANCE = 0.05  # of tr(ΛV); V itself is nearer, by the diagonal that is kept beside
 
 
@@ -113,6 +114,12 @@ class LowRank(Structure):
                 f"{most:,} directions explain {directions.share:.1%} of tr(ΛV), not the "
                 f"{1 - tolerance:.1%} asked for, and no more are taken by themselves: give "
                 "rank=..., a larger tolerance or a larger prior_precision",
+                stacklevel=4,
+            )
+        elif directions.share < ENOUGH:
+            warnings.warn(
+                f"rank {kept:,} explains {directions.share:.0%} of tr(ΛV): too low for influence, "
+                "where structure='kron' agrees better with retraining",
                 stacklevel=4,
             )
         base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
