@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Source, Spec
-from blr_analysis.merging.job import Settings, Weight
+from blr_analysis.merging.job import MergeSettings, Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
 from blr_analysis.merging.precisions import DiagonalPrecision
 
@@ -61,7 +61,7 @@ def fates(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[Reads],
-    settings: Settings,
+    settings: MergeSettings,
     *,
     based: bool,
 ) -> tuple[Item, ...]:
@@ -88,7 +88,7 @@ def _item(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[str],
-    settings: Settings,
+    settings: MergeSettings,
     based: bool,
 ) -> Item:
     spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype

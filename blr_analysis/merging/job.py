@@ -34,7 +34,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MergeSettings:
     """How to merge.
 
     Attributes:
@@ -61,7 +61,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Settings):
+class Job(MergeSettings):
     """A merge of folders.
 
     Attributes:

@@ -18,7 +18,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
 from blr_analysis.merging.fates import MERGED, OpenModel
 from blr_analysis.merging.files import copy_files
-from blr_analysis.merging.job import Job, Member, Settings, Weight
+from blr_analysis.merging.job import Job, Member, MergeSettings, Weight
 from blr_analysis.merging.plan import (
     MAX_MEMORY,
     SHARD,
@@ -211,7 +211,7 @@ def merge(
     alphas = _each("weights", weights, count, 1.0)
     given = _each("precisions", precisions, count, None)
     numbers = _each("n_data", n_data, count, None)
-    settings = Settings(method, delta, missing_precision, normalize, dtype, out_dtype)
+    settings = MergeSettings(method, delta, missing_precision, normalize, dtype, out_dtype)
     if on_disk and all(on_disk):
         if out is None:
             raise InputError("folders are merged into a folder: name it with out=")

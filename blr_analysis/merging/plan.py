@@ -15,7 +15,7 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
 from blr_analysis.merging.fates import COPIED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
-from blr_analysis.merging.job import MISSING, Job, Settings
+from blr_analysis.merging.job import MISSING, Job, MergeSettings
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method
@@ -100,7 +100,7 @@ class MergePlan(Tabular):
 
 
 def make_plan(
-    settings: Settings,
+    settings: MergeSettings,
     base: Source | None,
     parts: Sequence[OpenModel],
     *,
@@ -153,7 +153,9 @@ def make_plan(
     return _within(plan, max_memory, threads)
 
 
-def _check_settings(settings: Settings, base: Source | None, parts: Sequence[OpenModel]) -> None:
+def _check_settings(
+    settings: MergeSettings, base: Source | None, parts: Sequence[OpenModel]
+) -> None:
     delta, missing = settings.delta, settings.missing_precision
     dtype, out_dtype = settings.dtype, settings.out_dtype
     if not parts:

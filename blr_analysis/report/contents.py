@@ -33,7 +33,7 @@ LONG = 40  # characters from which on a column of words is the examples' text
 
 
 @dataclass(frozen=True)
-class Rows:
+class Shown:
     """The examples that are shown one by one, in the order of the dataset.
 
     Attributes:
@@ -81,7 +81,9 @@ def neighbours_of(findings: Findings, progress: bool | None) -> Neighbours | Non
     return Neighbours(findings.test, chosen, top, losses[chosen])
 
 
-def rows_of(findings: Findings, texts: Sequence[str] | None, neighbours: Neighbours | None) -> Rows:
+def rows_of(
+    findings: Findings, texts: Sequence[str] | None, neighbours: Neighbours | None
+) -> Shown:
     """All examples where they are few; else the telling ones and an even share of the others."""
     table = findings.table
     n = len(table)
@@ -106,7 +108,7 @@ def rows_of(findings: Findings, texts: Sequence[str] | None, neighbours: Neighbo
         if len(texts) != n:
             raise DataError(f"{len(texts)} texts for {n} examples: pass one for each")
         texts = [texts[i] for i in index]
-    return Rows(index, shown, None if texts is None else shortened(texts, len(index)))
+    return Shown(index, shown, None if texts is None else shortened(texts, len(index)))
 
 
 def text_column(table: pd.DataFrame) -> str | None:
@@ -125,7 +127,7 @@ def shortened(texts: Sequence[Any], n: int) -> list[str]:
     return [_short(str(text), length) for text in texts]
 
 
-def columns_of(rows: Rows) -> list[dict[str, Any]]:
+def columns_of(rows: Shown) -> list[dict[str, Any]]:
     """Each column of the table: its name, whether it holds numbers, and its values."""
     first = [name for name in FIRST if name in rows.table]
     last = [name for name in LAST if name in rows.table]
@@ -139,7 +141,7 @@ def columns_of(rows: Rows) -> list[dict[str, Any]]:
     return columns
 
 
-def colours_of(rows: Rows) -> list[str]:
+def colours_of(rows: Shown) -> list[str]:
     """The columns worth colouring by: the region, classes, sources, and a few numbers."""
     first = ["region", *(c for c in ("suspicious", "leverage") if c in rows.table)]
     for name in rows.table:
@@ -150,14 +152,14 @@ def colours_of(rows: Rows) -> list[str]:
     return first
 
 
-def filters_of(rows: Rows, colours: Sequence[str]) -> list[str]:
+def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
     """The columns to choose a value of: few values, and what somebody would ask for."""
     answers = ("region", "prediction", "left_out_prediction", "leverage")
     return [name for name in colours if name not in answers and rows.table[name].nunique() > 1]
 
 
 def pictures_of(
-    findings: Findings, rows: Rows, neighbours: Neighbours | None, images: Any
+    findings: Findings, rows: Shown, neighbours: Neighbours | None, images: Any
 ) -> list[np.ndarray] | None:
     """Thumbnails of the rows, then of the test examples asked about; None where there are none.
 
@@ -173,7 +175,7 @@ def pictures_of(
     return pictures
 
 
-def tests_of(rows: Rows, neighbours: Neighbours | None) -> list[dict[str, Any]]:
+def tests_of(rows: Shown, neighbours: Neighbours | None) -> list[dict[str, Any]]:
     """Each test example with its target, answer and loss, and rows and nats of its neighbours."""
     if neighbours is None:
         return []
@@ -192,7 +194,7 @@ def tests_of(rows: Rows, neighbours: Neighbours | None) -> list[dict[str, Any]]:
     return told
 
 
-def suspects_of(findings: Findings, rows: Rows) -> list[int]:
+def suspects_of(findings: Findings, rows: Shown) -> list[int]:
     """Rows of the gallery, the most suspicious first."""
     return [rows.place(i) for i in most_suspicious(findings.table, GALLERY)["index"]]
 

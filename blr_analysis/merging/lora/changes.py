@@ -24,7 +24,7 @@ import torch
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Source, Spec
-from blr_analysis.merging.lora.files import Grouped, Settings, group
+from blr_analysis.merging.lora.files import AdapterSettings, Grouped, group
 from blr_analysis.merging.matching import same_bytes
 
 HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
@@ -78,7 +78,7 @@ class AdapterChange:
 
 
 def changes_of(
-    settings: Settings, adapter: Source, base: Source, folder: str
+    settings: AdapterSettings, adapter: Source, base: Source, folder: str
 ) -> dict[str, AdapterChange]:
     """The change of every base tensor that a plain adapter changes, by the base's names.
 
@@ -106,7 +106,7 @@ def changes_of(
 
 
 def _low_rank(
-    settings: Settings,
+    settings: AdapterSettings,
     grouped: Grouped,
     module: str,
     name: str,
@@ -159,7 +159,7 @@ def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> b
 
 
 def _check(
-    settings: Settings,
+    settings: AdapterSettings,
     grouped: Grouped,
     own: Mapping[str, str],
     adapter: Source,
@@ -244,7 +244,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _drop_tied_heads(
-    settings: Settings, grouped: Grouped, adapter: Source, base: Source
+    settings: AdapterSettings, grouped: Grouped, adapter: Source, base: Source
 ) -> set[str]:
     """Forget what the file says of an output layer that the base does not store, where it says
     the same of the embedding.
@@ -273,7 +273,7 @@ def _drop_tied_heads(
 
 
 def _refuse_tied(
-    settings: Settings,
+    settings: AdapterSettings,
     grouped: Grouped,
     own: Mapping[str, str],
     tied: set[str],

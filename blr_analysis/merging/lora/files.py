@@ -46,7 +46,7 @@ Rank = Annotated[int, Field(strict=True, ge=1)]
 Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class Settings(BaseModel):
+class AdapterSettings(BaseModel):
     """The settings of a plain LoRA adapter that decide its weights, named as PEFT names them."""
 
     model_config = ConfigDict(frozen=True)
@@ -113,19 +113,19 @@ def read_entries(folder: Path) -> dict[str, Any]:
 
 def is_plain(entries: Mapping[str, Any]) -> bool:
     """Whether an adapter is LoRA, rank-stabilised or not, without any other setting."""
-    known = HARMLESS | Settings.model_fields.keys()
+    known = HARMLESS | AdapterSettings.model_fields.keys()
     switched_on = {key for key, value in entries.items() if value}
     return entries.get("peft_type") == "LORA" and switched_on <= known
 
 
-def read_settings(entries: Mapping[str, Any], folder: Path) -> Settings:
+def read_settings(entries: Mapping[str, Any], folder: Path) -> AdapterSettings:
     """The settings of a plain adapter.
 
     Raises:
         StorageError: a missing or impossible setting.
     """
     try:
-        return Settings.model_validate(entries)
+        return AdapterSettings.model_validate(entries)
     except ValidationError as error:
         first = error.errors()[0]
         name, what = ".".join(map(str, first["loc"])), first["msg"]

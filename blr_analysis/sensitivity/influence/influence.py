@@ -142,8 +142,8 @@ def influence(
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
     place = None if folder is None else Path(path_of(folder)).expanduser()
-    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget, place)
-    works = settings.works(task, posterior, test_task)
+    question = _Question(measure, normalize, expected, projection, generator, memory_budget, place)
+    works = question.works(task, posterior, test_task)
     n_test = works[-1].test_task.n_data
     _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
     matrix: Tensor | None = None
@@ -193,8 +193,8 @@ def top_influence(
         (torch.Size([30, 2]), 120)
     """
     place = None if folder is None else Path(path_of(folder)).expanduser()
-    settings = _Settings(measure, normalize, expected, projection, generator, memory_budget, place)
-    works = settings.works(task, posterior, test_task)
+    question = _Question(measure, normalize, expected, projection, generator, memory_budget, place)
+    works = question.works(task, posterior, test_task)
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
     for piece in _mean(works, progress):
@@ -203,7 +203,7 @@ def top_influence(
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _Question:
     """What :func:`influence` and :func:`top_influence` are asked for beside the tasks."""
 
     measure: Measure
@@ -234,12 +234,12 @@ class _Settings:
         generator = torch.Generator().manual_seed(0) if self.generator is None else self.generator
         instance("generator", generator, torch.Generator, "a torch.Generator")
         cotangent = cotangent_of(self.measure)
-        settings = replace(self, memory_budget=memory_budget)
+        question = replace(self, memory_budget=memory_budget)
         works = []
         for q in qs:
             averaged = q.record.get("expected", False) if self.expected is None else self.expected
             own = _expected(task, q, memory_budget) if averaged else loss_gradient
-            works.append(_Work(task, q, where, cotangent, own, settings, generator))
+            works.append(_Work(task, q, where, cotangent, own, question, generator))
         return works
 
 
@@ -270,25 +270,25 @@ class _Work:
     test_task: Task
     cotangent: Cotangent
     own: Cotangent  # of the training examples
-    settings: _Settings
+    question: _Question
     generator: torch.Generator
     error: ProjectionError | None = None
 
     def about(self, checkpoints: int) -> Pairs:
-        measure, kind = self.settings.measure, NORMALIZE[self.settings.normalize]
+        measure, kind = self.question.measure, NORMALIZE[self.question.normalize]
         words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
         return Pairs(self.task, self.q, self.test_task, self.error, words, kind, checkpoints)
 
     def scaled(self, progress: bool | None) -> Iterator[Piece]:
         """The pieces, normalized where that is asked for."""
-        if not self.settings.normalize:
+        if not self.question.normalize:
             yield from self.pieces(progress)
             return
-        projected = self.settings.projection is not None
+        projected = self.question.projection is not None
         roots = self._roots(self.task, self.own) if projected else None
         others = (
             self._roots(self.test_task, self.cotangent)
-            if self.settings.normalize == "cosine"
+            if self.question.normalize == "cosine"
             else None
         )
         for piece in self.pieces(progress):
@@ -300,7 +300,7 @@ class _Work:
 
     def _roots(self, task: Task, cotangent: Cotangent) -> Tensor:
         """√(gᵀ Σ g) of every example, on the CPU; where there is no gradient, 1."""
-        chunking = Chunking(memory_budget=self.settings.memory_budget, progress=False)
+        chunking = Chunking(memory_budget=self.question.memory_budget, progress=False)
         squares = [
             self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
             for chunk in chunks(task, self.q.mean, chunking, columns=1)
@@ -314,18 +314,18 @@ class _Work:
             self.test_task,
             cotangent=self.cotangent,
             train_cotangent=self.own,
-            memory_budget=self.settings.memory_budget,
-            folder=self.settings.folder,
+            memory_budget=self.question.memory_budget,
+            folder=self.question.folder,
             progress=progress,
             **where,
         )
 
     def pieces(self, progress: bool | None) -> Iterator[Piece]:
-        if self.settings.projection is None:
-            yield from self.exact(progress, squares=bool(self.settings.normalize))
+        if self.question.projection is None:
+            yield from self.exact(progress, squares=bool(self.question.normalize))
             return
-        budget = Budget.of(self.settings.memory_budget, self.q, self.test_task.n_data)
-        sketch = self._sketch(self.settings.projection, budget)
+        budget = Budget.of(self.question.memory_budget, self.q, self.test_task.n_data)
+        sketch = self._sketch(self.question.projection, budget)
         parts = []
         order = torch.arange(self.test_task.n_data)
         for block in order.split(budget.vectors):

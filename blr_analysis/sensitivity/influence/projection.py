@@ -23,7 +23,7 @@ ROUNDS = 8  # of balancing rows and columns
 
 
 @dataclass(frozen=True)
-class Sheet:
+class RankOne:
     """The random vectors ``[g, O, K]`` and ``[g, I, K]`` of one matrix, for either side."""
 
     joint: Joint
@@ -37,7 +37,7 @@ class Projection:
 
     size: int
     form: Structure
-    sheets: Mapping[str, Sheet]
+    sheets: Mapping[str, RankOne]
     room: int
 
     def train(self, terms: Sequence[Term]) -> Tensor:
@@ -67,7 +67,7 @@ def projection_for(
         terms: gradients of some examples (one column): the layouts of the layers, and how large
             gradients are in each direction of the basis.
     """
-    sheets: dict[str, Sheet] = {}
+    sheets: dict[str, RankOne] = {}
     squares, variance = form.square_sums(terms), form.basis_variance()
     for term, basis in form.paired(terms):
         if basis is not None:
@@ -86,7 +86,7 @@ def _sheet(
     scale: tuple[Tensor, Tensor],
     size: int,
     generator: torch.Generator,
-) -> Sheet:
+) -> RankOne:
     """Random signs, scaled by α_o β_i and its inverse, and turned out of the basis."""
     alpha, beta = scale
     left, right = (_signs(s, size, generator) for s in (alpha, beta))
@@ -95,7 +95,7 @@ def _sheet(
         return (rows, columns) if basis is None else (basis.left @ rows, basis.right @ columns)
 
     train = turned(left * alpha, right * beta)
-    return Sheet(joint, train, turned(left / alpha, right / beta))
+    return RankOne(joint, train, turned(left / alpha, right / beta))
 
 
 def separable(variance: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
