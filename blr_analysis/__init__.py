@@ -3,7 +3,7 @@
 Which data made this model, and what would it be without them?
 
     task = Task(model, data, likelihood="categorical")
-    posterior = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=delta)
+    posterior = fit_laplace(task)
     scores = sensitivity(task, posterior)
     memory_map(scores).plot()
 """

@@ -213,7 +213,7 @@ def run(truth: Truth, seed: int) -> tuple[list[blr.Posterior], blr.Posterior]:
 
     def look(epoch: int, model: nn.Module) -> None:
         if epoch == 0:
-            recorders.append(blr.KroneckerRecorder(model))
+            recorders.append(blr.KroneckerRecorder(model, every=20))
         if epoch in looks:
             state = torch.get_rng_state()
             then = build(case.network).eval()

@@ -245,6 +245,7 @@ class Posterior:
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
+        model = unwrapped(model)
         n = n_data_of(n_data)
         form = recorder.structure(model, n)
         mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}

@@ -34,6 +34,7 @@ from blr_analysis.backprop.terms import Term, Tree, merged
 from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
+from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
 VERSION = 1
@@ -91,6 +92,7 @@ class KroneckerRecorder:
         scale: float = 1.0,
     ) -> None:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
+        model = unwrapped(model)
         self.every = positive_int("every", every)
         if beta2 is not None and not (isinstance(beta2, float) and 0 < beta2 < 1):
             raise InputError(f"beta2 must be None or between 0 and 1, got {beta2!r}")

@@ -4,6 +4,13 @@ One network's influence is its own as much as its data's: another seed, other mi
 good part of it is gone. What the mean over a few networks says is nearer to what retraining does,
 because retraining draws a network anew as well. Networks trained for a few epochs from fresh
 weights serve as those of the whole training would: what an example does is decided early.
+
+Linear datamodeling scores of small networks trained in minibatches for a fixed number of epochs (32
+halves, truth the mean of three seeds; each the mean of two networks): under a Kronecker posterior,
+averaged over its errors (``expected=``), and over that with four replays
+
+    digits, AdamW .58 .64 .72    SGD .48 .59 .59
+    Fashion-MNIST, AdamW .59 .65 .69    IVON .33 .38 .48
 """
 
 from __future__ import annotations

@@ -167,7 +167,9 @@ def test_the_prior_is_found_and_the_posterior_serves() -> None:
     start = {n: torch.zeros_like(p) for n, p in model.state_dict().items()}
     q = blr.Posterior.from_recorder(recorder, model, n_data=N)
     around = blr.Posterior.from_recorder(recorder, model, n_data=N, initial=start)
-    assert q.prior_precision == around.prior_precision > 0
+    wrapped = blr.Posterior.from_recorder(recorder, nn.DataParallel(model), n_data=N)
+    assert wrapped.mean.keys() == q.mean.keys()
+    assert q.prior_precision == around.prior_precision == wrapped.prior_precision > 0
     assert q.record["prior_choice"]["rule"] == "evidence" and "evidence" in repr(q)
     task = blr.Task(model, (x, y))
     assert blr.sensitivity(task, q, progress=False).self_influence.min() >= 0
