@@ -9,6 +9,8 @@ import typer
 
 from blr_analysis.cli.algorithms import algorithms as _algorithms
 from blr_analysis.cli.fisher import fisher as _fisher
+from blr_analysis.cli.index import index as _index
+from blr_analysis.cli.index import query as _query
 from blr_analysis.cli.merging import merge as _merge
 from blr_analysis.cli.options import (
     By,
@@ -33,9 +35,11 @@ from blr_analysis.cli.words import (
     DEMO,
     EXIT_CODES,
     FISHER,
+    INDEX,
     LOO,
     MAP,
     MERGE,
+    QUERY,
     REPORT,
     ROOT,
     WHAT_IF,
@@ -317,6 +321,8 @@ def _asked(chosen: dict[str, Any]) -> str:
     return f"without {gone:,}" + (f", with {len(labels):,} relabelled," if labels else "")
 
 
+app.command("index", help=INDEX)(_index)
+app.command("query", help=QUERY)(_query)
 app.command("fisher", help=FISHER)(_fisher)
 app.command("merge", help=MERGE)(_merge)
 app.command("algorithms", help=ALGORITHMS)(_algorithms)

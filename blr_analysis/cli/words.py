@@ -189,6 +189,34 @@ MERGE = flowed(
     """
 )
 
+INDEX = flowed(
+    """
+    An index of what a language model was trained on: asked later without another pass.
+
+    MODEL is a folder as save_pretrained leaves it; DATA has a text per row, or a prompt and an
+    answer, whose loss is that of the answer alone:
+
+      blr-analysis index ./llm train.jsonl --out INDEX --prior-precision 100
+      blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
+
+    Kept of every sequence: its gradient in the leading directions of the posterior, K numbers. How
+    far their influence is from the exact one is measured and said. A run that was killed goes on
+    where it was.
+    """
+)
+
+QUERY = flowed(
+    """
+    Which training examples a model's answers rest on.
+
+      blr-analysis query INDEX questions.jsonl --top 20
+      blr-analysis query INDEX questions.jsonl --out DIR
+
+    A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
+    the loss of the answer would rise most, by how many nats, to first order.
+    """
+)
+
 FISHER = flowed(
     """
     The precision of a fine-tuned model, from its data: what a merge weighs it by.

@@ -93,7 +93,7 @@ def read_texts(
         ([('a, b',), ('c',)], ['pos', 'neg'])
     """
     place = Path(path_of(path)).expanduser()
-    table = _read(place)
+    table = read_file(place)
     if not len(table):
         raise DataError(f"{str(place)!r} holds no examples")
     columns = _text_columns(place, table, text)
@@ -190,7 +190,7 @@ READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
 }
 
 
-def _read(path: Path) -> pd.DataFrame:
+def read_file(path: Path) -> pd.DataFrame:
     """The file as pandas reads it; whatever goes wrong names the file."""
     read = READERS.get(path.suffix.lower())
     if read is None:
