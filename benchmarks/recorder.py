@@ -54,7 +54,7 @@ def step_time(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="What recording costs a step.")
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
