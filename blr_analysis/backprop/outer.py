@@ -436,7 +436,7 @@ def factored_products(
     a = a.transpose(0, 1).reshape(g, b * t, -1)
     shares = d.new_empty(b, k, r)
     copied = scale is not None or stack[term.weight].dtype != dtype
-    size = min(HELD if copied or k > 1 else 2 * CACHED, room or HELD) // (g * b * t * o)
+    size = min(HELD if copied or k > 1 else HELD // 4, room or HELD) // (g * b * t * o)
     if copied or swapped:
         size = min(size, min(HELD, room or HELD) // stack[term.weight][0].numel())
     for at in slices(r, size):
