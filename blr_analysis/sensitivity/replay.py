@@ -8,11 +8,12 @@ a short training lacks cancels in the difference
     ℓ_j^{\\G} ≈ ℓ_j(m) + ℓ_j(θ_K^{\\G}) − ℓ_j(θ_K)
 
 θ_K and θ_K^{\\G} are trained for as many steps, on all data and on the changed data, from the same
-weights, with the same kind of steps and the same step sizes. What is minimised in minibatches is
-F(θ) / N, with F the objective of those data (:mod:`blr_analysis.sensitivity.objective`).
+weights, with the same kind of steps and the same step sizes. Minibatches lower the mean loss, with
+no decay of the weights: that a training ends is what holds them back.
 
-Which kind of steps trained the model, its weights tell: steps of Adam's kind move all weights
-alike, those of SGD's (and IVON's) kind the ones with large gradients, see :func:`growth`.
+How the model was trained, its weights tell (:func:`shortfall`). Steps of Adam's kind move all
+weights alike, those of SGD's (and IVON's) kind the ones with large gradients; and steps that make
+the weights larger than the model's are too large, however well they lower the loss.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import BLRError, ModelError
-from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
@@ -38,8 +38,9 @@ RATES = {"adam": (1e-2, 5e-3, 2e-3, 5e-4), "sgd": (0.6, 0.3, 0.15, 0.06, 0.02)}
 TAKEN = {"adam": 1.0, "sgd": 1 / 3}
 MOMENTUM = 0.9
 PROBES = 0.4  # as many passes as this part of a training's go into finding its step size
+HALVINGS = 3  # of the step size, at most, where the weights grow beyond the model's
 STEPS = 120  # that a training should have at least, where the data allow it
-SMALLEST, LARGEST = 8, 128  # examples in a minibatch
+SMALLEST, LARGEST = 8, 64  # examples in a minibatch
 LOOKS = 500  # examples whose gradients say which weights have large ones
 
 
@@ -63,10 +64,10 @@ class Replay:
         start: the first weights.
         recipe: how it trained.
         reference: θ_K, where it ended.
-        likeness: how like each kind's growth of the weights is to the model's, a cosine by name;
-            empty where the kind was given.
         passes: over the data, all in all, that it took to get here.
         each: passes of one more training.
+        unlike: how unlike each kind's weights are to the model's, the spread of
+            :func:`shortfall`, by name.
     """
 
     start: Tree
@@ -74,24 +75,24 @@ class Replay:
     reference: Tree
     passes: float
     each: float
-    likeness: dict[str, float] = field(default_factory=dict)
+    unlike: dict[str, float]
 
-    def trained(self, parts: Sequence[Part], prior: Prior) -> Tree:
+    def trained(self, parts: Sequence[Part]) -> Tree:
         """θ_K^{\\G}: the same training on the changed data.
 
         Raises:
             ModelError, DataError: as :meth:`Task.run`; ModelError where it diverges.
         """
-        return _train(parts, prior, self.start, self.recipe).weights
+        return _train(parts, self.start, self.recipe).weights
 
 
 def prepare(
     task: Task,
     weights: Tree,
-    prior: Prior,
     start: Tree,
     *,
     passes: float,
+    groups: int = 1,
     family: str | None = None,
     seed: int = 0,
 ) -> Replay:
@@ -100,32 +101,36 @@ def prepare(
     Args:
         weights: m, the trained ones.
         start: the first ones, see :func:`first_weights`.
-        passes: to be spent in all, one more training included.
+        passes: to be spent for each group, its own training and its part of what all share.
+        groups: how many share what is done here.
         family: "adam" or "sgd"; None: told from the weights.
     """
     families = list(RATES) if family is None else [family]
-    each = passes / (1 + (1 + PROBES) * len(families))
+    each = passes / (1 + (1 + (1 + PROBES) * len(families)) / groups)
     whole = [(task, torch.arange(task.n_data))]
     batch = max(SMALLEST, min(LARGEST, int(task.n_data * each / STEPS)))
     steps = max(1, math.ceil(each * task.n_data / batch))
-    runs: dict[str, tuple[ReplayRecipe, Tree]] = {}
+    some = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))[:LOOKS]
+    still = ReplayRecipe("sgd", 0.0, math.ceil(len(some) / SMALLEST), SMALLEST, seed)
+    squares = _train([(task, some)], weights, still).squares
+    spent = 0.0
+
+    def tried(recipe: ReplayRecipe) -> tuple[ReplayRecipe, Tree, Tensor]:
+        reached = _train(whole, start, recipe).weights
+        return recipe, reached, shortfall(weights, reached, squares)
+
+    runs = {}
     for name in families:
-        recipe = _with_rate(whole, prior, start, ReplayRecipe(name, 0.0, steps, batch, seed))
-        runs[name] = recipe, _train(whole, prior, start, recipe).weights
-    likeness = {}
-    if family is None:
-        some = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))[:LOOKS]
-        still = ReplayRecipe("sgd", 0.0, math.ceil(len(some) / SMALLEST), SMALLEST, seed)
-        squares = _train([(task, some)], Prior.of_any(0.0), weights, still).squares
-        own = growth(weights, start, squares)
-        likeness = {
-            name: float(torch.cosine_similarity(own, growth(w, start, squares), dim=0))
-            for name, (_, w) in runs.items()
-        }
-    best = max(likeness, key=likeness.__getitem__) if likeness else families[0]
-    recipe, reference = runs[best]
-    spent = (1 + PROBES) * each * len(families)
-    return Replay(start, recipe, reference, spent, each, likeness)
+        runs[name] = tried(_with_rate(whole, start, ReplayRecipe(name, 0.0, steps, batch, seed)))
+        spent += (1 + PROBES) * each
+    unlike = {name: float(short.std()) for name, (*_, short) in runs.items()}
+    recipe, reference, short = runs[min(unlike, key=unlike.__getitem__)]
+    for _ in range(HALVINGS):
+        if float(short.mean()) >= 0:
+            break
+        recipe, reference, short = tried(replace(recipe, lr=recipe.lr / 2))
+        spent += each
+    return Replay(start, recipe, reference, spent / groups, each, unlike)
 
 
 def first_weights(task: Task, seed: int) -> Tree | None:
@@ -155,23 +160,23 @@ def first_weights(task: Task, seed: int) -> Tree | None:
     return {n: p.detach() for n, p in weights.items()}
 
 
-def growth(weights: Tree, start: Tree, squares: Tree) -> Tensor:
-    """log of how much larger the weights are than the first ones, ``[4 · matrices + vectors]``:
-    each parameter in four parts, by the size of its gradients."""
+def shortfall(weights: Tree, reached: Tree, squares: Tree) -> Tensor:
+    """log of how much larger the model's weights are than those reached, ``[4 · matrices +
+    vectors]``: of each parameter in four parts, by the size of its gradients."""
     rows = []
     for name, w in weights.items():
         order = squares[name].flatten().argsort()
         for part in order.chunk(4) if w.ndim > 1 else [order]:
-            now, then = (
+            own, other = (
                 x.flatten()[part].double().square().mean().sqrt().clamp_min(1e-12)
-                for x in (w, start[name])
+                for x in (w, reached[name])
             )
-            rows.append((now / then).log())
+            rows.append((own / other).log())
     return torch.stack(rows)
 
 
 def _with_rate(
-    parts: Sequence[Part], prior: Prior, start: Tree, recipe: ReplayRecipe
+    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe
 ) -> ReplayRecipe:
     """With the step size that lowers the loss most in the first few minibatches."""
     rates = RATES[recipe.family]
@@ -180,7 +185,7 @@ def _with_rate(
     def reached(lr: float) -> float:
         try:
             probe = replace(recipe, lr=lr, steps=steps)
-            late = _train(parts, prior, start, probe, constant=True).losses[-max(2, steps // 3) :]
+            late = _train(parts, start, probe, constant=True).losses[-max(2, steps // 3) :]
         except BLRError:  # too large a step
             return math.inf
         return sum(late) / len(late)
@@ -199,7 +204,6 @@ class _Trained:
 
 def _train(
     parts: Sequence[Part],
-    prior: Prior,
     start: Tree,
     recipe: ReplayRecipe,
     *,
@@ -213,7 +217,6 @@ def _train(
     else:
         optimizer = torch.optim.SGD(leaves.values(), lr=recipe.lr, momentum=MOMENTUM)
     schedule: Callable[[int], float] = lambda k: 0.5 + 0.5 * math.cos(math.pi * k / recipe.steps)  # noqa: E731
-    n_data = sum(len(indices) for _, indices in parts)
     squares = {n: torch.zeros_like(p) for n, p in start.items()}
     losses: list[float] = []
     batches = _minibatches(parts, recipe.batch, recipe.seed)
@@ -232,10 +235,9 @@ def _train(
             slopes = torch.autograd.grad(
                 mean, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
-            pull = prior.times(prior.gap({n: p.detach() for n, p in leaves.items()}))
             for (name, p), part in zip(leaves.items(), slopes, strict=True):
                 slope = part.to_dense() if part.is_sparse else part
-                p.grad = slope + pull[name] / n_data
+                p.grad = slope
                 squares[name] += slope.square()
             optimizer.step()
     return _Trained({n: p.detach() for n, p in leaves.items()}, losses, squares)

@@ -134,8 +134,10 @@ class Moved:
 class GroupSolver:
     """Answers changes of one task; what serves them all is found when first asked for."""
 
-    def __init__(self, task: Task, q: Posterior, plan: SolverPlan, chunking: Chunking) -> None:
-        self.task, self.q, self.plan, self.chunking = task, q, plan, chunking
+    def __init__(
+        self, task: Task, q: Posterior, plan: SolverPlan, chunking: Chunking, groups: int = 1
+    ) -> None:
+        self.task, self.q, self.plan, self.chunking, self.groups = task, q, plan, chunking, groups
 
     def solve(self, change: Change) -> Moved:
         """The posterior after the change, and how it was found."""
@@ -168,11 +170,11 @@ class GroupSolver:
         if solver == "replay":
             if self.no_replay:
                 raise InputError(f"solver='replay': {self.no_replay}")
-            weights = self.replay.trained(data.parts, q.prior)
+            weights = self.replay.trained(data.parts)
             spent = self.replay.passes + self.replay.each
             recipe = self.replay.recipe
             about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
-            about |= {"batch": recipe.batch, "likeness": self.replay.likeness}
+            about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
             return Moved(moved, floored, "replay", spent, replay=self.replay)
         descent = _descended(data, q, preconditioner, plan, self.chunking)
@@ -201,9 +203,9 @@ class GroupSolver:
         return prepare(
             self.task,
             dict(self.q.mean),
-            self.q.prior,
             self._start,
             passes=self.plan.passes or REPLAY_PASSES,
+            groups=self.groups,
             family=FAMILIES.get(str(self.q.record.get("kind"))),
         )
 

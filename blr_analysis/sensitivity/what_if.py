@@ -240,7 +240,7 @@ def what_if_each(
         raise InputError(f"column {by!r} has the same value everywhere; without it nothing is left")
     chunking = Chunking(chunk_size, memory_budget, progress=False)
     before, _ = _measured(where, q.mean, False)
-    solver_of_all = GroupSolver(task, q, plan, chunking)
+    solver_of_all = GroupSolver(task, q, plan, chunking, len(groups))
     references = References(where, before)
     rows = []
     for value, indices in track(
@@ -281,7 +281,6 @@ SPREADS = {
     "calibrated": (0.12, 0.12, 0.05),
 }
 GAP = 0.2  # of how far the replay stays behind the model
-SHORT = 0.14  # log of how much less a change a short training sees: the median there
 NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
 
 
@@ -344,7 +343,7 @@ class References:
 def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> Evaluation:
     """The model's losses, changed by what the group does to a replay of its training.
 
-    ℓ_j(m) + c (ℓ_j(θ^G) − ℓ_j(θ)),   c = exp(0.14) (1 + gap / (gap + |mean change|))
+    ℓ_j(m) + c (ℓ_j(θ^G) − ℓ_j(θ)),   c = 1 + gap / (gap + |mean change|)
 
     gap: how much higher the replay's loss is than the model's. A short training sees less of a
     change than a whole one (by a constant fitted on small networks), and one that stays behind
@@ -356,7 +355,7 @@ def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> E
     change = without.losses.double() - reference.losses.double()
     gap = max(0.0, reference.nll - before.nll)
     size = abs(float(change.mean()))
-    scale = math.exp(SHORT) * (1 + gap / (gap + size) if gap > 0 else 1.0)
+    scale = 1 + gap / (gap + size) if gap > 0 else 1.0
     losses = (before.losses.double() + scale * change).to(before.losses.dtype)
     if before.correct is None or without.correct is None or reference.correct is None:
         return replace(before, losses=losses)
