@@ -142,6 +142,8 @@ class WhatIf(Plottable):
 def combined(answers: Sequence[WhatIf]) -> WhatIf:
     """The last answer, changed by the mean of what all of them change."""
     last = answers[-1]
+    if len(answers) == 1:
+        return last
 
     def changed(part: str) -> Tensor | None:
         before = getattr(last.before, part)
@@ -162,6 +164,27 @@ def combined(answers: Sequence[WhatIf]) -> WhatIf:
         interval=(low, high),
         checkpoints=len(answers),
     )
+
+
+def combined_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same of one group's rows of ``what_if_each``."""
+    last = rows[-1]
+
+    def changed(after: str, before: str) -> float | None:
+        if last[after] is None:
+            return None
+        return last[before] + sum(row[after] - row[before] for row in rows) / len(rows)
+
+    ends = {name: changed(name, "nll_before") for name in ("nll_after", "nll_low", "nll_high")}
+    errors = [row["error"] for row in rows if row["error"] is not None]
+    return {
+        **last,
+        **ends,
+        "accuracy_after": changed("accuracy_after", "accuracy_before"),
+        "passes": sum(row["passes"] for row in rows),
+        "converged": all(row["converged"] for row in rows),
+        "error": sum(errors) / len(errors) if errors else None,
+    }
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,7 @@ def shortfall(weights: Tree, reached: Tree, squares: Tree) -> Tensor:
     return torch.stack(rows)
 
 
-def _with_rate(
-    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe
-) -> ReplayRecipe:
+def _with_rate(parts: Sequence[Part], start: Tree, recipe: ReplayRecipe) -> ReplayRecipe:
     """With the step size that lowers the loss most in the first few minibatches."""
     rates = RATES[recipe.family]
     steps = max(8, int(PROBES * recipe.steps / len(rates)))

@@ -135,9 +135,17 @@ class GroupSolver:
     """Answers changes of one task; what serves them all is found when first asked for."""
 
     def __init__(
-        self, task: Task, q: Posterior, plan: SolverPlan, chunking: Chunking, groups: int = 1
+        self,
+        task: Task,
+        q: Posterior,
+        plan: SolverPlan,
+        chunking: Chunking,
+        *,
+        groups: int = 1,
+        seed: int = 0,
     ) -> None:
-        self.task, self.q, self.plan, self.chunking, self.groups = task, q, plan, chunking, groups
+        self.task, self.q, self.plan, self.chunking = task, q, plan, chunking
+        self.groups, self.seed = groups, seed  # that share a replay; of its first weights
 
     def solve(self, change: Change) -> Moved:
         """The posterior after the change, and how it was found."""
@@ -183,7 +191,7 @@ class GroupSolver:
 
     @cached_property
     def _start(self) -> Tree | None:
-        return dict(self.q.initial or {}) or first_weights(self.task, seed=0)
+        return dict(self.q.initial or {}) or first_weights(self.task, self.seed)
 
     @cached_property
     def no_replay(self) -> str:
@@ -206,6 +214,7 @@ class GroupSolver:
             self._start,
             passes=self.plan.passes or REPLAY_PASSES,
             groups=self.groups,
+            seed=self.seed,
             family=FAMILIES.get(str(self.q.record.get("kind"))),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -79,9 +81,8 @@ def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining(kind: s
 def test_the_weights_tell_which_steps_trained_them(kind: str) -> None:
     task, q, _ = problem(kind)
     result = blr.what_if(task, q, remove=Y[TRAIN] == 3, progress=False)
-    likeness = result.posterior.record["replay"]["likeness"]
-    assert result.posterior.record["replay"]["family"] == max(likeness, key=likeness.get)
-    assert result.posterior.record["replay"]["family"] == kind
+    record = result.posterior.record["replay"]
+    assert record["family"] == min(record["unlike"], key=record["unlike"].get) == kind
 
 
 def test_a_class_that_is_gone_is_not_predicted() -> None:
@@ -224,16 +225,20 @@ def test_a_step_that_overshoots_is_shortened_unless_it_was_asked_for() -> None:
 
 
 def test_intervals_and_differences_follow_their_formulas() -> None:
-    low, high = interval(1.0, 2.0, "cg", 0.0, 0.0)
+    low, high = interval(1.0, 2.0, "cg")
     assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
     assert high == pytest.approx(2 + np.hypot(np.exp(0.15) - 1, 0.02))
+    low, _ = interval(1.0, 2.0, "replay", 0.3)
+    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.1)) ** 2 + 0.1**2 + 0.3**2))
     before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
     reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
     without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
     after = against(without, reference, before)
-    assert torch.allclose(
-        after.losses, torch.tensor([0.1, 0.3]) + np.exp(0.14) * torch.tensor([0.1, 2.0])
-    )
+    assert torch.allclose(after.losses, torch.tensor([0.2, 2.3]))  # as far as the model: no more
+    behind = replace(before, losses=torch.tensor([0.0, 0.1]))  # 0.15 better than the replay
+    scale = 1 + 0.15 / (0.15 + 1.05)
+    change = against(without, reference, behind).losses - behind.losses
+    assert torch.allclose(change, scale * torch.tensor([0.1, 2.0]))
     below = against(reference, without, before)
     assert float(below.losses[1]) < 0
     table = ByClass(torch.tensor([0, 1]), before, below)
