@@ -277,11 +277,12 @@ def what_if_each(
 
 # How far answers are likely off, as a log of the predicted change and as a part of the loss before.
 # Those of "replay" and "calibrated" were set on the cases "fashion, AdamW", "fashion, IVON" and
-# "digits, SGD" of benchmarks/field, for four truths of five to fall inside there. Those of "cg" and
-# "posterior" are guesses that no retraining has checked.
+# "digits, SGD" of benchmarks/field and on 600 digits (tests/sensitivity/test_replay.py), for four
+# truths of five to fall inside. Those of "cg" and "posterior" are guesses that no retraining has
+# checked.
 SPREADS = {
     "cg": (0.15, 0.02),
-    "replay": (0.1, 0.1),
+    "replay": (0.15, 0.1),
     "posterior": (1.0, 0.05),
     "calibrated": (0.12, 0.12),
 }

@@ -69,9 +69,8 @@ def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining(kind: s
     table = blr.what_if_each(task, q, evaluate=test, progress=False)
     assert set(table.solver) == {"replay"} and (table.passes <= 6.5).all()
     predicted, known = table.nll_after.to_numpy(), np.array(truth)
-    longer = blr.what_if_each(task, q, evaluate=test, passes=EPOCHS, progress=False)
-    assert np.corrcoef(longer.nll_after, known)[0, 1] > 0.7
-    assert np.mean(np.abs(predicted - known) / known) < 0.3
+    assert np.corrcoef(predicted, known)[0, 1] > 0.7
+    assert np.mean(np.abs(predicted - known) / known) < 0.2
     assert np.mean((table.nll_low <= known) & (known <= table.nll_high)) >= 0.7
     nothing = np.mean(np.abs(table.nll_before - known) / known)
     assert np.mean(np.abs(predicted - known) / known) < nothing / 2
@@ -229,7 +228,7 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
     assert high == pytest.approx(2 + np.hypot(np.exp(0.15) - 1, 0.02))
     low, _ = interval(1.0, 2.0, "replay", 0.3)
-    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.1)) ** 2 + 0.1**2 + 0.3**2))
+    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.15)) ** 2 + 0.1**2 + 0.3**2))
     before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
     reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
     without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
