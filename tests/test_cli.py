@@ -327,14 +327,17 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 2 and "passes= bounds solver='cg'" in err
 
 
-def test_audit_takes_groups_out_by_a_descent(
-    here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("passes", [None, 8])
+def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
+    here: Path, capsys: pytest.CaptureFixture[str], passes: int | None
 ) -> None:
-    argv = ("audit", "script.py:make_task", "-p", "q.safetensors", "--test", "make_test")
-    code, out, _ = run(capsys, *argv, "--passes", "6", "--out", "deep")
-    assert code == 0 and "by a descent of 6 passes over the data that stay" in " ".join(out.split())
+    argv = ["audit", "script.py:make_task", "-p", "q.safetensors", "--test", "make_test"]
+    argv += [] if passes is None else ["--passes", str(passes)]
+    code, out, err = run(capsys, *argv, "--out", "deep")
+    assert code == 0 and "by short trainings" in " ".join(out.split())
+    assert f"about {passes or 6} passes over the data for each" in err
     task, test, q = inputs()
-    each = blr.what_if_each(task, q, evaluate=test, solver="cg", passes=6)
+    each = blr.what_if_each(task, q, evaluate=test, passes=passes)
     pd.testing.assert_frame_equal(pd.read_parquet("deep/removals.parquet"), each)
 
 

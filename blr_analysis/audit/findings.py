@@ -15,6 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
@@ -22,6 +23,7 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
+from blr_analysis.sensitivity.solving import REPLAY_PASSES
 from blr_analysis.task import Task
 
 MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set
@@ -99,8 +101,9 @@ def investigate(
         test: further examples, for comparison and to measure the removals on.
         by: the column whose groups are taken out in turn: "target" or a metadata column; None
             for none; "auto" for the classes of a classification with at most 100 of them.
-        passes: None: each group is taken out by the posterior's one step; else by a descent of
-            about so many passes over the data that stay (:func:`blr_analysis.what_if`).
+        passes: over the data, for each group, of the descent or the replay that takes it out
+            (:func:`blr_analysis.what_if`). None: of a model near the minimum of its own loss the
+            posterior's one step, of another the default of what_if.
         say: told in a few words what begins.
         progress: None shows bars on a terminal when the work is long.
 
@@ -124,13 +127,14 @@ def investigate(
     column = _groups(scores) if by == AUTO else by
     removals = None
     if column is not None:
-        say(f"what if: without each {group_noun(column, scores)}")
+        solver, spent = _removal(task, posterior, passes)
+        say(f"what if: without each {group_noun(column, scores)}, {spent}")
         removals = what_if_each(
             task,
             posterior,
             by=column,
             evaluate=test,
-            solver="cg" if passes else "posterior",
+            solver=solver,
             passes=passes,
             progress=progress,
         )
@@ -146,6 +150,13 @@ def investigate(
         by=column,
         removals=removals,
     )
+
+
+def _removal(task: Task, posterior: Posterior, passes: int | None) -> tuple[str, str]:
+    """How groups are taken out, and what that costs."""
+    if not stationarity(task, posterior).near:
+        return "auto", f"about {passes or REPLAY_PASSES} passes over the data for each"
+    return ("cg", f"{passes} passes for each") if passes else ("posterior", "one step")
 
 
 def influence_column(table: pd.DataFrame) -> str:

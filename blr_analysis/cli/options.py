@@ -96,8 +96,9 @@ Passes = Annotated[
     typer.Option(
         metavar="N",
         min=2,
-        help="Take a group out by a descent of about N passes over the data that stay (40 is a "
-        "good number), instead of the posterior's one step: slower, and far closer to retraining.",
+        help="Spend about N passes over the data on taking a group out: by a descent on those that "
+        "stay (40 is a good number), or, where the model is off its own minimum, by short "
+        "trainings (6 unless given; best as many as it was trained for).",
     ),
 ]
 By = Annotated[

@@ -185,9 +185,11 @@ class GroupSolver:
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
             return Moved(moved, floored, "replay", spent, replay=self.replay)
+        if plan.solver == "cg" and self._drifts([*shares, *labels]):
+            note = "the model is off its own minimum, and part of this is training that goes on"
         descent = _descended(data, q, preconditioner, plan, self.chunking)
         moved = _at(preconditioner, descent.point.params, solver="cg", passes=descent.passes)
-        return Moved(moved, floored, "cg", descent.passes, descent=descent)
+        return Moved(moved, floored, "cg", descent.passes, descent=descent, note=note)
 
     @cached_property
     def _start(self) -> Tree | None:
@@ -228,11 +230,11 @@ class GroupSolver:
     def _one_step(
         self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
     ) -> Moved:
-        """The posterior's step. Of a group that it is too rough for (``note`` says why nothing
-        better was done) it is halved until the loss on the changed data does not rise."""
+        """The posterior's step. Where it was not asked for, it is halved until the loss on the
+        changed data does not rise; ``note`` says why nothing better was done."""
         q = self.q
         moved, floored = step(q, changes)
-        if not note:
+        if self.plan.solver == "posterior":
             return Moved(moved, floored, "posterior")
         move = add(moved.mean, -1.0, dict(q.mean))
         data = changed(
