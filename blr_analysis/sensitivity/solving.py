@@ -18,7 +18,7 @@ from blr_analysis.backprop.tree import add
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import drifts
+from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
@@ -68,6 +68,8 @@ class SolverPlan:
         """Whether the posterior's one step will do, by the size of the change."""
         if self.solver != "auto":
             return self.solver == "posterior"
+        if change.labels and change.count > 1:  # wrong by nats: a step for each leads far out
+            return False
         return not self.asked and change.count <= max(1, FEW * n_data)
 
     @property
@@ -221,7 +223,10 @@ class GroupSolver:
         )
 
     def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
-        """Whether a descent would show more of the training that goes on than of the change."""
+        """Whether a descent would show more of the training that goes on than of the change; one
+        answer for all changes of a model that is far from its minimum."""
+        if not stationarity(self.task, self.q).near:
+            return True
         pull = {n: torch.zeros_like(m) for n, m in self.q.mean.items()}
         for sign, part in changes:
             pull = add(pull, sign, part.gradient)
@@ -230,11 +235,11 @@ class GroupSolver:
     def _one_step(
         self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
     ) -> Moved:
-        """The posterior's step. Where it was not asked for, it is halved until the loss on the
-        changed data does not rise; ``note`` says why nothing better was done."""
+        """The posterior's step. Of a group that it is too rough for (``note`` says why nothing
+        better was done) it is halved until the loss on the changed data does not rise."""
         q = self.q
         moved, floored = step(q, changes)
-        if self.plan.solver == "posterior":
+        if not note:
             return Moved(moved, floored, "posterior")
         move = add(moved.mean, -1.0, dict(q.mean))
         data = changed(

@@ -100,9 +100,10 @@ def what_if(
             (a descent on the changed data), "replay" (a short training from the first weights,
             with and without the change, see
             :mod:`blr_analysis.sensitivity.replay`), "retrain" (``train``), or "auto": "posterior"
-            for up to 1 % of the data; above, "cg" for a model that minimises its own F (checked
-            by one pass over the data) and "replay" for one that does not (stopped early, trained
-            in minibatches, the mean of IVON). ``result.solver`` says which.
+            for up to 1 % of the data (a single one where labels are new); above, "cg" for a model
+            that minimises its own F (checked by one pass over the data) and "replay" for one that
+            does not (stopped early, trained in minibatches, the mean of IVON).
+            ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned
             conjugate gradients to 1e-6; K: that many rough Gauss–Newton steps, six
@@ -348,10 +349,9 @@ def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> E
 
     ℓ_j(m) + c (ℓ_j(θ^G) − ℓ_j(θ)),   c = 1 + gap / (|gap| + |mean change|)
 
-    gap: how much higher the replay's loss is than the model's. A replay that stays behind sees the
-    less of a change, the larger the change is beside the gap (and one that goes ahead the more):
-    an interpolation between the difference alone, for changes far below the gap, and ℓ_j(θ^G)
-    itself, for those far above it.
+    gap: how much higher the replay's loss is than the model's. A replay that stays behind sees too
+    little of a change (one that goes ahead, too much): an interpolation between twice the
+    difference, for changes far below the gap, and ℓ_j(θ^G) itself, for those far above it.
     Hits are the replay's where the group decides them (a loss that rises by a nat), or where the
     two replays differ, and the model's own elsewhere.
     """

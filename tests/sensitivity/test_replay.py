@@ -104,6 +104,28 @@ def test_the_same_seed_gives_the_same_answer_and_nothing_of_the_model_moves() ->
     assert all(torch.equal(p, before[n]) for n, p in task.model.named_parameters())
 
 
+def test_new_labels_of_a_group_are_not_answered_by_a_step_for_each() -> None:
+    task, q, test = problem()
+    labels = {i: (int(Y[i]) + 1) % 10 for i in range(6)}  # 1 % of the data
+    answer = blr.what_if(task, q, relabel=labels, evaluate=test, progress=False)
+    assert answer.solver == "replay" and abs(answer.nll - answer.before.nll) < 0.2
+    one = blr.what_if(task, q, relabel={0: labels[0]}, evaluate=test, progress=False)
+    assert one.solver == "posterior"
+
+
+def test_a_list_of_posteriors_averages_their_changes() -> None:
+    task, q, test = problem()
+    other = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    chosen = dict(evaluate=test, solver="posterior", progress=False)
+    tables = [blr.what_if_each(task, p, **chosen) for p in (q, other)]
+    both = blr.what_if_each(task, [q, other], **chosen)
+    mean = (tables[0].nll_change + tables[1].nll_change) / 2
+    assert np.allclose(both.nll_change, mean) and not np.allclose(both.nll_change, 0)
+    settings = dict(remove=Y[TRAIN] == 3, evaluate=test, passes=3, progress=False)
+    single, double = (blr.what_if(task, p, **settings) for p in (q, [q, q]))
+    assert double.nll != single.nll and double.passes > single.passes  # of other first weights
+
+
 class Bare(nn.Module):
     """A parameter that no layer can draw anew."""
 
