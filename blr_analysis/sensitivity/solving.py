@@ -187,11 +187,9 @@ class GroupSolver:
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
             return Moved(moved, floored, "replay", spent, replay=self.replay)
-        if plan.solver == "cg" and self._drifts([*shares, *labels]):
-            note = "the model is off its own minimum, and part of this is training that goes on"
         descent = _descended(data, q, preconditioner, plan, self.chunking)
         moved = _at(preconditioner, descent.point.params, solver="cg", passes=descent.passes)
-        return Moved(moved, floored, "cg", descent.passes, descent=descent, note=note)
+        return Moved(moved, floored, "cg", descent.passes, descent=descent)
 
     @cached_property
     def _start(self) -> Tree | None:
