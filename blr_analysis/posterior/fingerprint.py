@@ -58,7 +58,7 @@ def apart(known: Any, seen: Any, what: str) -> int:
 
 def recorded(task: Task, q: Posterior) -> bool:
     """Whether these are the model, the data and the loss of the record, as far as it says."""
-    if (known := q.record.get("fingerprint")) is None:
+    if not (known := q.record.get("fingerprint")):
         return False
     seen = fingerprint(task, q.mean)
     return not any(apart(known, seen, what) for what in seen)
@@ -80,7 +80,7 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
         seen = fingerprint(task, q.mean)
     except BLRError:  # the analysis will say it better
         return
-    known = posterior.record.setdefault("fingerprint", seen)
+    known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
     if (said := _differs(known, seen)) or (own_weights and (said := _elsewhere(task, q))):
         warnings.warn(said, PosteriorWarning, stacklevel=5)
 
