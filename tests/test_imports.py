@@ -49,7 +49,9 @@ LOWEST = {"pandas": "tables", "matplotlib": "plots"}
 # Imported inside the one function that needs them, never when a module is loaded …
 DEFERRED = {"transformers", "lightning", "pytorch_lightning", "peft"}
 # … except by modules that exist for nothing else, by their full name.
-ADAPTERS = frozenset(f"{PACKAGE}.huggingface.{name}" for name in ("trainer", "lightning"))
+ADAPTERS = frozenset(
+    f"{PACKAGE}.huggingface.{name}" for name in ("trainer", "training", "lightning")
+)
 # Imports by name (`importlib.import_module`) hide from this test: `views` is the one door
 # from results to tables and plots, and the command line loads the user's own script.
 DYNAMIC = {"views", "audit", "cli"}

@@ -3,6 +3,7 @@
 The callbacks are loaded when they are asked for, and their trainers' libraries with them:
 
     from blr_analysis.huggingface import TrainerPrecision      # imports transformers
+    from blr_analysis.huggingface import IVONTrainer           # imports transformers
     from blr_analysis.huggingface import LightningPrecision    # imports lightning
     from blr_analysis.huggingface import checkpoint_precision  # imports neither until called
 """
@@ -14,8 +15,15 @@ from blr_analysis.huggingface.checkpoints import checkpoint_precision
 if TYPE_CHECKING:
     from blr_analysis.huggingface.lightning import LightningPrecision
     from blr_analysis.huggingface.trainer import TrainerPrecision
+    from blr_analysis.huggingface.training import IVONTrainer, VariationalSteps
 
-__all__ = ["LightningPrecision", "TrainerPrecision", "checkpoint_precision"]
+__all__ = [
+    "IVONTrainer",
+    "LightningPrecision",
+    "TrainerPrecision",
+    "VariationalSteps",
+    "checkpoint_precision",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from blr_analysis.huggingface.trainer import TrainerPrecision
 
         return TrainerPrecision
+    if name in ("IVONTrainer", "VariationalSteps"):
+        from blr_analysis.huggingface import training
+
+        return getattr(training, name)
     if name == "LightningPrecision":
         from blr_analysis.huggingface.lightning import LightningPrecision
 

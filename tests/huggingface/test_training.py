@@ -1,0 +1,101 @@
+"""IVON inside Hugging Face's Trainer: two lines changed, the same steps as a loop by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+from blr_analysis import IVON
+from blr_analysis.errors import InputError
+from blr_analysis.huggingface import IVONTrainer
+
+N = 12
+
+
+class Alike(Dataset):
+    """The same sentence again and again, so that no order matters."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(1)}
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, max_position_embeddings=8, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def trainer(folder: Path, model: Any, optimizer: Any = None, **settings: Any) -> IVONTrainer:
+    arguments = {
+        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 3, "learning_rate": 0.1,
+        "gradient_accumulation_steps": 2, "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "logging_strategy": "no", "max_grad_norm": 0.0, **settings,
+    }  # fmt: skip
+    return IVONTrainer(
+        model,
+        TrainingArguments(str(folder), **arguments),
+        train_dataset=Alike(),
+        optimizers=(optimizer, None),
+    )
+
+
+def ivon(model: Any, **options: Any) -> IVON:
+    generator = torch.Generator().manual_seed(3)
+    return IVON(model.parameters(), lr=0.1, ess=N, weight_decay=0.1, generator=generator, **options)
+
+
+def test_it_takes_the_steps_of_a_loop_by_hand(tmp_path: Path) -> None:
+    model, other = bert(), bert()
+    run = trainer(tmp_path, model, ivon(model), lr_scheduler_type="constant", save_strategy="no")
+    run.train()
+    optimizer = ivon(other)
+    batch = {k: torch.stack([Alike()[0][k]] * 3) for k in ("input_ids", "labels")}
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(2):  # a draw for each microbatch; their mean
+            with optimizer.sampled_params(train=True):
+                other(**batch).loss.backward()
+        optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_run_that_is_resumed_ends_where_the_whole_one_does(tmp_path: Path) -> None:
+    whole = trainer(tmp_path, bert())
+    whole.train()
+    again = trainer(tmp_path, bert())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    ours, theirs = whole.posterior(), again.posterior()
+    assert ours.n_data == N and ours.prior_precision == pytest.approx(1.0)
+    for name in ours.mean:
+        assert torch.equal(ours.precision(name), theirs.precision(name))
+
+
+def test_steps_are_counted_where_only_epochs_are_given(tmp_path: Path) -> None:
+    run = trainer(tmp_path, bert(), max_steps=-1, num_train_epochs=3)
+    run.create_optimizer()
+    expected = IVON(bert().parameters(), lr=0.1, ess=N, weight_decay=1 / N, steps=6)
+    assert run.optimizer.param_groups[0]["beta2"] == expected.param_groups[0]["beta2"]
+
+
+def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
+    model = bert()
+    with pytest.warns(UserWarning, match="IVON's are"):
+        trainer(tmp_path, model, learning_rate=5e-5).create_optimizer()
+    with pytest.raises(InputError, match="AdamW draws no weights"):
+        trainer(tmp_path, model, torch.optim.AdamW(model.parameters())).train()
