@@ -85,7 +85,7 @@ def replays(
         start = dict(q.initial or {}) or first_weights(task, seed=k)
         assert start is not None
         parts = 1 + (1 + PROBES) * (1 if family else len(RATES))
-        replay = prepare(task, q.mean, q.prior, start, passes=epochs * parts, family=family, seed=k)
+        replay = prepare(task, q.mean, start, passes=epochs * parts, family=family, seed=k)
         family = replay.recipe.family
         under = on_a_copy(task)
         write(under, replay.reference)
