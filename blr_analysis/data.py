@@ -119,7 +119,7 @@ def opened(data: Any, target: str | None = None) -> tuple[Any, dict[str, list[An
         raise DataError(f"several splits at once ({', '.join(data)}); give one: data[{name!r}]")
     hub = hasattr(data, "with_format") and hasattr(data, "column_names")
     framed = hasattr(data, "to_numpy") and hasattr(data, "columns")
-    names = list(data.column_names) if hub else list(data.columns) if framed else []
+    names = list(getattr(data, "column_names" if hub else "columns")) if hub or framed else []
     if target is not None and target not in names:
         known = ", ".join(map(str, names)) or "none"
         raise InputError(f"target={target!r} is no column of the data; columns: {known}")

@@ -185,7 +185,7 @@ def _inputs(estimator: Any, X: Any) -> Tensor:
 
 def _linear(coef: Any, intercept: Any) -> nn.Linear:
     coef = np.asarray(coef, dtype=np.float64)
-    layer = nn.utils.skip_init(nn.Linear, coef.shape[1], coef.shape[0], dtype=torch.float64)
+    layer: Any = nn.utils.skip_init(nn.Linear, coef.shape[1], coef.shape[0], dtype=torch.float64)
     bias = np.broadcast_to(np.asarray(intercept, dtype=np.float64), coef.shape[:1])
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(coef.copy()))

@@ -123,7 +123,8 @@ class Task:
         metadata = described if metadata is None else metadata
         self.metadata = read_metadata(metadata, self.n_data)
         self.prior_precision: Any = None  # δ, where what was read names it
-        self.row_labels = list(metadata.index) if hasattr(metadata, "index") else None  # pandas
+        rows = getattr(metadata, "index", None)
+        self.row_labels = None if rows is None else list(rows)  # pandas
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
@@ -166,7 +167,7 @@ class Task:
             read.model,
             (read.inputs, read.targets),
             likelihood=likelihood or read.likelihood,
-            weights=read.weights,
+            weights=None if read.weights is None else torch.from_numpy(read.weights),
             metadata={"label": read.labels} if metadata is None and read.labels else metadata,
         )
         task.prior_precision = read.prior_precision

@@ -745,7 +745,7 @@ def test_variances_that_overflow() -> None:
     )
     task = task_of(model=model, data=(x * 100, y))
     for analysis in (blr.sensitivity, blr.leave_one_out):
-        with pytest.raises(ModelError, match=r"variance overflows: .* float32; raise prior_precis"):
+        with pytest.raises(ModelError, match=r"variance overflows float32; raise prior_precis"):
             analysis(task, wide, progress=False)
 
 

@@ -155,7 +155,7 @@ def test_audit_prints_and_writes_what_the_library_finds(
         assert cells(out, f"{region}  ")[:2] == [region, str(count)]
     first = int(scores.table["deviation"].idxmax())
     assert re.search(rf"Most influential.*?\n\s*{first}\s", out, re.DOTALL)
-    each = blr.what_if_each(task, q, evaluate=test, solver="posterior")
+    each = blr.what_if_each(task, q, evaluate=test)
     worst = each.loc[each["nll_change"].abs().idxmax()]
     after = cells(out.split("What if")[1].split("change")[1], f"    {int(worst['group'])}  ")
     assert after[2:4] == [f"{worst['nll_after']:.3f}", f"{worst['nll_change']:+.3f}"]
@@ -242,7 +242,7 @@ def test_audit_by_a_metadata_column_and_by_none(
     code, out, _ = run(capsys, *argv, "--by", "source")
     assert code == 0
     assert "What if a source were gone?" in out
-    assert "the training data themselves" in out
+    assert "the training data themselves" in " ".join(out.split())
     assert "This posterior is diagonal" in out
     assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
     code, out, _ = run(capsys, *argv, "--by", "none")
@@ -526,7 +526,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "file/below" in err and "written" in err
+    assert "file/below" in err and re.search("cannot (be written|write)", err)
 
 
 def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
@@ -690,6 +690,7 @@ def test_every_example_of_the_help_is_a_command_line(
     from blr_analysis.cli import words
 
     Path("train.py").write_text(SCRIPT)
+    Path("decisions.csv").write_text("index,action,label\n0,drop,\n")
     monkeypatch.setattr("blr_analysis.demo.run", lambda *_, **__: None)
     names = ("ROOT", "DEMO", "AUDIT", "MAP", "LOO", "WHAT_IF")
     lines = [line.strip() for n in names for line in getattr(words, n).split("\n")]

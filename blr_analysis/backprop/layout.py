@@ -62,7 +62,7 @@ def layout_of(task: Task, params: Mapping[str, Tensor], units: Sequence[Unit]) -
         try:
             with saved_tensors_hooks(lambda _: None, lambda x: x):  # nobody goes back through it
                 return recording, large(shapes=True), saved
-        except BLRError:  # unless the model itself does
+        except (BLRError, TypeError):  # unless the model itself does, or its loss
             return recording, large(shapes=True), saved
 
     current = runs(frozenset())

@@ -288,7 +288,7 @@ def what_if_(
 
     if (remove is None) == (decisions is None):
         raise InputError("give --remove SELECTION or --decisions CSV, one of them")
-    chosen = {} if decisions is None else read_decisions(decisions)
+    chosen: dict[str, Any] = {} if decisions is None else read_decisions(decisions)
     for text in remove or ():
         check(text)
     with job(task, Way(posterior, fit, prior_precision), test, out) as at:

@@ -135,13 +135,17 @@ class Categorical(Likelihood):
             return None
         return targets == self.ignore_index
 
+    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """s = Σ_c t_c, ``[B, 1]``."""
+        return self.shares(outputs, targets).sum(-1, keepdim=True)
+
     def _times_mass(
         self, plain: Tensor, outputs: Tensor, targets: Tensor, *, root: bool = False
     ) -> Tensor:
         """s or √s times ``[…, B, numbers]``; s = 1 of classes that count alike."""
         if targets.ndim == 1 and self.weight is None and self.ignore_index is None:
             return plain
-        s = self.shares(outputs, targets).sum(-1, keepdim=True)
+        s = self.mass(outputs, targets)
         return (s.sqrt() if root else s) * plain
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class KroneckerRecorder:
                 f"no layer rule for {some(odd)}: freeze them while recording, or use fit_laplace"
             )
         self.passes = 0  # in training mode, seen so far
-        self.recorded = 0  # of them
+        self._recorded = 0  # of them
         self._joints: dict[str, Joint] = {}
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
@@ -127,7 +127,7 @@ class KroneckerRecorder:
         ]
 
     def __repr__(self) -> str:
-        return f"KroneckerRecorder({self.recorded} of {self.passes} passes, every={self.every})"
+        return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
 
     def remove(self) -> None:
         """Take the hooks off the model; what was recorded stays."""
@@ -146,7 +146,7 @@ class KroneckerRecorder:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
-        if record and not self.recorded and not self._checks:
+        if record and not self._recorded and not self._checks:
             self._checks = [
                 p.register_hook(lambda g, name=name: self._gradients.update({name: g.detach()}))
                 for name, p in self._parameters.items()
@@ -197,7 +197,7 @@ class KroneckerRecorder:
         if not self._seen:
             return
         terms, self._seen = merged(self._seen), []
-        self.recorded += 1
+        self._recorded += 1
         self._check(terms)
         for term in terms:
             factors = term.factors()
@@ -237,9 +237,15 @@ class KroneckerRecorder:
         if key not in self._means:
             self._means[key] = new
             return
-        k, b = self.recorded, self.beta2
+        k, b = self._recorded, self.beta2
         weight = 1 / k if b is None else (1 - b) / (1 - b**k)
         self._means[key].lerp_(new, weight)
+
+    @property
+    def recorded(self) -> int:
+        """How many passes were recorded."""
+        self._settle()
+        return self._recorded
 
     @property
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -263,7 +269,7 @@ class KroneckerRecorder:
                 "make a recorder for the model as it is"
             )
         factors = self.factors
-        if not self.recorded:
+        if not self._recorded:
             raise PosteriorError(
                 "nothing was recorded: make the recorder before training, in training mode"
             )
@@ -299,7 +305,7 @@ class KroneckerRecorder:
         return {
             "version": VERSION,
             "passes": self.passes,
-            "recorded": self.recorded,
+            "recorded": self._recorded,
             "shapes": {n: list(p.shape) for n, p in self._parameters.items()},
             "joints": [joint.record() for joint in self._joints.values()],
             "positions": dict(self._positions),
@@ -320,7 +326,7 @@ class KroneckerRecorder:
             theirs = state["shapes"]
             differing = [n for n in {**shapes, **theirs} if shapes.get(n) != theirs.get(n)]
             raise ModelError(f"the state was recorded on another model: {some(sorted(differing))}")
-        self.passes, self.recorded = int(state["passes"]), int(state["recorded"])
+        self.passes, self._recorded = int(state["passes"]), int(state["recorded"])
         self._positions = dict(state["positions"])
         like = next(iter(self._parameters.values()))
         self._means = {k: m.to(like, copy=True) for k, m in state["means"].items()}

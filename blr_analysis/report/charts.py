@@ -17,6 +17,7 @@ from bokeh.models import (
     Label,
     LassoSelectTool,
     PanTool,
+    Range1d,
     ResetTool,
     Span,
     TapTool,
@@ -47,8 +48,8 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
     chart = figure(
         x_axis_type=across.name,
         y_axis_type=up.name,
-        x_range=x_range,
-        y_range=y_range,
+        x_range=Range1d(start=x_range[0], end=x_range[1]),
+        y_range=Range1d(start=y_range[0], end=y_range[1]),
         x_axis_label=f"prediction {kind}  (→ less certain){_note(across)}",
         y_axis_label=f"prediction error ‖e‖₂  (→ more wrong){_note(up)}",
         tools=[],
@@ -123,9 +124,9 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
 
 def removals_chart(removals: pd.DataFrame, truth: dict[Any, float] | None) -> dict[str, Any]:
     """The loss without each group, with its rough range, beside the loss with all data."""
-    order = removals["nll_change"].abs().sort_values(ascending=False, kind="stable").index
-    shown = removals.loc[order[:MOST_GROUPS]][::-1]
-    place = np.arange(len(shown))
+    order = np.argsort(-removals["nll_change"].abs().to_numpy(float), kind="stable")
+    shown = removals.iloc[order[:MOST_GROUPS]][::-1]
+    place = np.arange(len(shown), dtype=float)
     names = [plain_label(str(g)) for g in shown["group"]]
     chart = figure(
         height=110 + 24 * len(shown),
@@ -133,7 +134,7 @@ def removals_chart(removals: pd.DataFrame, truth: dict[Any, float] | None) -> di
         x_axis_label="NLL without it [nats per example]  (→ worse)",
         tools=[],
         toolbar_location=None,
-        y_range=(-0.7, len(shown) - 0.3),
+        y_range=Range1d(start=-0.7, end=len(shown) - 0.3),
     )
     before = float(removals["nll_before"].iloc[0])
     chart.add_layout(Span(location=before, dimension="height", line_dash="dashed", line_color=GREY))

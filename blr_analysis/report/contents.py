@@ -107,7 +107,7 @@ def rows_of(
     elif texts is not None:
         if len(texts) != n:
             raise DataError(f"{len(texts)} texts for {n} examples: pass one for each")
-        texts = [texts[i] for i in index]
+        texts = [texts[int(i)] for i in index]
     return Shown(index, shown, None if texts is None else shortened(texts, len(index)))
 
 
@@ -145,7 +145,7 @@ def colours_of(rows: Shown) -> list[str]:
     """The columns worth colouring by: the region, classes, sources, and a few numbers."""
     first = ["region", *(c for c in ("suspicious", "leverage") if c in rows.table)]
     for name in rows.table:
-        distinct = rows.table[name].map(str).nunique() if name not in first else 0
+        distinct = len(set(rows.table[name].map(str))) if name not in first else 0
         words = not pd.api.types.is_float_dtype(rows.table[name])
         if words and name != "index" and 2 <= distinct <= 50:
             first.append(str(name))
@@ -155,7 +155,7 @@ def colours_of(rows: Shown) -> list[str]:
 def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
     """The columns to choose a value of: few values, and what somebody would ask for."""
     answers = ("region", "prediction", "left_out_prediction", "leverage")
-    return [name for name in colours if name not in answers and rows.table[name].nunique() > 1]
+    return [name for name in colours if name not in answers and len(set(rows.table[name])) > 1]
 
 
 def pictures_of(

@@ -94,7 +94,7 @@ def write_page(
         agreement=None if findings.on_test is None else agreement(findings.loo, findings.on_test),
         classification="suspicious" in findings.table,
         n_suspects=len(data["suspects"]),
-        n_doubted=int(findings.table["suspicious"].sum()) if "suspicious" in findings.table else 0,
+        n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
         removals=removal_rows(removals),
         removed_by=grouped(findings),
         tests=data["tests"],

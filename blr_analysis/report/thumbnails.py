@@ -57,14 +57,16 @@ def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Sheet:
     edges = [e for e in EDGES if e < largest] or [EDGES[-1]]
     edges = [largest, *edges] if largest <= EDGES[0] else edges
     some = pictures[:: math.ceil(len(pictures) / SAMPLE)]
-    for edge, options in ((e, o) for e in edges for o in WAYS):
-        share = budget * len(some) / len(pictures)
+    share = budget * len(some) / len(pictures)
+    *ways, last = [(e, o) for e in edges for o in WAYS]
+    for edge, options in ways:
         if len(some) < len(pictures) and len(_written(some, edge, options)[0]) > share:
             continue
         written, across = _written(pictures, edge, options)
         if len(written) <= budget:
-            break
-    return Sheet(_uri(written), edge, across, len(pictures))
+            return Sheet(_uri(written), edge, across, len(pictures))
+    written, across = _written(pictures, *last)
+    return Sheet(_uri(written), last[0], across, len(pictures))
 
 
 def picture_of(images: Any, index: int) -> np.ndarray:
@@ -107,7 +109,7 @@ def _laid_out(pictures: Sequence[np.ndarray], edge: int) -> tuple[Image.Image, i
         tile = Image.fromarray(picture)
         scale = edge / max(tile.size)
         if scale != 1:
-            size = tuple(max(1, round(scale * side)) for side in tile.size)
+            size = max(1, round(scale * tile.width)), max(1, round(scale * tile.height))
             smooth = Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
             tile = tile.resize(size, smooth)
         left, top = (edge - tile.size[0]) // 2, (edge - tile.size[1]) // 2

@@ -43,11 +43,12 @@ def replays(
     """Posteriors of ``count`` short trainings from fresh weights, and the given one last.
 
     A list that :func:`blr_analysis.influence`, ``top_influence``, ``sensitivity``, ``suspicious``
-    and ``what_if`` average over. Each network is trained on all data with the posterior's δ by the
-    kind of steps that its weights tell (see :mod:`blr_analysis.sensitivity.replay`) and has a
-    Kronecker posterior of its own. The trainings cost count · ``epochs`` · (1 + 0.4) passes over
-    the data, as much again for the first where the kind of steps must be told, and a Kronecker fit
-    each; influence over the list costs count + 1 times as much.
+    and ``what_if`` average over. Each network is trained on all data, without decay, by the kind
+    and size of steps that the weights tell (see :mod:`blr_analysis.sensitivity.replay`), and has a
+    Kronecker posterior of its own under the given one's δ. The trainings cost count · ``epochs`` ·
+    (1 + 0.4) passes over the data, more where a step size is halved, as much again for the first
+    where the kind of steps must be told, and a Kronecker fit each; influence over the list costs
+    count + 1 times as much.
 
     Args:
         task: the model and the data it was trained on.
@@ -84,7 +85,7 @@ def replays(
     for k in range(number, number + count):
         start = dict(q.initial or {}) or first_weights(task, seed=k)
         assert start is not None
-        parts = 1 + (1 + PROBES) * (1 if family else len(RATES))
+        parts = 2 + (1 + PROBES) * (1 if family else len(RATES))  # see prepare()
         replay = prepare(task, q.mean, start, passes=epochs * parts, family=family, seed=k)
         family = replay.recipe.family
         under = on_a_copy(task)

@@ -202,7 +202,8 @@ def test_frozen_weights_of_few_bits_under_an_adapter() -> None:
     assert set(task.parameters()) == {"mix.down.weight", "mix.up.weight"}
     wide = task_of(model.float(), sequences(8))
     truth = blr.sensitivity(wide, fitted(wide, "kron"), **QUIET).self_influence
-    model.to(torch.bfloat16).mix.down.float(), model.mix.up.float()
+    model.to(torch.bfloat16).mix.down.float()
+    model.mix.up.float()
     task = task_of(model, sequences(8))
     ours = blr.sensitivity(task, fitted(task, "kron"), **QUIET).self_influence
     assert relative(ours, truth) < 10 * torch.finfo(torch.bfloat16).eps

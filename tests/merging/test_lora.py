@@ -784,7 +784,7 @@ def test_a_tied_tensor_that_is_stored_twice(folders: Callable[..., Folders]) -> 
     both, (row, head) = pair.fresh().state_dict(), ("model.embed_tokens.weight", "lm_head.weight")
     torch.testing.assert_close(pair.ours()[row], pair.oracle()[row])
     save_file({n: t.clone() for n, t in both.items()}, pair.base / "model.safetensors")
-    with pytest.raises(ModelError, match=r"stored again as 'lm_head\.weight'"):
+    with pytest.raises(ModelError, match=r"again as 'lm_head\.weight'"):
         pair.ours()
     config = json.loads((pair.base / "config.json").read_text()) | {"tie_word_embeddings": False}
     (pair.base / "config.json").write_text(json.dumps(config))

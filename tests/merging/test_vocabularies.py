@@ -76,5 +76,5 @@ def test_a_recipe_of_such_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.yml").write_text(text)
     assert len(read_recipe(tmp_path / "r.yml").job.members) == 2
     (tmp_path / "r.yml").write_text(f"{text}- model: ft2\n")
-    with pytest.raises(InputError, match=r"line 5.*'ft2' numbers 2 tokens.*'cat' is 0 and 2"):
+    with pytest.raises(InputError, match=r"line 5.*'ft2' and 'base'.*'cat' is 2 and 0"):
         read_recipe(tmp_path / "r.yml")

@@ -400,9 +400,9 @@ def test_a_perfect_fit_tells_no_scale() -> None:
     model = linear(torch.tensor([[1.0, 2.0, 3.0, 0.0]], dtype=torch.float64))
     task = blr.Task(model, (x, model(x).detach()), likelihood="gaussian")
     q = fit(task, "full")
-    with pytest.raises(blr.errors.PosteriorError, match="errors are 0"):
+    with pytest.raises(blr.errors.PosteriorError, match="tells the"):
         calibrated(task, q, 2)
-    with pytest.raises(blr.errors.PosteriorError, match="errors are 0"):
+    with pytest.raises(blr.errors.PosteriorError, match="tells the"):
         calibrated(task, q, indices=[0, 2])
 
 

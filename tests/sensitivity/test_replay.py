@@ -57,23 +57,26 @@ def problem(kind: str = "adam") -> tuple[blr.Task, blr.Posterior, blr.Task]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining(kind: str) -> None:
-    task, q, test = problem(kind)
-    x, y = X[TRAIN], Y[TRAIN]
-    truth = []
-    for c in range(10):
-        runs = [fit(x[y != c], y[y != c], seed, kind) for seed in (1, 2, 3)]
-        losses = [nn.functional.cross_entropy(m(X[TEST]), Y[TEST]).item() for m in runs]
-        truth.append(np.mean(losses))
-    table = blr.what_if_each(task, q, evaluate=test, progress=False)
-    assert set(table.solver) == {"replay"} and (table.passes <= 6.5).all()
-    predicted, known = table.nll_after.to_numpy(), np.array(truth)
-    assert np.corrcoef(predicted, known)[0, 1] > 0.7
-    assert np.mean(np.abs(predicted - known) / known) < 0.2
-    assert np.mean((table.nll_low <= known) & (known <= table.nll_high)) >= 0.7
-    nothing = np.mean(np.abs(table.nll_before - known) / known)
-    assert np.mean(np.abs(predicted - known) / known) < nothing / 2
+def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining() -> None:
+    covered = []
+    for kind in ("adam", "sgd"):
+        task, q, test = problem(kind)
+        x, y = X[TRAIN], Y[TRAIN]
+        runs = np.empty((10, 3))  # test loss without a class, by seed
+        for c, seed in np.ndindex(runs.shape):
+            model = fit(x[y != c], y[y != c], seed + 1, kind)
+            runs[c, seed] = nn.functional.cross_entropy(model(X[TEST]), Y[TEST]).item()
+        known = runs.mean(1)
+        others = [np.delete(runs, k, axis=1).mean(1) for k in range(3)]
+        ceiling = np.mean([np.corrcoef(runs[:, k], o)[0, 1] for k, o in enumerate(others)])
+        table = blr.what_if_each(task, q, evaluate=test, progress=False)
+        assert set(table.solver) == {"replay"} and (table.passes <= 6.5).all()
+        predicted = table.nll_after.to_numpy()
+        assert np.corrcoef(predicted, known)[0, 1] > min(0.7, ceiling - 0.05)
+        error = np.mean(np.abs(predicted - known) / known)
+        assert error < 0.2 and error < np.mean(np.abs(table.nll_before - known) / known) / 2
+        covered.append(np.mean((table.nll_low <= known) & (known <= table.nll_high)))
+    assert np.mean(covered) >= 0.75
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])

@@ -178,6 +178,9 @@ class IVON(RowOptimizer):
         if self.steps is not None:
             self._check_the_end(self.steps)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "steps": self.steps}
+
     def _check_the_end(self, steps: int) -> None:
         """Warn where training ends with a precision that is still its start."""
         group = self.param_groups[0]

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "square": (SquareTimeFirst, "'layer.weight', 'layer.bias': the model mixes"),
     "batch norm": (
         lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        "BatchNorm1d '1' in training mode",
+        "BatchNorm1d '1' mixes",
     ),
     "max_norm": (
         lambda: nn.Sequential(nn.Linear(5, 3), nn.Embedding(3, 3, max_norm=1.0)),
