@@ -325,6 +325,12 @@ class References:
                     f"{self.before.nll:.2f}): give more passes=, or initial= to the posterior"
                 )
         account["interval"] = interval(self.before.nll, account["after"].nll, moved.solver, missing)
+        low, high = account["interval"]
+        if moved.replay is not None and not account["note"] and low <= self.before.nll <= high:
+            account["note"] = (
+                "a short training cannot tell this from no change: give more passes=, or "
+                "solver='retrain'"
+            )
         return account
 
     def _of(self, replay: Replay) -> tuple[Evaluation, Evaluation]:

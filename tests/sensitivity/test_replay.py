@@ -112,6 +112,7 @@ def test_new_labels_of_a_group_are_not_answered_by_a_step_for_each() -> None:
     labels = {i: (int(Y[i]) + 1) % 10 for i in range(6)}  # 1 % of the data
     answer = blr.what_if(task, q, relabel=labels, evaluate=test, progress=False)
     assert answer.solver == "replay" and abs(answer.nll - answer.before.nll) < 0.2
+    assert "no change" in answer.note and answer.note in repr(answer)
     one = blr.what_if(task, q, relabel={0: labels[0]}, evaluate=test, progress=False)
     assert one.solver == "posterior"
 
