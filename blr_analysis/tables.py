@@ -42,7 +42,7 @@ from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     GroupInfluence,
     Influence,
-    TopInfluence,
+    Matches,
 )
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
 from blr_analysis.sensitivity.monitor import COLUMNS, Histories, Monitor
@@ -436,7 +436,7 @@ def calibration_table(posterior: Posterior) -> pd.DataFrame:
 # One row per pair of examples, or per group of them
 
 
-@make_table.register(TopInfluence)
+@make_table.register(Matches)
 def top_influence_table(top: Any) -> pd.DataFrame:
     """One row per test example and strong training example, most helpful first.
 
@@ -449,7 +449,7 @@ def top_influence_table(top: Any) -> pd.DataFrame:
     train            position of the training example
     influence        rise of the test loss without it, nats; where it was asked for normalized,
                      the column is called normalized_influence (√nats) or cosine
-    test_target, …   target and prediction of both (not for sequences)
+    test_target, …   target and prediction of both (not for sequences, nor from an index)
     …                metadata of the training example
     ================ ========================================================
     """
@@ -461,13 +461,13 @@ def top_influence_table(top: Any) -> pd.DataFrame:
         "effect": (["helpful"] * k + ["harmful"] * k) * n_test,
         "rank": list(range(1, k + 1)) * (2 * n_test),
         "train": train,
-        top.pairs.quantity: torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
+        top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
     }
     for side, indices in (("test", test), ("train", train)):
-        for name, values in top.pairs.described(indices, test=side == "test").items():
+        for name, values in top.described(indices, test=side == "test").items():
             columns[f"{side}_{name}"] = values
-    metadata = top.pairs.task.metadata
-    return _frame(columns, {k: [v[i] for i in train.tolist()] for k, v in metadata.items()})
+    chosen = {k: [v[i] for i in train.tolist()] for k, v in top.metadata.items()}
+    return _frame(columns, chosen)
 
 
 @make_table.register(Influence)

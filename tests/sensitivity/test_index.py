@@ -50,6 +50,8 @@ def test_with_room_for_everything_it_is_exact(tmp_path: Path, structure: str) ->
     top, truth = index.top(test, 3, **QUIET), blr.top_influence(task, q, test, k=3, **QUIET)
     assert torch.equal(top.helpful, truth.helpful)
     assert torch.equal(top.harmful, truth.harmful)
+    for column in ("test", "effect", "train", "source"):
+        assert top.table[column].equals(truth.table[column])
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:

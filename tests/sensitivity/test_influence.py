@@ -147,6 +147,7 @@ def test_normalized_influence(world: World, structure: str, memory_budget: int |
     top = blr.top_influence(world.task, q, world.test, k=3, normalize=True, **options)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
     assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
+    assert "normalized_influence" in repr(top) and len(repr(top)) < 200
     assert "normalized" in top.plot().get_xlabel()
     with pytest.raises(InputError, match="add up"):
         found.group()

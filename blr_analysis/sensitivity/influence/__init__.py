@@ -1,10 +1,11 @@
 """Influence of training examples on test examples: exact in blocks, or from projections."""
 
-from blr_analysis.sensitivity.influence.index import Index, Matches
+from blr_analysis.sensitivity.influence.index import Index
 from blr_analysis.sensitivity.influence.influence import influence, top_influence
 from blr_analysis.sensitivity.influence.results import (
     GroupInfluence,
     Influence,
+    Matches,
     ProjectionError,
     TopInfluence,
 )

@@ -36,7 +36,13 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.blocks import loss_terms, pieces
-from blr_analysis.sensitivity.influence.results import SHOWN, Best, ProjectionError, check_k
+from blr_analysis.sensitivity.influence.results import (
+    SHOWN,
+    Best,
+    Matches,
+    ProjectionError,
+    check_k,
+)
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
@@ -61,21 +67,6 @@ class Sheet:
     def size(self) -> int:
         """Numbers that are kept of a gradient."""
         return len(self.left) * self.left.shape[-1] * self.right.shape[-1]
-
-
-@dataclass(frozen=True)
-class Matches:
-    """The stored examples that matter most to each question, strongest first.
-
-    Attributes:
-        helpful, helpful_values: indices ``[M, k]``, and influence in nats, falling.
-        harmful, harmful_values: the same of the most negative, rising.
-    """
-
-    helpful: Tensor
-    helpful_values: Tensor
-    harmful: Tensor
-    harmful_values: Tensor
 
 
 @dataclass(frozen=True)
@@ -238,7 +229,9 @@ class Index:
         for values, names, largest in ((high, helpful, True), (low, harmful, False)):
             chosen, places = values.topk(k, dim=0, largest=largest)
             sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
-        return Matches(*sides)
+        computed = ("index", "self_influence")
+        metadata = {n: column for n, column in self.examples.items() if n not in computed}
+        return Matches(*sides, metadata)
 
     @cached_property
     def self_influence(self) -> Tensor:

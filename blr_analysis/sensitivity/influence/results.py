@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,33 +181,68 @@ class Influence(Tensor, Tabular):
         return self.matrix.__reduce_ex__(protocol)
 
 
-@dataclass(frozen=True)
-class TopInfluence(Tabular):
-    """The training examples that matter most to each test example, strongest first.
+@dataclass(frozen=True, repr=False)
+class Matches(Tabular):
+    """The training examples that matter most to each question, strongest first.
 
     Attributes:
-        helpful: their indices ``[N_test, k]``: leaving them out raises the test loss most.
-        helpful_values: influence ``[N_test, k]`` in nats (or normalized), falling.
-        harmful: indices ``[N_test, k]``: leaving them out lowers the test loss most.
-        harmful_values: influence ``[N_test, k]``, rising from the most negative. With few
+        helpful: their indices ``[M, k]``: leaving them out raises the question's loss most.
+        helpful_values: influence ``[M, k]`` in nats (or normalized), falling.
+        harmful: indices ``[M, k]``: leaving them out lowers the question's loss most.
+        harmful_values: influence ``[M, k]``, rising from the most negative. With few
             training examples of one sign, the last of either list are of the other.
-        pairs: the tasks.
+        metadata: of the training examples, by column.
     """
 
     helpful: Tensor
     helpful_values: Tensor
     harmful: Tensor
     harmful_values: Tensor
-    pairs: Pairs = field(repr=False)
+    metadata: Mapping[str, Sequence[Any]]
 
     @property
     def k(self) -> int:
         return self.helpful.shape[1]
 
     @property
+    def quantity(self) -> str:
+        """What the values are called in the table."""
+        return "influence"
+
+    def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
+        """Further columns of these training (or test) examples."""
+        return {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.helpful.shape[0]:,} questions, k={self.k}; see .table)"
+
+
+@dataclass(frozen=True, repr=False)
+class TopInfluence(Matches):
+    """:class:`Matches` between two tasks: a question is an example of the test task.
+
+    Attributes:
+        pairs: the tasks.
+    """
+
+    pairs: Pairs
+
+    @property
+    def quantity(self) -> str:
+        return self.pairs.quantity
+
+    @property
     def error(self) -> ProjectionError | None:
         """Of a projected influence; None of an exact one."""
         return self.pairs.error
+
+    def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
+        return self.pairs.described(indices, test=test)
+
+    def __repr__(self) -> str:
+        m = self.helpful.shape[0]
+        about = ", ".join(filter(None, (f"{m:,} test examples, k={self.k}", str(self.pairs))))
+        return f"TopInfluence({about}; see .table, .plot(test))"
 
     def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
         """See :meth:`Influence.plot`."""
@@ -270,7 +305,8 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
     def whole(side: int, part: int) -> Tensor:
         return torch.cat([block[side][part] for block in sides], dim=1).mT.contiguous()
 
-    return TopInfluence(whole(0, 1), whole(0, 0), whole(1, 1), whole(1, 0), pairs)
+    sides = (whole(0, 1), whole(0, 0), whole(1, 1), whole(1, 0))
+    return TopInfluence(*sides, pairs.task.metadata, pairs)
 
 
 def check_k(k: Any, n: int) -> int:
