@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from merging.models_on_disk import curved, near, state, write_family, write_model
+from merging.models_on_disk import near, state, write_family, write_model
 from ruamel.yaml import YAML
 
 from blr_analysis.merging.card import documents, markdown, model_card, shown, size
@@ -118,22 +117,6 @@ def test_the_report_says_what_was_done(run: Run, family: dict[str, Any]) -> None
     }  # fmt: skip
     assert figures["delta"] == 0.01
     assert figures["shards"] == ["model.safetensors"]
-
-
-def test_entries_merged_by_task_arithmetic_are_counted(tmp_path: Path, run: Run) -> None:
-    base = state(0)
-    nothing = {name: torch.zeros_like(tensor) for name, tensor in curved(1).items()}
-    write_model(tmp_path / "base", base)
-    write_model(tmp_path / "ft1", near(base, 1), precision=nothing)
-    report, _ = run("merge_method: gradient_matching\nbase_model: base\nmodels: [{model: ft1}]")
-    figures = json.loads((report.folder / "merge_report.json").read_text())
-    assert figures["entries_by_task_arithmetic"] == figures["entries"] == 151
-    rows = csv.DictReader(io.StringIO((report.folder / "merge_report.csv").read_text()))
-    assert sum(int(row["fallback"]) for row in rows) == 151
-    assert (
-        "151 numbers (1 of all) in 6 tensors had no positive precision"
-        in (report.folder / "README.md").read_text()
-    )
 
 
 def test_notes_name_models_without_their_paths(tmp_path: Path, run: Run) -> None:

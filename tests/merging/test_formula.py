@@ -84,13 +84,6 @@ def test_without_the_bases_precision_it_is_the_fisher_average(with_base: bool) -
     torch.testing.assert_close(merged, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_linear_is_the_weighted_sum() -> None:
-    _, models, _, _ = some_case().values()
-    merged = combine(None, models, [0.2, 0.5, 0.3], dtype=torch.float64)
-    expected = 0.2 * models[0] + 0.5 * models[1] + 0.3 * models[2]
-    torch.testing.assert_close(merged, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_quadratic_losses_give_the_optimum_of_all_tasks() -> None:
     """ℓ_t(θ) = ½ (θ − c_t)ᵀ H_t (θ − c_t); θ_t minimises ℓ_t + ½ (θ − θ_0)ᵀ H_0 (θ − θ_0)."""
     (base,), centres, curved, (first,) = some_case(1).values()

@@ -28,10 +28,6 @@ def weight(*rules: Rule, names: list[str] = LLAMA, default: float = 1.0) -> Laye
     return LayerWeights(rules, depths(names), default)
 
 
-def test_a_number_holds_for_every_tensor() -> None:
-    assert {weight(Rule((0.3,)))(name) for name in LLAMA} == {0.3}
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

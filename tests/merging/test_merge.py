@@ -255,15 +255,6 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert all(t.dtype == torch.bfloat16 for t in load(report.folder).values())
 
 
-def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
-    report = blr.merge(**write_family(tmp_path), out=tmp_path / "out")
-    table = report.table
-    assert list(table["tensor"]) == list(Folder.open(tmp_path / "base").specs)
-    assert set(table["fate"]) == {"merged"}
-    assert list(report.plan.table["bytes"]) == list(table["bytes"])
-    assert table["bytes"].sum() == report.bytes_written
-
-
 def test_models_with_batch_norm() -> None:
     """Running statistics are merged like weights; the count of batches is the base's."""
 

@@ -158,22 +158,8 @@ def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: fl
     totals = found.totals()
     assert totals["matching"] < totals["arithmetic"] and "arithmetic: mismatch" in repr(found)
     assert found.totals("gap")["matching"] < found.totals("gap")["arithmetic"]
-
-
-def test_the_error_of_task_arithmetic_is_the_sum_of_the_mismatches() -> None:
-    prior = 0.5
-    tasks, _, models = linear_tasks(1, prior)
-    more, _, others = linear_tasks(2, prior)
-    tasks, models = [tasks[0], more[1]], [models[0], others[1]]
-    xs, ys = (torch.cat([t.dataset.tensors[k] for t in tasks]) for k in (0, 1))
-    best = torch.linalg.solve(xs.T @ xs + prior * torch.eye(3).double(), xs.T @ ys)
-    error = best - sum(m["weight"][0] for m in models)
-    # Two tasks: ‖H_0 (θ* − θ_TA)‖ lies between the difference and the sum of the two norms, and
-    # with one task taken as its own merge, there is neither mismatch nor error.
-    first, second = gradient_mismatch(tasks, {"weight": best[None]}).table.mismatch
-    assert abs(first - second) <= prior * float(error.norm()) <= first + second
-    alone = gradient_mismatch(tasks[0], models[0])
-    assert alone.table.mismatch.item() == 0.0 and alone.table.gap.item() == 0.0
+    with pytest.raises(InputError, match="column"):
+        found.totals("task")
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "gradient_matching"])
@@ -398,23 +384,17 @@ FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
     ("tasks", "merged", "options", "word"),
     [
         ([], MERGED, {}, "at least one"),
-        (3, MERGED, {}, "tasks must be a list"),
         ({"a": MODELS[0]}, MERGED, {}, "task 'a' must be a blr_analysis.Task"),
         (TASKS, {}, {}, "at least one state dict"),
-        (TASKS, 3, {}, "must be a state dict"),
-        (TASKS, b"folder", {}, "must be a state dict"),
         (TASKS, {"x": lambda: None}, {}, r"merged \(x\) must be a state dict"),
         (TASKS, {**MERGED, "extra": torch.ones(2)}, {}, "'extra'"),
         (TASKS, {"0.weight": MERGED["0.weight"]}, {}, "lacks trainable"),
         (TASKS, {**MERGED, "0.bias": torch.ones(7)}, {}, r"\(7,\)"),
         (TASKS, {**MERGED, "0.bias": torch.ones(5).long()}, {}, "int64"),
         (TASKS, {**MERGED, "0.bias": MERGED["0.bias"] / 0}, {}, "NaN or inf"),
-        (TASKS, {**MERGED, "0.bias": 1.0}, {}, "'0.bias' is a float"),
         (TASKS, MERGED, {"models": [state(MODELS[0])]}, "one for each of the 2 tasks"),
-        (TASKS, MERGED, {"models": {"a": MERGED, "b": MERGED}}, "models are of"),
         (TASKS, MERGED, {"models": [MERGED, {"w": torch.ones(1)}]}, "fine-tuned model of task '2'"),
         (TASKS, MERGED, {"tests": TASKS[:1]}, "tests must hold one"),
-        (TASKS, MERGED, {"tests": {"a": TASKS[0], "b": TASKS[1]}}, "tests are of"),
         (TASKS, MERGED, {"precisions": CURVED[:1]}, "one for each of 2"),
         (TASKS, MERGED, {"precisions": [CURVED[0], {"w": torch.ones(1)}]}, "does not fit"),
         ([Task(FROZEN, examples(3))], MERGED, {}, "requires_grad"),
@@ -426,11 +406,3 @@ def test_bad_input(tasks: Any, merged: Any, options: dict[str, Any], word: str) 
         if "another model" in word:
             options = {"models": [state(nn.Linear(4, 3).double())]}
         gradient_mismatch(tasks, merged, **options)
-
-
-def test_totals_of_what_is_no_number() -> None:
-    found = gradient_mismatch(TASKS, MERGED)
-    assert len(found) == 2
-    for column in ("task", "nothing"):
-        with pytest.raises(InputError, match="column"):
-            found.totals(column)

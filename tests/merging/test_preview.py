@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,12 +311,6 @@ def test_a_merge_that_overflows_is_not_the_end(wild: float, reason: str) -> None
         merge_curve(S.base, S.models, S.tasks, method=method, weights=[2], **DOUBLE)
 
 
-def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    merge_curve(S.base, S.models, S.tasks, method="task_arithmetic", weights=[1], **DOUBLE)
-    assert not list(tmp_path.iterdir())
-
-
 def test_posteriors_modules_and_other_dtypes() -> None:
     posteriors = {
         k: Posterior(S.models[k], {n: h + 1.5 for n, h in c.items()}, prior_precision=1.5, n_data=5)
@@ -399,10 +392,7 @@ OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": to
     ("changes", "word"),
     [
         ({"weights": []}, "at least one number"),
-        ({"weights": [[]]}, "at least one number"),
         ({"weights": [math.nan]}, "finite"),
-        ({"weights": ["a"]}, "weights must be numbers"),
-        ({"weights": 1.0}, "at least one number"),
         ({"weights": [[1.0, 2.0]]}, "one number for each of 3 models"),
         ({"weights": {"news": [1]}}, "weights are for"),
         ({"weights": {"news": [1], "books": [], "films": [1]}}, r"weights\['books'\]"),
@@ -412,22 +402,14 @@ OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": to
         ({"criterion": "f1"}, "criterion"),
         ({"max_sweeps": 0}, "max_sweeps"),
         ({"method": "mean"}, "method must be one of"),
-        ({"method": []}, "at least one merge method"),
         ({"method": ["linear", "linear"]}, "each once"),
-        ({"method": 3}, "method"),
         ({"method": "gradient_matching"}, "pass precisions"),
         ({"precisions": [{}]}, "one for each of 3"),
         ({"out": "folder"}, "takes no 'out'"),
-        ({"alpha": 1.0}, "takes no 'alpha'"),
-        ({"tasks": []}, "tasks must hold at least one"),
         ({"tasks": S.model}, "tasks must be a list"),
-        ({"models": []}, "models must hold at least one"),
-        ({"models": {"a": 3}}, r"models\['a'\] must be a state dict"),
         ({"models": [NAN_STATE]}, "NaN or inf"),
         ({"models": [{"w": torch.ones(1)}]}, "belongs to another model"),
         ({"models": OTHER, "weights": [1.0]}, "w"),
-        ({"base": 0.5}, "base must be a state dict"),
-        ({"base": NAN_STATE}, "NaN or inf"),
         ({"method": {"mine": lambda *a, **k: None}}, "'mine' returns"),
         ({"method": {"mine": lambda *a, **k: {"x": torch.ones(1)}}}, "the merge by 'mine' belongs"),
     ],

@@ -253,14 +253,6 @@ def test_yaml_1_1_numbers_and_booleans(read: Read) -> None:
     assert found.job.normalize is False
 
 
-def test_anchors_are_written_out(read: Read) -> None:
-    found = read(
-        "merge_method: linear\nmodels:\n- model: ft1\n  parameters: &p {weight: 0.5}\n"
-        "- model: ft2\n  parameters: *p"
-    )
-    assert weights(found) == [0.5, 0.5]
-
-
 # Where models are
 
 
@@ -355,27 +347,18 @@ BOTH = "models: [{model: ft1}, {model: ft2}]\n"
 TASK = "merge_method: task_arithmetic\nbase_model: base\n"
 FAULTS = {
     "empty": ("", "line 1.*expected keys"),
-    "only a remark": ("# merge\n", "line 1.*expected keys"),
-    "a list": ("- a\n- b", "line 1.*expected keys"),
-    "a text": ("merge", "line 1.*expected keys"),
     "a tab": ("merge_method: linear\n\tmodels: []", "line 2, column 1.*cannot start"),
-    "unfinished": ("models: [{model: a}", "line 1.*YAML"),
     "two documents": (HEAD + BOTH + "---\na: 1", "line 3.*document"),
     "key twice": (HEAD + BOTH + "merge_method: linear", "line 3.*duplicate"),
-    "own alias": ("a: &a [*a]", "line 1.*unknown key 'a'"),
     "a tag": (HEAD + "models: !!python/object:os.system [x]", "line 2.*models"),
     "odd key": ("? [a]\n: b", "line 1.*string"),
     "no method": (BOTH, "line 1.*the key 'merge_method' is missing"),
     "unknown key": (HEAD + BOTH + "modles: 3", "line 3, column 1: unknown key 'modles'.*'models'"),
-    "key nobody knows": (HEAD + BOTH + "zzz: 3", "line 3.*unknown key 'zzz'; known here: merge_me"),
     "misplaced key": (HEAD + BOTH + "normalize: true", "line 3.*belongs to 'parameters'"),
     "misspelt weight": (
         HEAD + "models:\n- model: ft1\n  parameters:\n    weigth: 1",
         "line 5, column 5.*'weigth'.*'weight'",
     ),
-    "no model": (HEAD + "models:\n- parameters: {weight: 1}", "line 3.*the key 'model' is missing"),
-    "models no list": (HEAD + "models: ft1", "line 2.*models: expected a list"),
-    "model no mapping": (HEAD + "models:\n- ft1", r"line 3.*models\[0\]: expected keys"),
     "model a number": (HEAD + "models: [{model: 3}]", "line 2.*model: expected.*got 3"),
     "no models": (HEAD + "models: []", "line 2.*the list is empty"),
     "neither": (HEAD, "line 1.*models or slices"),
@@ -383,30 +366,13 @@ FAULTS = {
         HEAD + BOTH + "slices: [{sources: [{model: ft1, layer_range: [0, 2]}]}]",
         "line 3.*exactly one",
     ),
-    "modules": (HEAD + "modules: {a: {models: []}}", "line 2.*unknown key 'modules'"),
-    "NaN": (HEAD + "models: [{model: ft1, parameters: {weight: .nan}}]", "line 2.*finite.*nan"),
-    "inf": (HEAD + "models: [{model: ft1, parameters: {weight: -.inf}}]", "line 2.*finite.*inf"),
     "NaN in a list": (
         HEAD + "models:\n- model: ft1\n  parameters:\n    weight:\n    - 1\n    - .nan",
         r"line 7, column 7.*weight\[1\]: expected a finite number, got nan",
     ),
-    "weight of words": (HEAD + BOTH + "parameters: {weight: much}", "line 3.*got 'much'"),
     "weight true": (HEAD + BOTH + "parameters: {weight: true}", "line 3.*got True"),
     "empty gradient": (HEAD + BOTH + "parameters: {weight: []}", "line 3.*empty"),
-    "rule's key": (
-        HEAD + BOTH + "parameters:\n  weight:\n  - filer: mlp\n    value: 1",
-        "line 5.*'filer'.*'filter'",
-    ),
-    "rule without value": (
-        HEAD + BOTH + "parameters: {weight: [{filter: mlp}]}",
-        "line 3.*'value'",
-    ),
-    "rule of odd filter": (
-        HEAD + BOTH + "parameters: {weight: [{filter: 3, value: 1}]}",
-        "line 3.*filter: expected.*got 3",
-    ),
     "negative delta": (HEAD + BOTH + "parameters: {delta: -1}", "line 3.*equal to 0, got -1"),
-    "n_data": (HEAD + "models:\n- {model: ft1, n_data: 1.5}", "line 3.*n_data.*got 1.5"),
     "normalize": (HEAD + BOTH + "parameters: {normalize: 2}", "line 3.*boolean.*got 2"),
     "missing_precision": (
         HEAD + BOTH + "parameters: {missing_precision: none}",
@@ -428,10 +394,6 @@ FAULTS = {
         "merge_method: fisher\nmodels:\n- model: ft1\n  precision: ft1/precison",
         "line 4.*there is no precision",
     ),
-    "base precision not there": (
-        f"merge_method: gradient_matching\nbase_model: base\nbase_precision: x\n{BOTH}",
-        "line 3.*there is no precision",
-    ),
     "base with a weight": (
         "merge_method: gradient_matching\nbase_model: base\nmodels:\n- model: ft1\n"
         "- {model: ./base, parameters: {weight: 1}}",
@@ -448,10 +410,6 @@ FAULTS = {
         "merge_method: fisher\nmodels:\n- model: ft1\n  parameters: {density: 0.5}",
         "line 4.*density has no effect on fisher",
     ),
-    "lambda of fisher": (
-        f"merge_method: fisher\n{BOTH}parameters: {{lambda: 2}}",
-        "line 3.*lambda has no effect on fisher",
-    ),
     "half a model": (
         HEAD + "slices:\n- sources:\n  - model: ft1\n    layer_range: [0, 1]",
         r"line 5.*layer_range.*\[0, 2\]",
@@ -460,10 +418,6 @@ FAULTS = {
         HEAD + "slices:\n- sources: [{model: ft1, layer_range: [0, 1]}]\n"
         "- sources: [{model: ft2, layer_range: [1, 2]}]",
         "line 2.*whole models",
-    ),
-    "odd range": (
-        HEAD + "slices:\n- sources:\n  - {model: ft1, layer_range: [0, 1, 2]}",
-        "line 4.*layer_range",
     ),
     "residual_weight": (
         HEAD + "slices:\n- residual_weight: 1\n  sources: [{model: ft1, layer_range: [0, 2]}]",
@@ -474,10 +428,6 @@ FAULTS = {
     "two tokenizers": (
         HEAD + BOTH + "tokenizer_source: ft1\ntokenizer: {source: ft2}",
         "line 4.*one of them",
-    ),
-    "tokens": (
-        HEAD + BOTH + "tokenizer: {source: ft1, tokens: {a: b}}",
-        "line 3.*unknown key 'tokens'",
     ),
     "sum of nothing": (
         TASK + "models:\n- {model: ft1, parameters: {weight: 1}}\n"
