@@ -231,7 +231,7 @@ class Index:
             sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
-        return Matches(*sides, metadata)
+        return Matches(*sides, metadata=metadata)
 
     @cached_property
     def self_influence(self) -> Tensor:
