@@ -27,7 +27,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import blr_analysis as blr
@@ -117,14 +116,9 @@ def loader(**options) -> DataLoader:
 WHOLE = TensorDataset(*data())
 SAMPLERS = {
     "subset": {"sampler": SubsetRandomSampler(range(5))},
-    "weights": {"sampler": WeightedRandomSampler(torch.ones(N), N)},
     "replacement": {"sampler": RandomSampler(WHOLE, replacement=True)},
-    "fewer": {"sampler": RandomSampler(WHOLE, num_samples=5)},
     "shorter": {"sampler": SequentialSampler(range(5))},
     "reordered": {"sampler": Backwards()},
-    "batches of a subset": {
-        "batch_sampler": BatchSampler(SubsetRandomSampler(range(5)), 2, drop_last=False)
-    },
     "a list of batches": {"batch_sampler": [[0, 1], [2, 3]]},
     "distributed": {"sampler": torch.utils.data.DistributedSampler(WHOLE, num_replicas=2, rank=0)},
 }
@@ -152,33 +146,15 @@ def test_ordinary_loaders_are_fine_and_results_come_in_order(options: dict[str, 
     assert scores.targets.tolist() == data()[1].tolist()
 
 
-def test_the_loaders_own_collate_function_is_used() -> None:
-    def collate(items):
-        return torch.stack([x for x, _ in items]) * 2, torch.tensor([int(y) for _, y in items])
-
-    for options in (
-        {"batch_size": 3},
-        {"batch_sampler": BatchSampler(SequentialSampler(WHOLE), 4, drop_last=False)},
-    ):
-        task = task_of(data=loader(collate_fn=collate, **options))
-        assert torch.equal(task.fetch(torch.tensor([1]))[0], data()[0][1:2] * 2)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (Stream(), "got Stream; examples are addressed by index"),
-        (DataLoader(Stream()), "got Stream; examples are addressed by index"),
         (Unsized(), "got Unsized; examples are addressed by index"),
-        (iter([]), "got list_iterator"),
         ((x for x in range(3)), "got generator"),
-        (None, "got NoneType"),
-        (3, "got int"),
         ("train.csv", "got str"),
         ({"train": WHOLE, "test": WHOLE}, "got dict; .* take one split"),
         ([], "hold no examples"),
-        (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), "hold no examples"),
-        ((torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)), "hold no examples"),
         (Subset(WHOLE, []), "hold no examples"),
         ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got shapes \(5, 4\) and \(4,\)"),
         ((torch.zeros(5, 4), torch.tensor(1)), "same length"),
@@ -259,15 +235,6 @@ def test_random_augmentation_is_noticed() -> None:
             task_of(data=Augmented())
 
 
-def test_a_collate_function_that_masks_at_random_is_noticed() -> None:
-    def collate(items):
-        ids = torch.stack([x for x, _ in items])
-        return {"x": ids * (torch.rand(ids.shape) > 0.15), "labels": torch.zeros(len(ids))}
-
-    with pytest.raises(DataError, match="differ when read again"):
-        task_of(data=loader(collate_fn=collate))
-
-
 def test_data_with_nan_are_not_taken_for_random() -> None:
     items = [(torch.tensor([NAN, 1.0, 2.0, 3.0]), 0)] * 5
     assert len(task_of(data=items)) == 5
@@ -277,21 +244,15 @@ def test_data_with_nan_are_not_taken_for_random() -> None:
     ("options", "error", "message"),
     [
         ({"likelihood": "softmax"}, InputError, "likelihood must be one of 'categorical'"),
-        ({"likelihood": None}, InputError, "likelihood must be one of"),
         ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
-        ({"batch_size": -3}, InputError, "batch_size must be a positive integer, got -3"),
         ({"batch_size": 2.5}, InputError, "batch_size must be a positive integer, got 2.5"),
-        ({"batch_size": "all"}, InputError, "batch_size must be a positive integer, got 'all'"),
         ({"batch_size": True}, InputError, "batch_size must be a positive integer, got True"),
         ({"device": "gpu"}, DeviceError, "device 'gpu' cannot be used here"),
-        ({"device": 1.5}, DeviceError, "device 1.5 cannot be used here"),
         ({"device": "meta"}, DeviceError, "parameter '0.weight' lives elsewhere; move the model"),
         ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
         ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' has 2 values for 12 examples"),
         ({"metadata": {"a": 1}}, InputError, "column 'a' must be a sequence with one value per"),
-        ({"metadata": {"a": "x" * N}}, InputError, "column 'a' must be a sequence"),
         ({"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
-        ({"metadata": 7}, InputError, "metadata must be columns by name"),
         ({"metadata": pd.DataFrame({"a": [1]})}, InputError, "'a' has 1 values for 12 examples"),
     ],
 )
@@ -404,12 +365,6 @@ def test_bad_targets(kind: str, targets: Tensor, message: str) -> None:
         fitted(task)
 
 
-def test_one_logit_is_no_softmax() -> None:
-    task = task_of("categorical", mlp(outputs=1), data=(data()[0], torch.zeros(N).long()))
-    with pytest.raises(DataError, match=r'at least 2 logits .* use likelihood="bernoulli"'):
-        fitted(task)
-
-
 @pytest.mark.parametrize("variance", [0, -1.0, NAN, INF, "1", None])
 def test_bad_noise(variance: Any) -> None:
     with pytest.raises(InputError, match="noise variance"):
@@ -435,21 +390,15 @@ class Returns(nn.Module):
     ("change", "error", "message"),
     [
         (lambda f: f * NAN, ModelError, "outputs are NaN or inf in .* examples, the first at ind"),
-        (lambda f: f / 0, ModelError, "outputs are NaN or inf"),
         (lambda f: f.argmax(-1), ModelError, r"must return a tensor of real numbers .* int64"),
-        (lambda f: f.to(torch.complex64), ModelError, "tensor of real numbers .* complex64"),
         (lambda f: (f, f), ModelError, r"got \(\(.*, 3\) float64.*"),
         (lambda f: None, ModelError, "must return a tensor of real numbers .* NoneType"),
-        (lambda f: f.tolist(), ModelError, "must return a tensor of real numbers"),
         (lambda f: f.mean(), DataError, r"outputs of shape \[batch, C\], got \(\)"),
-        (lambda f: f[:, None], DataError, r"outputs of shape \[batch, C\], got \(.*, 1, 3\)"),
         (lambda f: f[:, :0], DataError, r"outputs of shape \[batch, C\], got \(.*, 0\)"),
         (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
-        (lambda f: f.repeat(2, 1), ModelError, "rows of outputs for .* examples"),
         (lambda f: f - f.mean(0), ModelError, "changes with its batch"),
         (lambda f: f + torch.randn_like(f), ModelError, "call to call"),
         (lambda f: f.undefined, ModelError, r"failed on a batch of .*: AttributeError"),
-        (lambda f: 1 / 0, ModelError, r"failed on a batch of .*: ZeroDivisionError"),
     ],
 )
 def test_models_that_return_something_else(change, error: type[BLRError], message: str) -> None:
@@ -468,15 +417,12 @@ def test_models_that_return_something_else(change, error: type[BLRError], messag
             InputError,
             r"forward must return a tuple \(outputs, targets\), got",
         ),
-        (lambda m, b: None, InputError, r"forward must return a tuple .* got NoneType"),
-        (lambda m, b: (m(b[0]), b[1], 0), InputError, "forward must return a tuple .* int"),
         (lambda m, b: [m(b[0]), b[1]], InputError, "forward must return a tuple"),
         (lambda m, b: (m(b[0]), None), DataError, "targets must be a tensor of numbers, got None"),
         (lambda m, b: (m(b[0]), ["a"] * len(b[1])), DataError, "targets must be a tensor of num"),
         (lambda m, b: (m(b[0]), b[1].sum()), DataError, r"targets of shape \(\) in one batch"),
         (lambda m, b: (m(b[0]), b[1][:-1]), DataError, "one each per example"),
         (lambda m, b: (m(b[0])[:-1], b[1][:-1]), ModelError, "rows of outputs for"),
-        (lambda m: m, ModelError, "failed on a batch of .*: TypeError"),
         (lambda m, b: (m(b["x"]), b["y"]), ModelError, "failed on a batch of .*: TypeError"),
     ],
 )
@@ -593,16 +539,11 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
     ("changes", "message"),
     [
         ({"mean": {"w": torch.tensor([1.0, NAN])}}, "mean of 'w' holds NaN or inf"),
-        ({"mean": {"w": torch.tensor([1, 2])}}, "the mean of 'w' must hold real numbers"),
         ({"mean": {"w": torch.ones(2) * 1j}}, "the mean of 'w' must hold real numbers"),
         ({"mean": {}}, "at least one parameter"),
         ({"mean": [torch.ones(2)]}, "mean must be a dict of tensors by parameter name, got list"),
-        ({"mean": {"w": [1.0, 2.0]}}, "mean must be a dict of tensors by parameter name"),
-        ({"mean": None}, "mean must be a dict of tensors .* got NoneType"),
         ({"precision": {"w": torch.tensor([1.0, NAN])}}, "precision of 'w' holds NaN or inf"),
-        ({"precision": {"w": torch.tensor([1.0, INF])}}, "precision of 'w' holds NaN or inf"),
         ({"precision": {"w": torch.tensor([1.0, -2.0])}}, "'w' must be positive, .* -2; give"),
-        ({"precision": {"w": torch.tensor([1.0, 0.0])}}, "'w' must be positive"),
         ({"precision": {"w": torch.ones(2) * 1j}}, "precision of 'w' must hold real numbers"),
         (
             {"precision": {"w": torch.ones(3)}},
@@ -614,17 +555,12 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
         ),
         ({"precision": torch.ones(2)}, "precision must be a dict of tensors .* got Tensor"),
         ({"prior_precision": -1.0}, "prior_precision must be finite and at least 0, got -1.0"),
-        ({"prior_precision": NAN}, "prior_precision must be finite and at least 0"),
         ({"prior_precision": "1e-3 "}, "prior_precision must be a number"),
-        ({"prior_precision": None}, "prior_precision must be a number"),
         ({"prior_precision": {"v": 1.0}}, r"missing \['w'\], unknown \['v'\]"),
-        ({"prior_precision": {"w": -1.0}}, "prior_precision of 'w' must be finite and at least 0"),
         ({"prior_precision": {"w": torch.ones(3)}}, "prior_precision of 'w' must be a number"),
         ({"record": "laplace"}, "record must be a dict, got str"),
         ({"n_data": -1}, "n_data must be"),
         ({"n_data": 1.5}, "n_data must be"),
-        ({"n_data": None}, "n_data must be"),
-        ({"n_data": True}, "n_data must be"),
     ],
 )
 def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
@@ -644,19 +580,13 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"prior_precision": 0.0}, "prior_precision must be finite and above 0, got 0.0"),
-        ({"prior_precision": -1.0}, "prior_precision must be finite and above 0, got -1.0"),
         ({"prior_precision": NAN}, "prior_precision must be finite and above 0"),
-        ({"prior_precision": INF}, "prior_precision must be finite and above 0"),
         ({"prior_precision": "small"}, "prior_precision must be a number"),
-        ({"prior_precision": [1.0, 2.0]}, "prior_precision must be a number"),
         ({"prior_precision": {"0.weight": 1.0}}, r"missing \['0.bias', '2.bias', '2.weight'\]"),
         ({"structure": "diagonal"}, "structure must be one of"),
-        ({"structure": None}, "structure must be one of"),
         ({"curvature": "hessian"}, "curvature must be one of"),
         ({"samples": 0, "curvature": "mc_fisher"}, "samples must be a positive integer"),
-        ({"samples": 1.5, "curvature": "mc_fisher"}, "samples must be a positive integer"),
         ({"generator": 3, "curvature": "mc_fisher"}, r"generator must be a torch\.Generator, got"),
-        ({"chunk_size": 0}, "chunk_size must be a positive integer, got 0"),
         ({"memory_budget": -5}, "memory_budget must be a positive integer, got -5"),
     ],
 )
@@ -761,20 +691,14 @@ def test_rates_that_overflow() -> None:
     ("call", "message"),
     [
         (lambda q: q.variance("weights"), "no parameter 'weights'; it covers"),
-        (lambda q: q.precision("0"), "no parameter '0'; it covers"),
         (lambda q: q.sample(n=0), "n must be a positive integer, got 0"),
-        (lambda q: q.variance(["0.weight"]), "no parameter"),
         (lambda q: q.sample(generator=3), r"generator must be a torch\.Generator, got int"),
         (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
-        (lambda q: q.to("cpu", "double"), r"floating-point torch\.dtype, got 'double'"),
         (lambda q: q.save(None), "path must be a file or folder name, got None"),
         (lambda q: q.load(3), "path must be a file or folder name, got 3"),
         (lambda q: q.precision_product(3), "expected tensors by parameter name, got int"),
         (lambda q: q.covariance_root_product({"0.weight": 1.0}), "expected tensors by parameter"),
-        (lambda q: q.sample(n=-2), "n must be a positive integer, got -2"),
         (lambda q: q.log_density({}), "needs '0.weight' of shape"),
-        (lambda q: q.log_density({n: torch.zeros(1) for n in q.mean}), "needs '0.weight' of shape"),
-        (lambda q: q.covariance_product({"0.weight": torch.zeros(2)}), "needs '0.weight' of shape"),
     ],
 )
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
@@ -942,36 +866,23 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch) -> N
     ("options", "message"),
     [
         ({}, "nothing to change: give remove=, add= or relabel="),
-        ({"relabel": {}}, "nothing to change"),
         ({"remove": range(N)}, "remove selects all 12 examples; leave at least one, or add"),
-        ({"remove": lambda row: True}, "remove selects all 12 examples"),
         ({"remove": [0], "solver": "newton"}, "solver must be one of"),
         ({"remove": [0], "solver": "posterior", "steps": 2}, "steps=2: solver='posterior' makes"),
         ({"remove": [0], "solver": "posterior", "passes": 5}, "passes= bounds solver='cg'"),
         ({"remove": [0], "steps": 0}, "steps must be a positive integer, got 0"),
-        ({"remove": [0], "steps": "1"}, "steps must be a positive integer, 'converge' or None"),
-        ({"remove": [0], "steps": 1.5}, "steps must be a positive integer, got 1.5"),
-        ({"remove": [0], "passes": 0}, "passes must be a positive integer, got 0"),
         ({"remove": [0], "solver": "cg", "passes": 1}, "needs passes of at least 2"),
-        ({"remove": [0], "chunk_size": 0}, "chunk_size must be a positive integer"),
         (
             {"remove": [0], "evaluate": data()},
             "evaluate must be a blr_analysis.Task with .* got tuple",
         ),
         ({"add": data()}, "add must be a blr_analysis.Task with the new examples, got tuple"),
-        ({"add": [1, 2]}, "add must be a blr_analysis.Task with the new examples, got list"),
         ({"relabel": [1, 2]}, "relabel must be a dict from index to new target, got list"),
-        ({"relabel": 5}, "relabel must be a dict from index to new target, got int"),
         ({"relabel": {N: 0}}, "relabel names example 12, but the examples are 0 … 11"),
-        ({"relabel": {-1: 0}}, "relabel names example -1"),
-        ({"relabel": {"a": 0}}, "relabel must be a boolean mask or integer indices"),
-        ({"relabel": {0.5: 0}}, "relabel must hold booleans or integer indices"),
         ({"relabel": {True: 0}}, "the mask relabel has 1 entries for 12 examples"),
         ({"relabel": {3: 1}, "remove": [2, 3]}, "example 3 is both removed and relabelled"),
         ({"relabel": {3: 5}}, "relabel must map indices to targets: .* must lie in 0 … 2"),
         ({"relabel": {3: 0.5}}, "relabel must map .*: categorical targets must be integers"),
-        ({"relabel": {3: "cat"}}, "relabel must map indices to targets"),
-        ({"relabel": {3: None}}, "relabel must map indices to targets"),
         ({"relabel": {3: 0, 4: [0, 1]}}, "relabel must map indices to targets"),
     ],
 )

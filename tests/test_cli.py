@@ -348,13 +348,9 @@ def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
     ("texts", "meant"),
     [
         (["target=1"], lambda t: t.target == 1),
-        (["target = 1"], lambda t: t.target == 1),
         (["target!=1"], lambda t: t.target != 1),
         (["loss>0.5"], lambda t: t.loss > 0.5),
-        (["loss<=0.5"], lambda t: t.loss <= 0.5),
-        (["deviation>=0.1"], lambda t: t.deviation >= 0.1),
         (["source=web"], lambda t: t.source == "web"),
-        (["source != 'web'"], lambda t: t.source != "web"),
         (["target == 1 and source == 'web'"], lambda t: (t.target == 1) & (t.source == "web")),
         (
             ["not (target in [0, 1] or suspicious)"],
@@ -366,11 +362,9 @@ def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
         (["checked=true"], lambda t: t.checked),
         (["checked=no"], lambda t: ~t.checked),
         (["suspicious=true"], lambda t: t.suspicious),
-        (["region=memorable"], lambda t: t.region == "memorable"),
         (["label_quality<0.2"], lambda t: t.label_quality < 0.2),
         (["3, 17"], lambda t: t["index"].isin([3, 17])),
         (["0,"], lambda t: t["index"] == 0),
-        (["index=5"], lambda t: t["index"] == 5),
         (["source=book", "year<2003"], lambda t: (t.source == "book") | (t.year < 2003)),
     ],
 )
@@ -391,9 +385,6 @@ def test_selections_mean_the_rows_of_the_table(here: Path, texts: list[str], mea
         ("source == web", "words stand in quotes"),
         ("target=9", "selects none"),
         ("3,99", "example 99"),
-        ("three", "'three' is not defined"),
-        ("target + 1", "cannot read"),
-        ("=3", "cannot read"),
         ("-1", "cannot read"),
         ("", "cannot read"),
         ("target == @inputs", "cannot read"),
@@ -428,7 +419,6 @@ def test_only_selections_of_analysed_columns_need_the_analyses(
     [
         ("loo", "Missing argument"),
         ("nothing", "No such command"),
-        ("loo script.py:make_task --nothing", "--nothing"),
         ("loo script.py:make_task", "Posterior.from_optimizer"),
         ("audit script.py:make_task", "--fit kron"),
         ("loo script.py:make_task -p q.safetensors --fit kron", "not both"),
@@ -437,21 +427,15 @@ def test_only_selections_of_analysed_columns_need_the_analyses(
         ("loo script.py:make_task --fit none --prior-precision 1", "'kron'"),
         ("loo script.py:make_task -p gone.safetensors", "nothing is stored"),
         ("loo script.py:make_task -p script.py", "script.py"),
-        ("loo script.py:regression -p q.safetensors", "another model"),
         ("loo script.py:make_test -p q.safetensors", "60 examples"),
         ("loo script.py -p q.safetensors", "SCRIPT.py:NAME"),
         ("loo gone.py:make_task -p q.safetensors", "no script 'gone.py'"),
-        ("loo q.safetensors:make_task -p q.safetensors", "must end in .py"),
         ("loo script.py:gone -p q.safetensors", "make_task, make_test"),
         ("loo script.py:number -p q.safetensors", "type int"),
-        ("loo script.py:X -p q.safetensors", "type Tensor"),
         ("loo script.py:needs -p q.safetensors", "argument"),
         ("loo script.py:fails -p q.safetensors", f"failed in line {GONE}: KeyError: 'gone'"),
-        ("loo script.py:leaves -p q.safetensors", "SystemExit: 3"),
         ("loo script.py:make_task -p q.safetensors --test gone", "defines no 'gone'"),
         ("loo script.py:make_task -p q.safetensors --test regression", "another model"),
-        ("loo script.py:make_task -p q.safetensors --correction best", "'cavity'"),
-        ("map script.py:make_task -p q.safetensors --quantile 2", "quantile"),
         ("what-if script.py:make_task -p q.safetensors", "--remove"),
         ("what-if script.py:make_task -p q.safetensors --remove three", "quotes"),
         ("what-if script.py:make_task -p q.safetensors --remove target>=0", "all 60"),
@@ -710,12 +694,6 @@ def test_every_example_of_the_help_is_a_command_line(
         assert code == 0, (example, err)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--version")
-    assert code == 0
-    assert out.split()[:2] == ["blr-analysis", blr.__version__]
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 140])
 def test_any_width_of_terminal(here: Path, width: int, tmp_path: Path) -> None:
     task, test, q = inputs()
@@ -727,14 +705,6 @@ def test_any_width_of_terminal(here: Path, width: int, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= width
     assert any("unpred" in line for line in lines)
     assert not any(line != line.rstrip() for line in lines)
-
-
-def test_on_a_terminal_headings_are_bold(here: Path, tmp_path: Path) -> None:
-    task, _, q = inputs()
-    path = tmp_path / "printed"
-    with path.open("w") as file:
-        show(summary(investigate(task, q, by=None)), Console(file=file, force_terminal=True))
-    assert "\x1b[1mMost influential examples" in path.read_text()
 
 
 # The script

@@ -85,14 +85,6 @@ def test_regions_against_sorting_one_by_one(
     assert sum(memory.counts().values()) == len(pairs)
 
 
-def test_one_in_ten_is_high_by_default() -> None:
-    generator = np.random.default_rng(0)
-    memory = memory_map(scores_of(generator.permutation(1000), generator.permutation(1000)))
-    counts = memory.counts()
-    assert counts["unpredictable"] + counts["memorable"] == 100
-    assert counts["uncertain"] + counts["memorable"] == 100
-
-
 def test_memorable_are_sorted_by_error_times_variance() -> None:
     error, variance = [5.0, 0.0, 9.0, 6.0, 7.0], [5.0, 9.0, 2.0, 6.0, 0.0]
     memory = memory_map(scores_of(error, variance), error_threshold=1, variance_threshold=1)
@@ -175,8 +167,3 @@ def test_bad_threshold(name: str, value: Any) -> None:
 def test_something_else_than_scores() -> None:
     with pytest.raises(InputError, match="sensitivity"):
         memory_map([1.0, 2.0])
-
-
-def test_it_says_what_it_holds() -> None:
-    text = repr(memory_map(scores_of(range(2000), range(2000))))
-    assert text.startswith("MemoryMap(1,800 regular, 0 uncertain, 0 unpredictable, 200 memorable")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import blr_analysis as blr
-from benchmarks import results
 from benchmarks.merging import child, speed
 from benchmarks.merging.agreement import difference
 from benchmarks.merging.checkpoints_made import (
@@ -24,7 +22,7 @@ from benchmarks.merging.checkpoints_made import (
     make,
     shape_of,
 )
-from benchmarks.merging.contenders import ARITHMETIC, MATCHING, Contender, contenders
+from benchmarks.merging.contenders import ARITHMETIC, MATCHING, contenders
 
 TINY = 500_000
 HOLD = "import time; x = b'1' * 200_000_000; time.sleep(0.2)"
@@ -120,30 +118,6 @@ def test_checkpoints_are_of_the_size_that_was_asked_for(made: Checkpoints) -> No
     assert tuple(base["lm_head.weight"].shape) == (config["vocab_size"], config["hidden_size"])
 
 
-def test_mergekit_gets_precisions_as_models_after_the_fine_tunes(
-    made: Checkpoints, tmp_path: Path
-) -> None:
-    python = tmp_path / "mergekit" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    theirs = [c for c in contenders(made, tmp_path) if c.name.startswith("mergekit")]
-    assert [c.label for c in theirs] == [
-        "gradient_matching, mergekit",
-        "task_arithmetic, mergekit",
-        "task_arithmetic, mergekit in bfloat16",
-    ]
-    command = theirs[0].command(tmp_path / "out")
-    recipe = json.loads(Path(command[-2]).read_text())
-    listed = [Path(entry["model"]) for entry in recipe["models"]]
-    assert listed[:3] == list(made.models)
-    held = [load_file(folder / "model.safetensors") for folder in listed[3:]]
-    for found, folder in zip(held, (made.base, *made.models), strict=True):
-        own = load_file(made.precision(folder) / "precision.safetensors")
-        assert all(torch.equal(found[n], own[n]) for n in own) and found.keys() == own.keys()
-    weights = [entry["parameters"]["weight"] for entry in recipe["models"][:3]]
-    assert weights == list(WEIGHTS) and recipe["dtype"] == "float32"
-
-
 def test_a_child_is_measured_by_itself() -> None:
     held = torch.zeros(30_000_000)  # of this process, and none of the child's
     assert held.sum() == 0
@@ -157,34 +131,3 @@ def test_a_child_is_measured_by_itself() -> None:
         child.run(["sh", "-c", "echo no luck; exit 3"])
     with pytest.raises(child.ChildError, match="could not be started"):
         child.run(["no-such-program-anywhere"])
-
-
-def test_who_fails_or_does_not_fit_is_left_out_and_named(
-    made: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = Contender(ARITHMETIC, "broken", lambda out: ["sh", "-c", "echo no luck; exit 1"])
-    greedy = replace(broken, name="greedy", memory=2**61)
-    raw = contenders(made, made.root)[0]
-    found = speed.measure(made, [raw, broken, greedy], 2)
-    assert [len(one.runs) for one in found] == [2, 0, 0]
-    assert [row["contender"] for row in speed.table(found)] == ["raw"]
-    first, second = speed.remarks(found)
-    assert first.startswith("task_arithmetic, broken:") and "no luck" in first
-    assert "GB of memory" in second
-    capsys.readouterr()
-
-
-def test_the_command_writes_tables_and_clears_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    room = tmp_path / "room"
-    room.mkdir()
-    options = {
-        "--parameters": TINY, "--rounds": 2, "--only": "raw", "--folder": room, "--peers": tmp_path,
-    }  # fmt: skip
-    speed.main([str(part) for pair in options.items() for part in pair])
-    (rows,) = results.frames(capsys.readouterr().out.splitlines())
-    assert rows["contender"].tolist() == ["raw", "raw, flushed"] * 2
-    lowest, middle, highest = (rows[c].astype(float) for c in ("lowest", "seconds", "highest"))
-    assert bool(((lowest <= middle) & (middle <= highest)).all())
-    assert list(room.iterdir()) == []

@@ -132,13 +132,6 @@ def test_without_axes_a_figure_that_can_be_saved(name: str, recwarn: Any) -> Non
     assert not list(recwarn)  # no glyph is missing, nothing collapses
 
 
-def test_a_notebook_shows_a_picture_and_saves_it(tmp_path: Any) -> None:
-    ax = memory_map(scores_of(np.arange(9.0), np.arange(9.0))).plot()
-    assert ax._repr_png_().startswith(b"\x89PNG")
-    ax.savefig(tmp_path / "map.png")
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_no_trace_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
@@ -146,21 +139,6 @@ def test_no_trace_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     EVERY[name]()
     assert "matplotlib.pyplot" not in sys.modules
     assert matplotlib.rcParams.copy() == before
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_something_else_than_axes(name: str) -> None:
-    with pytest.raises(InputError, match="ax must be a matplotlib Axes"):
-        EVERY[name](ax=Figure())
-
-
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "examples"])
-def test_axes_say_what_they_show_and_which_way_is_worse(name: str) -> None:
-    ax = EVERY[name]()
-    labels = ax.get_xlabel() + ax.get_ylabel()
-    assert ax.get_title()
-    assert ax.get_ylabel()
-    assert "→" in labels or "shapes" in labels
 
 
 # ── memory map ──────────────────────────────────────────────────────────────────────────────
@@ -210,13 +188,6 @@ def test_axes_are_logarithmic_where_the_data_ask_for_it(spread: float, scale: st
     assert (ax.get_xscale(), ax.get_yscale()) == (scale, scale)
 
 
-def test_each_axis_has_a_scale_of_its_own() -> None:
-    narrow = np.linspace(1, 2, 100)
-    wide = np.logspace(-3, 3, 100)
-    ax = plot_memory_map(memory_map(scores_of(narrow, wide)))
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
-
-
 def test_a_heavy_tail_asks_for_a_logarithmic_axis() -> None:
     assert choose_scale(np.array([1.0] * 99 + [1000.0])).log
     assert not choose_scale(np.array([1.0] * 99 + [20.0])).log
@@ -246,20 +217,6 @@ def test_every_point_is_seen_on_its_side_of_the_thresholds(
             assert (y > line_y) == bool(code >= 2)
             assert ax.get_xlim()[0] < x < ax.get_xlim()[1]
             assert ax.get_ylim()[0] < y < ax.get_ylim()[1]
-
-
-def test_errors_of_a_saturated_network_are_spread_and_not_piled_up() -> None:
-    errors = np.logspace(-25, 0, 200)
-    scale = choose_scale(errors)
-    assert scale.clipped <= 2
-    assert len(np.unique(scale.draw(errors))) >= 199
-
-
-def test_each_threshold_says_how_many_lie_beyond_it() -> None:
-    ax = plot_memory_map(some_map())
-    said = [text.get_text() for text in ax.texts]
-    assert sum("% above" in text for text in said) == 1
-    assert sum("% beyond" in text for text in said) == 1
 
 
 def test_what_lies_below_the_axis_is_drawn_at_its_edge_and_counted() -> None:
@@ -349,25 +306,6 @@ def test_a_map_of_one_place(n: int, value: float) -> None:
     assert boxes_of(ax) == []
 
 
-def test_a_memory_map_plots_itself() -> None:
-    ax = Figure().subplots()
-    memory = some_map()
-    assert memory.plot(ax=ax, n_extremes=3) is ax
-    assert len(boxes_of(ax)) == 3
-
-
-def test_a_map_without_the_variance_matrix_says_so() -> None:
-    scores = some_scores()
-    scores.variance = None
-    assert "along the error eᵀVe / ‖e‖²" in plot_memory_map(memory_map(scores)).get_xlabel()
-    assert "tr V" in plot_memory_map(some_map()).get_xlabel()
-
-
-def test_a_map_of_something_else() -> None:
-    with pytest.raises(InputError, match="memory_map"):
-        plot_memory_map(some_scores())  # type: ignore[arg-type]
-
-
 def test_extremes_without_image_or_label() -> None:
     with pytest.raises(InputError, match="one image per example"):
         plot_memory_map(some_map(), images=IMAGES[:1])
@@ -431,20 +369,6 @@ def test_deviations_of_a_part_of_the_table_keep_their_index() -> None:
     assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
 
 
-def test_deviations_are_linear_unless_a_few_tower_above_the_rest() -> None:
-    table = pd.DataFrame({"index": range(200), "deviation": np.logspace(0.3, -5, 200)})
-    assert plot_deviations(table).get_yscale() == "linear"
-    table.loc[0, "deviation"] = 200.0
-    assert plot_deviations(table).get_yscale() == "log"
-
-
-def test_units_follow_the_likelihood() -> None:
-    scores = some_scores()
-    assert "output" in plot_deviations(scores).get_ylabel()
-    scores.likelihood.is_classification = True
-    assert "0 to 2" in plot_deviations(scores).get_ylabel()
-
-
 @pytest.mark.parametrize("missing", [None, torch.full((200,), float("nan"))])
 def test_self_influence_where_there_is_no_deviation(missing: Any) -> None:
     scores = some_scores(spread=1.0)
@@ -489,16 +413,6 @@ def test_two_curves_over_epochs() -> None:
     assert "worse" in ax.get_ylabel()
 
 
-def test_pairs_of_bars_with_labels() -> None:
-    ax = plot_leave_one_out([0.1, 0.2], [0.3, 0.4], labels=["cat", "dog"], measure="accuracy")
-    heights = [[bar.get_height() for bar in group] for group in ax.containers]  # type: ignore[attr-defined]
-    assert heights == [[0.1, 0.2], [0.3, 0.4]]
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["cat", "dog"]
-    hatches = {bar.get_hatch() for group in ax.containers for bar in group}  # type: ignore[attr-defined]
-    assert len(hatches) == 2
-    assert "better" in ax.get_ylabel()
-
-
 def test_results_speak_for_themselves() -> None:
     loo = SimpleNamespace(nll=0.3, accuracy=0.9)
     for measure, value in (("nll", 0.3), ("accuracy", 0.9)):
@@ -511,8 +425,6 @@ def test_results_speak_for_themselves() -> None:
     [
         (([1, 2], [1, 2, 3]), "test_values holds 3 values for 2"),
         (([1, 2], [1, 2], None, [1]), "epochs holds 1 values for 2"),
-        (([], []), "shape"),
-        (([[1]], [[1]]), "shape"),
         (([float("nan")] * 2, [float("nan")] * 2), "finite"),
         (([1.0, float("inf")], [1.0, 1.0]), "finite"),
     ],
@@ -560,10 +472,6 @@ def test_one_what_if_shows_the_whole_and_its_classes() -> None:
     assert ys_of(ax.lines[0]) == [0.6]
 
 
-def test_one_what_if_without_classes() -> None:
-    assert names_of(plot_what_if(one_what_if(classes=False))) == ["all"]
-
-
 @pytest.mark.parametrize(
     ("truth", "expected"),
     [
@@ -592,11 +500,6 @@ def test_of_many_groups_those_that_change_most() -> None:
     assert names_of(ax) == [str(k) for k in most]
     assert heights_of(ax)["after, predicted"] == table["nll_after"][most].tolist()
     assert "5 of 50 groups" in ax.get_title()
-
-
-def test_groups_can_be_named() -> None:
-    assert names_of(plot_what_if(each_table(2), names=["cat", "dog"])) == ["cat", "dog"]
-    assert names_of(plot_what_if(each_table(2), names={1: "dog"})) == ["0", "dog"]
 
 
 @pytest.mark.parametrize(

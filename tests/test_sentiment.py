@@ -16,7 +16,6 @@ from benchmarks.merging.sentiment_data import Text
 from benchmarks.merging.sentiment_ties import ties_step
 from benchmarks.merging.sentiment_train import Recipe
 from blr_analysis.files import storage
-from blr_analysis.merging import merge
 
 
 def documents() -> Iterator[Text]:
@@ -51,17 +50,6 @@ class TestSplits:
         assert one.train != two.train
         assert one.test == two.test
         assert one.validation == two.validation
-
-    def test_the_publishers_split_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def parts() -> Iterator[Text]:
-            for t in documents():
-                part = "test" if int(t.document) < 20 else "train"
-                yield Text(t.text, t.positive, t.document, part)
-
-        monkeypatch.setitem(sentiment_data.DOMAINS, "parts", parts)
-        split = sentiment_data.split("parts", 0, 60, 10, 20)
-        assert {t.part for t in split.train} == {"train"}
-        assert {t.part for t in split.validation + split.test} == {"test"}
 
 
 def test_strings_of_a_pickle_are_read_without_running_it() -> None:
@@ -130,15 +118,3 @@ class TestMerges:
         expected = ((curved["foods"]["w"] - kept * start) / (1 - kept)).clamp_min(0)
         torch.testing.assert_close(h, expected)
         assert 0 < (h == 0).sum() < h.numel()
-
-    def test_the_average_is_task_arithmetic_with_one_over_five(self, family: tuple) -> None:
-        found, _ = family
-        average = merge(None, list(found.models.values()), method="linear")["w"]
-        merged = found.merged("task_arithmetic", None, 1 / 5)["w"]
-        torch.testing.assert_close(merged, average, rtol=1e-5, atol=1e-6)
-
-    def test_ties_goes_part_of_the_step(self, family: tuple) -> None:
-        found, _ = family
-        merged = found.merged("ties", None, 0.5)["w"]
-        step = ties_step(found.base, list(found.models.values()))["w"]
-        torch.testing.assert_close(merged, found.base["w"] + 0.5 * step)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from blr_analysis.tables import (
     write_table,
 )
 from blr_analysis.task import Task
-from blr_analysis.views import GroupRows, Plottable, Tabular, make_plot, make_table
+from blr_analysis.views import GroupRows, Plottable, Tabular, make_table
 
 SCORES = ["index", "target", "prediction", "loss", "error", "variance", "deviation"]
 SCORES += ["self_influence", "leverage"]
@@ -99,12 +98,6 @@ def test_scores_column_by_column() -> None:
     np.testing.assert_allclose(table["variance"], [np.trace(v) for v in variance], rtol=1e-14)
 
 
-def test_the_table_is_made_once() -> None:
-    scores = some_scores()
-    assert scores.table is scores.table
-    assert some_scores().table is not scores.table
-
-
 def test_what_was_not_computed_is_nan() -> None:
     table = some_scores(variance=None, deviation=None, leverage=None).table
     assert list(table.columns) == SCORES
@@ -119,11 +112,6 @@ def test_several_targets_per_example_take_several_columns() -> None:
                                        "prediction_1"]  # fmt: skip
     assert table["target_1"].tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
     assert table["prediction_0"].tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
-
-
-def test_one_target_per_example_in_a_column_of_its_own_stays_one_column() -> None:
-    table = some_scores(targets=torch.arange(5.0).unsqueeze(1)).table
-    assert table["target"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_half_precision_becomes_float() -> None:
@@ -251,12 +239,6 @@ def test_groups_taken_out() -> None:
     pd.testing.assert_frame_equal(GroupRows(rows).table, table)
 
 
-def test_no_groups_make_an_empty_table() -> None:
-    table = each_table([])
-    assert len(table) == 0
-    assert "nll_change" in table.columns
-
-
 def test_a_group_without_its_loss() -> None:
     with pytest.raises(InputError, match="lacks nll_after"):
         each_table([{"group": 1, "n": 2, "nll_before": 0.1}])
@@ -308,13 +290,6 @@ def test_a_failed_write_leaves_the_old_files(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.csv", "t.parquet"]
     pd.testing.assert_frame_equal(read_table(parquet), old)
     pd.testing.assert_frame_equal(read_table(csv), old)
-
-
-def test_files_get_ordinary_permissions(tmp_path: Path) -> None:
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in write_table(pd.DataFrame({"a": [1]}), tmp_path, "t"):
-        assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -386,19 +361,6 @@ def test_a_result_without_a_maker() -> None:
         _ = Stranger().table
     with pytest.raises(InputError, match=r"no picture is known for .*Stranger.*make_plot"):
         Stranger().plot()
-
-
-def test_others_can_register_their_own() -> None:
-    class Mine(Tabular, Plottable):
-        pass
-
-    class Heir(Mine):
-        pass
-
-    make_table.register(Mine, lambda result: "table")
-    make_plot.register(Mine, lambda result, ax=None, **options: (ax, options))
-    assert Heir().table == "table"
-    assert Heir().plot("axes", colour="red") == ("axes", {"colour": "red"})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
-from blr_analysis.errors import DataError, DeviceError, InputError, ModelError
+from blr_analysis.errors import DataError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
 
@@ -91,55 +87,6 @@ def test_no_example_is_read_before_it_is_needed() -> None:
     rows.asked.clear()
     task.fetch(torch.tensor([3, 5]))
     assert rows.asked == [3, 5]
-
-
-def test_the_loaders_collate_function_is_used() -> None:
-    def collate(items):
-        return torch.stack([x for x, _ in items]) * 2, torch.tensor([y for _, y in items])
-
-    task = Task(mlp(), DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=collate))
-    assert torch.equal(order_of(task), 2 * X)
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        lambda: DataLoader(Rows(), sampler=SubsetRandomSampler([0, 1])),
-        lambda: DataLoader(Rows(), sampler=WeightedRandomSampler([1.0] * 10, 10)),
-        lambda: DataLoader(Rows(), sampler=RandomSampler(range(10), replacement=True)),
-        lambda: DataLoader(Rows(), sampler=RandomSampler(range(10), num_samples=5)),
-        lambda: DataLoader(Rows(), sampler=SequentialSampler(range(5))),
-        lambda: DataLoader(Rows(), batch_sampler=[[0, 1], [2, 3]]),
-        lambda: DataLoader(Rows(), batch_size=None),
-    ],
-)
-def test_samplers_that_change_the_training_set_are_refused(loader) -> None:
-    with pytest.raises(DataError, match="dataset"):
-        Task(mlp(), loader())
-
-
-class Stream(IterableDataset):
-    """Examples without indices."""
-
-    def __iter__(self):
-        yield from zip(X, Y, strict=True)
-
-
-@pytest.mark.parametrize("data", [Stream(), DataLoader(Stream()), iter([(X, Y)]), 3, None, "data"])
-def test_what_has_no_indices_is_refused(data) -> None:
-    with pytest.raises(DataError, match="map-style"):
-        Task(mlp(), data)
-
-
-@pytest.mark.parametrize("data", [[], (X[:0], Y[:0]), Subset(Rows(), [])])
-def test_empty_data_are_refused(data) -> None:
-    with pytest.raises(DataError, match="no examples"):
-        Task(mlp(), data)
-
-
-def test_lengths_must_agree() -> None:
-    with pytest.raises(DataError, match=r"\(10, 4\).*\(9,\)"):
-        Task(mlp(), (X, Y[:9]))
 
 
 class Tagger(nn.Module):
@@ -247,44 +194,9 @@ def test_metadata_of_every_kind(metadata) -> None:
     assert task.subset([3]).metadata["source"] == ["d"]
 
 
-def test_metadata_of_another_length_are_refused() -> None:
-    with pytest.raises(InputError, match=r"'source'.*2 values for 10"):
-        Task(mlp(), (X, Y), metadata={"source": ["a", "b"]})
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, None, "8"])
-def test_bad_batch_sizes_are_refused(size: object) -> None:
-    with pytest.raises(InputError, match="batch_size"):
-        Task(mlp(), (X, Y), batch_size=size)  # type: ignore[arg-type]
-
-
-def test_devices_are_checked() -> None:
-    assert Task(mlp(), (X, Y)).device == torch.device("cpu")
-    assert Task(nn.Flatten(), (X, Y)).device == torch.device("cpu")
-    with pytest.raises(DeviceError, match="no-such"):
-        Task(mlp(), (X, Y), device="no-such")
-    if not torch.cuda.is_available():
-        with pytest.raises(DeviceError, match="cuda"):
-            Task(mlp(), (X, Y), device="cuda")
-
-
 def test_lazy_modules_must_have_seen_a_batch() -> None:
     with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
         Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
-
-
-def test_models_that_fail_are_quoted_with_the_batch() -> None:
-    task = Task(nn.Linear(5, 3).double(), (X, Y))
-    with pytest.raises(ModelError, match=r"\(4, 4\) float64.*mat1"):
-        task.run(task.fetch(torch.arange(4)), task.parameters())
-
-
-def test_infinite_outputs_name_the_first_example() -> None:
-    x = X.clone()
-    task = Task(graph(lambda m, x: m.one(x) / (x[:, :1] != 0), one=nn.Linear(4, 3)), (x, Y))
-    x[[6, 8], 0] = 0
-    with pytest.raises(ModelError, match=r"index 6|examples? 6"):
-        task.run(task.fetch(torch.arange(5, 10)), task.parameters(), torch.arange(5, 10))
 
 
 def test_evaluation_gives_every_module_its_own_mode_back() -> None:
@@ -300,7 +212,3 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
         except KeyboardInterrupt:
             pass
         assert [m.training for m in model.modules()] == [True, True, False, True, True]
-
-
-def test_repr() -> None:
-    assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"

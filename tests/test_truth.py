@@ -11,10 +11,10 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import truth
-from benchmarks.truth import plan, recipes, retrain, sources, store
+from benchmarks.truth import recipes, retrain, sources, store
 from benchmarks.truth.__main__ import main
 from benchmarks.truth.minimise import minimise
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError
 
 N, M = 60, 30
 TINY = recipes.Recipe(
@@ -169,17 +169,6 @@ def test_a_changed_recipe_is_computed_again(
     assert len(truth.load("tiny").classes) == 3  # counts and chunks change no result
 
 
-def test_what_is_missing_is_named_with_its_command(tiny: recipes.Recipe) -> None:
-    with pytest.raises(InputError, match="tyni"):
-        truth.load("tyni")
-    main(["--case", "tiny", "--what", "class", "--quick"])
-    case = truth.load("tiny")
-    assert len(case.classes) == 2
-    assert truth.available()["tiny"]["class"] == 2
-    with pytest.raises(DataError, match="--case tiny --what loo"):
-        _ = case.loo
-
-
 def test_a_descent_that_runs_out_says_so() -> None:
     def valley(t: torch.Tensor) -> tuple[float, torch.Tensor]:
         scale = torch.tensor([1.0, 1e6], dtype=torch.float64)
@@ -189,17 +178,3 @@ def test_a_descent_that_runs_out_says_so() -> None:
     short = minimise(valley, start, relative=1e-12, max_evaluations=3)
     assert not short.converged and short.gradient_norm > short.tolerance
     assert minimise(valley, start, relative=1e-12).converged
-
-
-def test_krylov_steps_find_the_hessian_and_change_no_result(tiny: recipes.Recipe) -> None:
-    trained = retrain.train("tiny", TINY)
-    dense = retrain.starting_memory(trained)
-    few = retrain.starting_memory(replace(trained, recipe=replace(TINY, dense=False)))
-    assert dense is not None and dense.solve is not None
-    assert few is not None and few.solve is not None
-    v = torch.linspace(-1, 1, len(trained.theta), dtype=torch.float64)
-    torch.testing.assert_close(few.solve(v), dense.solve(v))  # as many steps as parameters
-    (job, *_) = plan.jobs("loo", TINY, trained.data.y, trained.influence)
-    plain, quick = (retrain.retrain(trained, job, memory) for memory in (None, few))
-    torch.testing.assert_close(quick[0]["theta"], plain[0]["theta"], rtol=0, atol=1e-4)
-    assert quick[1]["evaluations"] < plain[1]["evaluations"]

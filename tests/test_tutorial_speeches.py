@@ -16,7 +16,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "tutorials"
@@ -86,10 +86,6 @@ class TestSpeeches:
         with tarfile.open(tmp_path / "datasets.tgz", "w:gz") as archive:
             archive.add(tmp_path / "package", "package")
         return tmp_path / "datasets.tgz"
-
-    def test_other_names_are_refused(self, speeches: ModuleType) -> None:
-        with pytest.raises(InputError, match=r"sotu, made-up; got 'moby-dick'"):
-            speeches.read("moby-dick")
 
     def test_excerpts_are_spread_over_a_speech(self, speeches: ModuleType) -> None:
         words = tuple("abcdefghij")

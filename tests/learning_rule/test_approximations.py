@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -139,19 +137,6 @@ def test_the_reparameterised_estimate_is_unbiased() -> None:
     found = by_quadrature(q, estimate, nodes=30)
     expected = by_quadrature(q, lambda t: -torch.sin(t) + 1.2 * t**2, nodes=30)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("m", [1, 2, 5, 11, 12])
-def test_theorem_1_over_all_minibatches(m: int) -> None:
-    """E[ĝ²] = w h + (1 − w) g², w = (N − M) / (M (N − 1)): Khan et al., ICML 2018, Theorem 1."""
-    gradients = torch.func.jacrev(losses)(THETA)
-    g, h = gradients.mean(0), gradients.square().mean(0)
-    squares = [
-        gradients[list(batch)].mean(0).square() for batch in itertools.combinations(range(N), m)
-    ]
-    w = (N - m) / (m * (N - 1))
-    expected = w * h + (1 - w) * g.square()
-    torch.testing.assert_close(torch.stack(squares).mean(0), expected, rtol=1e-12, atol=1e-15)
 
 
 def test_theorem_1_by_simulation() -> None:

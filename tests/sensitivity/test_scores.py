@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pandas as pd
 import pytest
 import torch
 from models import mlp
 from oracles import dense_jacobian
 from snapshots import untouched
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import Tensor
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError
@@ -160,68 +158,6 @@ def test_chunks_do_not_change_the_scores(structure: str, options: dict[str, int]
         )
 
 
-def test_a_shuffled_loader_gives_results_in_the_order_of_the_dataset() -> None:
-    task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
-    loader = DataLoader(TensorDataset(*task.dataset.tensors), batch_size=5, shuffle=True)
-    shuffled = blr.sensitivity(blr.Task(task.model, loader), q, progress=False)
-    straight = blr.sensitivity(task, q, progress=False)
-    assert shuffled.targets.tolist() == task.dataset.tensors[1].tolist()
-    assert torch.equal(shuffled.self_influence, straight.self_influence)
-
-
-class Sentences(Dataset):
-    """Items as dictionaries, of different lengths."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"x": self.x[i], "labels": self.y[i]}
-
-
-class Named(nn.Module):
-    """A model in the manner of Hugging Face: keyword inputs, an output object with logits."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor):
-        class Output:
-            logits = self.inner(x)
-
-        return Output()
-
-
-def test_dict_batches_a_forward_function_and_pairs_say_the_same() -> None:
-    task = task_for("categorical")
-    x, y = task.dataset.tensors
-    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
-    expected = blr.sensitivity(task, q, progress=False).self_influence
-    named = blr.Task(Named(task.model), Sentences(x, y))
-    inner = blr.Posterior(
-        {f"inner.{n}": m for n, m in q.mean.items()},
-        {f"inner.{n}": q.precision(n) for n in q.mean},
-        prior_precision=0.7,
-        n_data=N,
-    )
-    diag = blr.Posterior(q.mean, {n: q.precision(n) for n in q.mean}, prior_precision=0.7, n_data=N)
-    assert torch.equal(
-        blr.sensitivity(named, inner, progress=False).self_influence,
-        blr.sensitivity(task, diag, progress=False).self_influence,
-    )
-    weird = blr.Task(
-        task.model,
-        TensorDataset(y, x),
-        forward=lambda model, batch: (model(batch[1]), batch[0]),
-    )
-    assert torch.equal(blr.sensitivity(weird, q, progress=False).self_influence, expected)
-
-
 def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None:
     task = task_for("categorical")
     q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
@@ -248,48 +184,6 @@ def test_frozen_parameters_carry_no_variance() -> None:
     variance = (z @ torch.linalg.inv(z.T @ z + 0.7 * torch.eye(6, dtype=torch.float64)) * z).sum(1)
     expected = variance[:, None, None] * torch.eye(2, dtype=torch.float64)
     torch.testing.assert_close(scores.variance, expected, rtol=1e-10, atol=1e-13)
-
-
-def test_the_table_has_a_row_per_example_and_the_users_columns() -> None:
-    sources = ["web"] * 5 + ["book"] * 7
-    task = task_for("categorical", metadata={"source": sources, "loss": range(N)})
-    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    table = scores.table
-    assert list(table) == [
-        "index",
-        "target",
-        "prediction",
-        "loss",
-        "error",
-        "variance",
-        "deviation",
-        "self_influence",
-        "leverage",
-        "source",
-        "loss_metadata",
-    ]
-    assert table["index"].tolist() == list(range(N))
-    assert table.target.tolist() == task.dataset.tensors[1].tolist()
-    assert table.prediction.tolist() == scores.outputs.argmax(1).tolist()
-    assert table.loss.tolist() == scores.losses.tolist()
-    assert table.variance.tolist() == pytest.approx([float(v.trace()) for v in scores.variance])
-    assert table.error.tolist() == pytest.approx([float(e.norm()) for e in scores.error])
-    assert table.source.tolist() == sources
-    assert len(scores) == N
-
-
-def test_metadata_may_be_a_data_frame_or_tensors() -> None:
-    frame = pd.DataFrame({"source": ["a", "b"] * 6, "year": range(N)}, index=range(50, 50 + N))
-    for metadata in (frame, {"source": ["a", "b"] * 6, "year": torch.arange(N)}):
-        task = task_for("categorical", metadata=metadata)
-        q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
-        table = blr.sensitivity(task.subset([3, 4, 9]), three(q), progress=False).table
-        assert table.source.tolist() == ["b", "a", "b"] and table.year.tolist() == [3, 4, 9]
-
-
-def three(q: blr.Posterior) -> blr.Posterior:
-    return blr.Posterior(q.mean, q.form, prior_precision=q.prior_precision, n_data=3)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -178,18 +178,6 @@ def test_relabelling_linear_regression_is_retraining(labels: dict[int, float]) -
     assert result.relabelled == len(labels) and result.posterior.n_data == 10
 
 
-def test_relabelling_is_removing_and_adding() -> None:
-    x, y = regression(12, 3, 2)
-    task, q = fitted(x, y)
-    values = torch.tensor([[5.0, -1.0], [0.1, 0.3]], dtype=torch.float64)
-    relabel = {7: values[0], 2: values[1]}
-    new = blr.Task(task.model, (x[[7, 2]], values), likelihood="gaussian")
-    one = blr.what_if(task, q, relabel=relabel, progress=False)
-    two = blr.what_if(task, q, remove=[2, 7], add=new, progress=False)
-    close(flat(one.parameters), flat(two.parameters), 1e-12)
-    assert one.nll == pytest.approx(two.nll, rel=1e-12)
-
-
 def test_all_three_at_once() -> None:
     x, y = regression(23, 3)
     task, q = fitted(x[:20], y[:20])

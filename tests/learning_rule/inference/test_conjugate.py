@@ -257,15 +257,12 @@ def test_single_precision_keeps_the_digits_of_a_predictive() -> None:
     [
         ("bernoulli", torch.tensor([0.0, 0.5]), "y must be 0 or 1; example 1 is 0.5"),
         ("poisson", torch.tensor([2.0, -1.0]), "whole number from 0 up; example 1 is -1"),
-        ("poisson", torch.tensor([1.5]), "whole number from 0 up; example 0 is 1.5"),
         ("poisson", torch.tensor([1.0, math.nan]), "y is not finite at example 1"),
         ("categorical", torch.tensor([0, 3]), "integer from 0 to 2; example 1 is 3"),
         ("categorical", torch.tensor([]), r"non-empty tensor \[N\], got \(0,\)"),
         ("gaussian", torch.zeros(2, 2), r"y must be \[N, 3\], got \(2, 2\)"),
-        ("gaussian", torch.zeros(3), r"non-empty tensor \[N, D\], got \(3,\)"),
         ("linear", torch.zeros(3, 3), "data of a regression are a pair"),
         ("linear", (torch.zeros(3, 3), torch.zeros(2)), r"got \(3, 3\) and \(2,\)"),
-        ("linear", (torch.zeros(2, 4), torch.zeros(2)), r"x must be \[N, 3\]"),
         ("bernoulli", [0, 1], "y must be a real tensor, got list"),
     ],
 )
@@ -284,12 +281,6 @@ def test_wrong_models_are_named() -> None:
     for variance in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(InputError, match="noise_variance must be positive"):
             linear(variance)
-
-
-@pytest.mark.parametrize("variance", ["a", None, True, torch.ones(2)])
-def test_a_variance_that_is_no_number_is_named(variance: Any) -> None:
-    with pytest.raises(InputError, match="noise_variance must be positive and finite, got"):
-        linear(variance)
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, 0, None, True])

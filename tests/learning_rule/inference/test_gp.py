@@ -314,20 +314,16 @@ def noisy_by_value(x: Tensor, z: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kernel", "match"),
     [
-        (lambda x: x, "it raised TypeError"),
         (lambda x, z: x @ z, "it raised RuntimeError"),
         (lambda x, z: None, "gave NoneType"),
         (lambda x, z: rbf(x, z).float(), "gave torch.float32"),
         (lambda x, z: rbf(x, z) * math.nan, "2500 entries are NaN or infinite"),
         (lambda x, z: 0 * rbf(x, z), "the kernel is zero"),
-        (torch.cdist, "not symmetric and positive semi-definite"),
         (noisy_by_place, "the kernel mixes examples"),
         (lambda x, z: rbf(x - x.mean(0), z - z.mean(0)), "the kernel mixes examples"),
         (partial(rbf, lengthscale=-1.0), "lengthscale must be positive and finite, got -1.0"),
         (partial(rbf, lengthscale=torch.ones(3)), "each of 4 columns"),
-        (partial(rbf, lengthscale=torch.tensor([1.0, 1, 0, 1])), "lengthscale must be positive"),
         (partial(rbf, variance=0.0), "variance must be positive"),
-        (partial(linear_kernel, variance=-1.0), "variance must be positive"),
         (partial(linear_kernel, bias=-1.0), "bias must be 0 or more"),
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from looks import distance, look, values
-from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor, nn
 
 from blr_analysis import Posterior
@@ -231,31 +230,6 @@ def test_the_mean_gradient_is_that_of_the_mixture() -> None:
     assert ((drawn.mean(0) - wanted).abs() < 4 * drawn.std(0) / math.sqrt(count)).all()
 
 
-@pytest.mark.parametrize(("spike", "mean"), [(1e4, 3.0), (1e6, -2.0)])
-def test_responsibilities_vanish_from_the_rule_when_the_slab_is_far(
-    spike: float, mean: float
-) -> None:
-    """Eqs. 85 and 86: ∇_m E_q[log q] → 0 and 2 ∇_{1/S} E_q[log q] → −π₁ S, by quadrature."""
-    places, weights = (torch.from_numpy(a) for a in hermegauss(60))
-    weights = weights / weights.sum()
-    m = torch.tensor(mean, dtype=torch.float64, requires_grad=True)
-    variance = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)
-
-    def log_normal(theta: Tensor, centre: Any, spread: Any) -> Tensor:
-        spread = torch.as_tensor(spread, dtype=torch.float64)
-        return -0.5 * (theta - centre) ** 2 / spread - 0.5 * torch.log(2 * math.pi * spread)
-
-    def log_q(theta: Tensor) -> Tensor:
-        slab = math.log(KEEP) + log_normal(theta, m, variance)
-        return torch.logaddexp(slab, math.log(1 - KEEP) + log_normal(theta, 0.0, 1 / spike))
-
-    slab = (weights * log_q(m + variance.sqrt() * places)).sum()
-    narrow = (weights * log_q(spike**-0.5 * places)).sum()
-    of_mean, of_variance = torch.autograd.grad(KEEP * slab + (1 - KEEP) * narrow, [m, variance])
-    assert abs(of_mean.item()) < 1e-10
-    assert 2 * of_variance.item() == pytest.approx(-KEEP / 0.04, rel=1e-10)
-
-
 # The face ----------------------------------------------------------------------------------------
 
 
@@ -302,23 +276,6 @@ def test_training_resumes_with_the_same_bits(row: str) -> None:
     assert distance(values(model), values(other)) == 0
     with pytest.raises(OptimizerError, match="not of"):
         RowOptimizer(network().parameters(), "SGD", 0.1).load_state_dict(saved[1])
-
-
-def test_several_draws_are_averaged() -> None:
-    model, other = network(), network()
-    optimizer = Dropout(groups(model), lr=0.1, generator=torch.Generator().manual_seed(3))
-    generator = torch.Generator().manual_seed(3)
-    x, y = next(minibatches(1))
-    for half in (slice(0, 10), slice(10, 20)):
-        look(optimizer, model, x[half], y[half])
-    optimizer.step()
-    loss = sum(
-        nn.functional.cross_entropy(dropped_out(other, x[half], masks(generator)), y[half]) / 2
-        for half in (slice(0, 10), slice(10, 20))
-    )
-    found = torch.autograd.grad(loss, list(other.parameters()))  # type: ignore[arg-type]
-    wanted = [p - 0.1 * g / s for p, g, s in zip(values(other), found, shares(other), strict=True)]
-    assert distance(values(model), wanted) < 1e-14
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {

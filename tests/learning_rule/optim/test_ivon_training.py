@@ -99,24 +99,6 @@ def test_several_contexts_average_wherever_gradients_are_cleared(
     assert equal(problem.everything(), expected.everything())
 
 
-def test_gradients_put_in_place_before_the_context_count() -> None:
-    results = []
-    for inside in (True, False):
-        theta = torch.nn.Parameter(torch.ones(4))
-        generator = torch.Generator().manual_seed(0)
-        optimizer = IVON([theta], lr=0.1, ess=10, generator=generator)
-        for value in (1.0, 2.0, 6.0):
-            if not inside:
-                theta.grad = torch.full((4,), value)
-            with optimizer.sampled_params(train=True):
-                if inside:
-                    theta.grad = torch.full((4,), value)
-        optimizer.step()
-        results.append(torch.stack([theta.detach(), optimizer.state[theta]["momentum"]]))
-    assert torch.equal(*results)
-    torch.testing.assert_close(results[0][1], torch.full((4,), 0.3))
-
-
 def test_p_grad_holds_the_mean_gradient_of_the_draws() -> None:
     problem = Problem()
     gradients = []

@@ -31,15 +31,6 @@ def test_a_forgotten_backward(kind: type, forward: bool) -> None:
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("kind", [blr.Vadam, blr.BSAM])
-def test_ivon_refuses_the_state_of_another_row(kind: type) -> None:
-    model = nn.Linear(2, 1)
-    other = kind(model.parameters(), lr=0.1, ess=10)
-    ours = blr.IVON(model.parameters(), lr=0.1, ess=10)
-    with pytest.raises(OptimizerError, match="this is the state of"):
-        ours.load_state_dict(other.state_dict())
-
-
 def make(kind: type, params: Any, **settings: Any) -> Any:
     return kind(params, lr=0.1, ess=10, **settings)
 
