@@ -18,8 +18,17 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import blr_analysis as blr
-from blr_analysis.audit import folder as folder_module
-from blr_analysis.audit import folder_for, investigate, show, summary, write, write_picture
+from blr_analysis.audit import (
+    folder as folder_module,
+)
+from blr_analysis.audit import (
+    folder_for,
+    investigate,
+    show,
+    summary,
+    write,
+    write_picture,
+)
 from blr_analysis.cli import main
 from blr_analysis.cli.script import load_tasks
 from blr_analysis.cli.selectors import selected
@@ -499,7 +508,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
     def began(*_: object, **__: object) -> None:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("blr_analysis.cli.options.load_tasks", began)
+    monkeypatch.setattr("blr_analysis.cli.script.load_tasks", began)
     monkeypatch.setattr("blr_analysis.demo.job.load", began)
     Path("file").write_text("")
     argv = [command, "--out", "file/below"]
@@ -692,6 +701,16 @@ def test_every_example_of_the_help_is_a_command_line(
         argv = [{"FILE": "q.safetensors", "target=3": "target=1"}.get(a, a) for a in argv]
         code, _, err = run(capsys, *argv)
         assert code == 0, (example, err)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """--help and wrong command lines answer before torch could have been imported."""
+    asked = "import sys; from blr_analysis.cli import main; main(['--help']); main(['loo'])"
+    heavy = "print(sorted({'torch', 'pandas', 'matplotlib', 'bokeh', 'sklearn'} & {*sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{asked}; {heavy}"], capture_output=True, text=True, check=True
+    )
+    assert "what-if" in done.stdout and done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140])

@@ -9,18 +9,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from blr_analysis.cli.script import load_tasks
 from blr_analysis.errors import InputError
-from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.sensitivity import calibrate
-from blr_analysis.task import Task
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    from blr_analysis.posterior import Posterior
+    from blr_analysis.task import Task
 
 
 class StructureName(StrEnum):
@@ -157,6 +156,8 @@ class Way:
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
+        from blr_analysis.posterior import Posterior, fit_laplace
+
         if self.posterior is not None:
             q = Posterior.load(self.posterior)
             q.on(task)
@@ -192,6 +193,7 @@ def job(
 ) -> Iterator[Inputs]:
     """Options, folder, script and posterior, in the order in which their faults cost least."""
     from blr_analysis.audit import folder_for
+    from blr_analysis.cli.script import load_tasks
 
     way.check()
     say = Teller()
@@ -204,6 +206,8 @@ def job(
 
 
 def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:
+    from blr_analysis.sensitivity import calibrate
+
     say(f"calibrating the posterior: exact solves for {probe:,} examples")
     better = calibrate(task, posterior, probe)
     scale, apart = (better.record["calibration"][name] for name in ("scale", "spread"))
@@ -216,6 +220,8 @@ def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Post
 
 def _warn_of_buffers(task: Task, posterior: Posterior, say: Teller) -> None:
     """Running statistics are no part of a posterior; the model itself must bring them."""
+    import torch
+
     own: dict[str, Any] = dict(task.model.named_parameters())
     same = all(
         torch.allclose(own[n].detach().cpu().float(), m.cpu().float(), rtol=1e-3, atol=1e-5)

@@ -1,0 +1,88 @@
+"""The names of :mod:`blr_analysis` and where they live: one line each, loaded when first used."""
+
+from . import (
+    errors as errors,
+    likelihoods as likelihoods,
+)
+from .errors import (
+    BLRError as BLRError,
+)
+from .learning_rule.optim import (
+    BSAM as BSAM,
+    IVON as IVON,
+    OGN as OGN,
+    STE as STE,
+    VOGN as VOGN,
+    BayesBiNN as BayesBiNN,
+    Vadam as Vadam,
+    Vprop as Vprop,
+)
+from .learning_rule.table import (
+    table1 as table1,
+)
+from .likelihoods import (
+    Bernoulli as Bernoulli,
+    Categorical as Categorical,
+    CausalLM as CausalLM,
+    Gaussian as Gaussian,
+    Likelihood as Likelihood,
+    Poisson as Poisson,
+    TokenCategorical as TokenCategorical,
+)
+from .memory_map import (
+    MemoryMap as MemoryMap,
+    memory_map as memory_map,
+)
+from .merging import (
+    GradientMismatch as GradientMismatch,
+    MergeCurve as MergeCurve,
+    MergeReport as MergeReport,
+    SuggestedWeights as SuggestedWeights,
+    gradient_mismatch as gradient_mismatch,
+    merge as merge,
+    merge_curve as merge_curve,
+    suggest_weights as suggest_weights,
+)
+from .posterior import (
+    KroneckerRecorder as KroneckerRecorder,
+    Posterior as Posterior,
+    fit_laplace as fit_laplace,
+)
+from .report import (
+    report as report,
+)
+from .sensitivity import (
+    GroupInfluence as GroupInfluence,
+    Index as Index,
+    Influence as Influence,
+    LeaveOneOut as LeaveOneOut,
+    Monitor as Monitor,
+    PriorSelection as PriorSelection,
+    ProjectionError as ProjectionError,
+    Scores as Scores,
+    SequenceLeaveOneOut as SequenceLeaveOneOut,
+    SequenceScores as SequenceScores,
+    SiteLeaveOneOut as SiteLeaveOneOut,
+    SiteScores as SiteScores,
+    Suspicions as Suspicions,
+    TokenScores as TokenScores,
+    TopInfluence as TopInfluence,
+    WhatIf as WhatIf,
+    calibrate as calibrate,
+    influence as influence,
+    leave_one_out as leave_one_out,
+    replays as replays,
+    select_prior_precision as select_prior_precision,
+    sensitivity as sensitivity,
+    subset_posterior as subset_posterior,
+    suspicious as suspicious,
+    token_sensitivity as token_sensitivity,
+    top_influence as top_influence,
+    what_if as what_if,
+    what_if_each as what_if_each,
+)
+from .task import (
+    Task as Task,
+)
+
+__version__: str
