@@ -90,21 +90,6 @@ def test_the_options_arrive(
     assert {t.dtype for t in storage.read(out)[0].values()} == {torch.bfloat16}
 
 
-def test_it_stands_beside_the_model_and_is_kept(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tiny.save(tmp_path / "m", tiny.build("bert"))
-    command = ["fisher", place, model / "data.tsv", "--kind"]
-    assert run(capsys, *command, "ggn")[0] == 0
-    before = (place / "precision" / "precision_config.json").read_text()
-    code, said, err = run(capsys, *command, "emp")
-    assert (code, said) == (2, "")
-    assert "--force" in err
-    assert (place / "precision" / "precision_config.json").read_text() == before
-    assert run(capsys, *command, "emp", "--force")[0] == 0
-    assert read_precision_record(place / "precision")["kind"] == "fisher_emp"
-
-
 def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tiny.save(tmp_path / "m", tiny.build("gpt2", "causal_lm"))
     (tmp_path / "corpus.txt").write_text("\n".join(tiny.sentences(N)))
@@ -163,12 +148,3 @@ def test_an_interrupt_leaves_nothing(
     assert (code, said) == (130, "")
     assert err.endswith("interrupted\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "fisher", "--help")
-    assert (code, err) == (0, "")
-    assert out.count("  blr-analysis fisher") >= 4
-    said = " ".join(out.replace("│", " ").split())
-    assert "its expectation is not the Fisher" in said
-    assert "fisher" in run(capsys, "--help")[1]

@@ -18,7 +18,7 @@ from blr_analysis import Task
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.huggingface.data import read_texts
-from blr_analysis.huggingface.diagonals import buckets, fisher_diagonal
+from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.fisher import FisherResult, fisher
 from blr_analysis.huggingface.models import load_model
 from blr_analysis.huggingface.tokens import encode, task_of
@@ -265,14 +265,6 @@ def test_frozen_parameters_have_no_entry_and_no_model_is_changed(bert: Path) -> 
     assert all(p.grad is None for p in task.model.parameters())
 
 
-def test_buckets_hold_every_example_once() -> None:
-    lengths = sorted(torch.randint(1, 300, (200,)).tolist())
-    found = buckets(lengths)
-    assert torch.equal(torch.cat(found), torch.arange(200))
-    assert all(lengths[int(b[0])] >= 0.75 * lengths[int(b[-1])] for b in found)
-    assert len(found) < 40
-
-
 # --- the files --------------------------------------------------------------------------------
 
 
@@ -394,20 +386,6 @@ def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
-
-
-def test_an_interrupt_leaves_nothing(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from blr_analysis.huggingface import diagonals
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(diagonals, "chunks", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- what is refused --------------------------------------------------------------------------

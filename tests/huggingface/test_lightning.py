@@ -162,19 +162,6 @@ def test_ivon_in_lightning(tmp_path: Path) -> None:
     assert read_precision_record(tmp_path / "last.precision")["kind"] == "ivon"
 
 
-def test_a_tempered_ivon_keeps_its_own_scale(tmp_path: Path) -> None:
-    def ivon(module: Any) -> IVON:
-        return IVON(module.net.parameters(), lr=0.05, ess=3.0 * N, beta2=0.9)
-
-    module, trainer = fit(
-        tmp_path, LightningPrecision(), ModelCheckpoint(tmp_path, filename="last"), make=ivon
-    )
-    q = Posterior.load(tmp_path / "last.precision", model=module)
-    state = trainer.optimizers[0].state[module.net[0].bias]
-    assert torch.allclose(q.precision("net.0.bias"), 3 * N * (state["hess"] + 1e-4))
-    assert q.n_data == N and q.record["ess"] == [3.0 * N]
-
-
 class Unsized(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter([(torch.ones(3), torch.tensor(1))] * 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +149,6 @@ def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
         assert torch.equal(q.mean[name], m), name
         assert torch.equal(q.precision(name), expected.precision[name]), name
     assert (q.n_data, q.prior_precision) == (N, 2.0)
-
-
-def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
-    train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
-    checkpoint = tmp_path / "checkpoint-3"
-    assert "prior_outside" not in read_precision_record(checkpoint / "precision")
-    with pytest.raises(PosteriorError, match=r"word_embeddings.*pass prior_precision="):
-        Posterior.load(checkpoint / "precision", model=checkpoint)
 
 
 def test_weights_changed_since_are_noticed(run: Run, tmp_path: Path) -> None:
@@ -373,32 +364,6 @@ def json_record(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "precision" / "precision_config.json").read_text())
 
 
-def test_a_model_with_another_head_is_refused(run: Run) -> None:
-    checkpoint, trainer, _ = run
-    config = BertConfig(**{**trainer.model.config.to_dict(), "num_labels": 3})
-    with pytest.raises(OptimizerError, match=r"classifier\.(weight|bias)"):
-        from_checkpoint(
-            checkpoint, BertForSequenceClassification(config), n_data=N, prior_precision=1.0
-        )
-
-
-def test_a_decay_in_the_second_group_is_refused(run: Run, tmp_path: Path) -> None:
-    checkpoint, _, _ = run
-    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-    saved["param_groups"][1]["weight_decay"] = 0.5
-    torch.save(saved, tmp_path / "optimizer.pt")
-    with pytest.raises(OptimizerError, match=r"must not decay, but has 0\.5"):
-        from_checkpoint(tmp_path / "optimizer.pt", bert(), n_data=N, prior_precision=1.0)
-
-
-def test_bfloat16_states_of_a_real_run_are_refused(tmp_path: Path) -> None:
-    train(tmp_path, model=bert(torch.bfloat16))
-    with pytest.raises(OptimizerError, match=r"torch\.bfloat16: in bfloat16.*cannot fall"):
-        from_checkpoint(
-            tmp_path / "checkpoint-3", bert(torch.bfloat16), n_data=N, prior_precision=1.0
-        )
-
-
 def test_weights_saved_under_other_names_get_no_precision(run: Run, tmp_path: Path) -> None:
     _, trainer, callback = run
     weights = {f"other.{n}": p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -457,10 +422,3 @@ def test_a_config_that_names_no_known_model(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "precision").exists()
     checkpoint_precision(tmp_path, n_data=N, model=trainer.model)
     assert (tmp_path / "precision").is_dir()
-
-
-def test_no_warning_of_ours_in_an_ordinary_run(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(tmp_path, callback=TrainerPrecision())
-    assert not [str(w.message) for w in caught if "precision" in str(w.message)]

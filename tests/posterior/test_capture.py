@@ -305,12 +305,6 @@ def test_ivon_with_a_different_ess_per_group(flat_ivon: tuple[Net, Any]) -> None
     assert torch.equal(captured.precision["first.bias"], before["first.bias"])
 
 
-def test_ivon_has_one_scaling(flat_ivon: tuple[Net, Any]) -> None:
-    model, optimizer = flat_ivon
-    with pytest.raises(InputError, match="second moments"):
-        from_optimizer(optimizer, model, scaling="squared", batch_size=8)
-
-
 def test_a_slightly_negative_hessian_is_allowed_and_a_negative_precision_is_not(
     flat_ivon: tuple[Net, Any],
 ) -> None:
@@ -354,17 +348,6 @@ def test_groups_in_another_order_and_a_missing_parameter() -> None:
     assert [group["weight_decay"] for group in captured.record["groups"]] == [0.0, 0.1]
 
 
-def test_frozen_parameters_are_no_part_of_the_result() -> None:
-    model = Net()
-    model.first.requires_grad_(False)
-    captured = from_optimizer(
-        trained(torch.optim.Adam, model), model, n_data=N, prior_precision=DELTA
-    )
-    assert not any(name.startswith("first") for name in captured.mean | captured.precision)
-    assert captured.record["frozen"] == ["first.weight", "first.bias"]
-    assert captured.record["never_updated"] == []
-
-
 def test_a_tied_tensor_comes_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     model[2].weight = model[0].weight
@@ -389,19 +372,6 @@ def test_parameters_that_never_got_a_gradient_have_the_prior_alone(make: Make) -
         )
     with pytest.raises(PosteriorError, match=r"'first\.weight' is not positive.*positive prior"):
         from_optimizer(optimizer, model, n_data=N, prior_precision=0.0)
-
-
-def test_a_prior_per_parameter() -> None:
-    model = Net()
-    optimizer = trained(torch.optim.Adam, model)
-    prior = {name: float(k) for k, (name, _) in enumerate(model.named_parameters())}
-    captured = from_optimizer(optimizer, model, n_data=N, prior_precision=prior)
-    assert captured.prior_precision == prior
-    for name, g in fixed_gradients(model).items():
-        torch.testing.assert_close(captured.precision[name], N * g.abs() + prior[name])
-    del prior["norm.bias"]
-    with pytest.raises(InputError, match=r"missing \['norm\.bias'\]"):
-        from_optimizer(optimizer, model, n_data=N, prior_precision=prior)
 
 
 def test_the_result_does_not_follow_further_training() -> None:
@@ -496,17 +466,6 @@ def test_what_is_no_optimizer(thing: Any) -> None:
         from_optimizer(thing, Net(), n_data=N, prior_precision=DELTA)
 
 
-def test_an_optimizer_with_a_known_name_and_another_state() -> None:
-    class Adam(torch.optim.SGD.__mro__[1]):
-        def step(self, closure: None = None) -> None: ...
-
-    model = Net()
-    optimizer = Adam(model.parameters(), {})
-    optimizer.state[model.first.weight] = {"state1": torch.zeros(4, 3)}
-    with pytest.raises(OptimizerError, match=r"'state1'"):
-        from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
-
-
 def test_missing_numbers_are_explained() -> None:
     model = Net()
     optimizer = trained(lambda p: torch.optim.AdamW(p, weight_decay=0.01), model)
@@ -520,19 +479,14 @@ def test_missing_numbers_are_explained() -> None:
     ("arguments", "message"),
     [
         ({"n_data": 0}, "n_data"),
-        ({"n_data": -3}, "n_data"),
         ({"n_data": 2.5}, "n_data"),
-        ({"n_data": True}, "n_data"),
-        ({"n_data": "many"}, "n_data"),
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_precision": math.nan}, "prior_precision"),
-        ({"prior_precision": math.inf}, "prior_precision"),
         ({"prior_precision": "strong"}, "prior_precision"),
         ({"scaling": "root"}, "scaling"),
         ({"scaling": "ess"}, "IVON"),
         ({"batch_size": 8}, "batch_size"),
         ({"scaling": "squared", "batch_size": 0}, "batch_size"),
-        ({"scaling": "squared", "batch_size": 1.5}, "batch_size"),
     ],
 )
 def test_wrong_numbers_are_named(arguments: dict[str, Any], message: str) -> None:

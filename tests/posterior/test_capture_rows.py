@@ -137,12 +137,3 @@ def test_newton_keeps_a_matrix() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(OptimizerError, match="Newton keeps no diagonal precision"):
         Posterior.from_optimizer(Newton(model.parameters()), model)
-
-
-def test_inside_a_context_it_is_refused() -> None:
-    model, optimizer = trained(LEARNED["vogn"])
-    with (
-        pytest.raises(OptimizerError, match="are a sample"),
-        optimizer.sampled_params(),
-    ):
-        Posterior.from_optimizer(optimizer, model)

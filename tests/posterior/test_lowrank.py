@@ -69,21 +69,6 @@ def test_at_full_rank_it_is_the_full_posterior() -> None:
         assert relative(one.posterior.variance(name), two.posterior.variance(name)) < 1e-8
 
 
-def test_relabelling_and_adding_at_full_rank() -> None:
-    task = task_of(9)
-    low, full = fitted(task, rank=SIZE - 1), fitted(task, "full")
-    one, two = (
-        blr.what_if(task, q, relabel={2: 0}, solver="posterior", progress=False)
-        for q in (low, full)
-    )
-    assert relative(flatten(one.parameters), flatten(two.parameters)) < 1e-8
-    seen = blr.Task(task.model, tuple(t[:2] for t in task.dataset.tensors))  # within the span
-    one, two = (
-        blr.what_if(task, q, add=seen, solver="posterior", progress=False) for q in (low, full)
-    )
-    assert relative(flatten(one.parameters), flatten(two.parameters)) < 1e-8
-
-
 # --------------------------------------------------------------------------- few directions
 
 
@@ -152,15 +137,6 @@ def test_tolerance_is_kept(prior, tolerance: float) -> None:
     assert needed <= rank <= needed + 1, "no more directions than the bound needs"
 
 
-def test_the_share_of_a_given_rank_grows() -> None:
-    task = task_of()
-    found = [fitted(task, rank=r).record for r in (2, 8, 20)]
-    assert [r["rank"] for r in found] == [2, 8, 20]
-    assert [r["tolerance"] for r in found] == [None] * 3
-    shares = [r["explained"] for r in found]
-    assert 0 < shares[0] < shares[1] < shares[2] < 1
-
-
 def test_a_removed_group_leaves_the_prior_and_more() -> None:
     """A share is a projection of the group's curvature: S − S_G never falls below D."""
     task = task_of()
@@ -184,13 +160,6 @@ def test_other_curvatures(curvature: str) -> None:
     ]  # fmt: skip
     assert pair[0].form.rank == 9  # one gradient each
     assert relative(variances(task, pair[0]), variances(task, pair[1])) < 1e-8
-
-
-def test_no_curvature_at_all() -> None:
-    model = nn.Linear(3, 2, bias=False).double()
-    q = fitted(blr.Task(model, (torch.zeros(5, 3).double(), torch.arange(5) % 2)))
-    assert q.record["rank"] == 0
-    assert torch.equal(q.variance("weight"), torch.full((2, 3), 2.0).double())
 
 
 # -------------------------------------------------------------------------------- arithmetic
@@ -246,15 +215,6 @@ def test_single_precision_bears_a_small_prior() -> None:
     lengths = dense_jacobian(double, double.parameters()).square().sum(-1).max() / 1e-4
     assert float(lengths) > 1e5 * float(truth.abs().max()), "the test must be hard"
     assert relative(ours.double(), truth) < 1e-3
-
-
-def test_the_same_data_give_the_same_posterior() -> None:
-    task = task_of()
-    before = torch.get_rng_state()
-    one, two = fitted(task, rank=4), fitted(task, rank=4)
-    assert torch.equal(torch.get_rng_state(), before)
-    for name, tensor in one.form.tensors().items():
-        assert torch.equal(two.form.tensors()[name], tensor)
 
 
 def test_sketch_starts_again_where_a_space_closes() -> None:

@@ -246,37 +246,6 @@ def test_entries_without_data_need_a_prior(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------- rounding
 
 
-def test_small_data_parts_survive_beside_a_large_prior(tmp_path: Path) -> None:
-    q = posterior(100.0, torch.float64, scale=1e-3)
-    q.save(tmp_path / "p", dtype=torch.bfloat16)
-    back = Posterior.load(tmp_path / "p")
-    for n, exact in diagonal(1e-3, torch.float64).items():
-        left = back.precision(n) - 100.0
-        assert torch.allclose(left, exact, rtol=HALF_ULP, atol=1e-12)
-        assert not torch.allclose(q.precision(n).bfloat16().double() - 100, exact, rtol=0.5)
-        assert torch.equal(back.mean[n], q.mean[n])  # never rounded
-    assert back.prior_precision == 100.0
-
-
-def test_single_precision_storage_of_double_posteriors(tmp_path: Path) -> None:
-    q = posterior(2.0, torch.float64)
-    q.save(tmp_path / "p", dtype=torch.float32)
-    stored, record = storage.read(tmp_path / "p")
-    assert stored["scale"].dtype == torch.float32 and stored["scale.mean"].dtype == torch.float64
-    assert (record["prior_precision"], record["prior_outside"]) == (0.0, 2.0)
-    back = Posterior.load(tmp_path / "p")
-    for n in q.mean:
-        assert back.precision(n).dtype == torch.float64
-        assert torch.allclose(back.precision(n), q.precision(n), rtol=1e-7)
-
-
-def test_a_wider_dtype_changes_no_value(tmp_path: Path) -> None:
-    q = posterior(2.0)
-    q.save(tmp_path / "p", dtype=torch.float32)
-    back = Posterior.load(tmp_path / "p")
-    assert all(torch.equal(back.precision(n), q.precision(n)) for n in q.mean)
-
-
 @pytest.mark.parametrize("prior", [0.1, 0.7])  # rounded up and down in single precision
 def test_an_entry_that_is_prior_alone_is_exactly_zero(tmp_path: Path, prior: float) -> None:
     q = Posterior(
@@ -412,14 +381,11 @@ def test_impossible_precisions_are_named_and_nothing_is_written(
     [
         ({"kind": "hessian"}, "kind must be one of 'ivon'"),
         ({"n_data": 0}, "n_data must be"),
-        ({"n_data": None}, "n_data must be"),
-        ({"n_data": 2.5}, "n_data must be"),
         ({"definition": ""}, "definition must say"),
         ({"dtype": torch.float16}, "dtype must be"),
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"prior_precision": {"net.bias": 1.0}}, "one entry per parameter"),
         ({"prior_precision": 1.0, "prior_outside": 1.0}, "not both"),
-        ({"step": float("nan")}, "written as JSON"),
         ({"optimizer": object()}, "written as JSON"),
     ],
 )
@@ -445,13 +411,8 @@ def test_no_tensors_and_no_n_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"n_data": None}, "n_data=None"),
-        ({"n_data": True}, "n_data=True"),
-        ({"n_data": 0}, "n_data=0"),
         ({"structure": "kron"}, "structure 'kron'.*structure='diag'"),
         ({"parameters": []}, "names no parameters"),
-        ({"parameters": "w"}, "names no parameters"),
-        ({"prior_precision": None}, "prior_precision=None"),
-        ({"prior_precision": "1"}, "prior_precision='1'"),
         ({"prior_precision": -1.0}, "prior_precision=-1.0"),
         ({"prior_precision": {"net.bias": 1.0}}, r"per weight for \['net\.weight', 'scale'\]"),
         ({"prior_precision": {"net.bias": -1.0}}, "prior_precision=.*-1.0"),

@@ -225,15 +225,6 @@ def test_the_prior_of_ivon_is_its_own() -> None:
         blr.Posterior.from_optimizer(optimizer, model, initial=first)
 
 
-def test_an_initial_of_another_model_is_refused_by_optimizers_and_grids() -> None:
-    model, _, optimizer = stepped(torch.optim.Adam)
-    other = nn.Linear(4, 3).state_dict()
-    with pytest.raises(PosteriorError, match="another model"):
-        blr.Posterior.from_optimizer(optimizer, model, n_data=N, initial=other)
-    with pytest.raises(PosteriorError, match="another model"):
-        blr.select_prior_precision(blr.Task(model, classes(0)), [1.0], initial=other)
-
-
 def test_a_grid_is_made_around_the_prior_that_is_found() -> None:
     x, y = classes(1)
     start = {"weight": torch.full((3, 4), 0.3), "bias": torch.full((3,), 0.3)}

@@ -237,7 +237,9 @@ def test_ten_thousand_examples_with_thumbnails_stay_below_6_mb(tmp_path: Path) -
     model = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(48, 10))
     task = blr.Task(model, (images, torch.arange(10_000) % 10))
     posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
-    assert blr.report(task, posterior, tmp_path / "r.html").stat().st_size < 6e6
+    # the few rows of groups taken out would cost minutes and weigh nothing
+    path = blr.report(task, posterior, tmp_path / "r.html", by=None, progress=False)
+    assert path.stat().st_size < 6e6
 
 
 @pytest.mark.parametrize(
