@@ -19,11 +19,13 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist wor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench fidelity peers lint format parity-deps clean
+.PHONY: help demo test docs notebooks bench fidelity peers lint format parity-deps clean
 
 help:
 	@echo 'make demo     train a small network with IVON and audit its data'
 	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
+	@echo 'make docs     build the site: docs/_build/index.html'
+	@echo 'make notebooks  write the tutorials as notebooks, beside them'
 	@echo 'make bench    measure side by side with other packages'
 	@echo 'make fidelity compare estimates with retraining, beside other packages'
 	@echo 'make lint     check style and types;  make format rewrites the style'
@@ -32,8 +34,15 @@ help:
 demo: $(VENV)/.demo
 	$(VENV)/bin/blr-analysis demo $(ARGS)
 
-test: parity-deps
-	$(PYTEST) $(ARGS)
+test: parity-deps $(VENV)/.chromium
+	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) $(ARGS)
+
+# A warning, a broken link among them, is an error.
+docs: $(VENV)/.test
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build $(ARGS)
+
+notebooks: $(VENV)/.test
+	$(RUN) -m jupytext --to ipynb tutorials/0*.py
 
 bench: parity-deps $(VENV)-peers/kronfluence/.done
 	$(RUN) -m benchmarks --kronfluence $(VENV)-peers/kronfluence/bin/python $(ARGS)
@@ -58,7 +67,7 @@ format: parity-deps
 parity-deps: $(VENV)/.parity
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-peers .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/_made
 
 # The environment, in steps; a stamp says that a step is done.
 $(RUN):
@@ -72,11 +81,16 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(RUN)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(RUN)
-	$(INSTALL) -c constraints.txt -e '.[test,dev,tutorials]'
+	$(INSTALL) -c constraints.txt -e '.[test,dev,docs,tutorials]'
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.parity: requirements/parity.txt $(VENV)/.test
 	$(INSTALL) --no-deps -r requirements/parity.txt
+	@touch $@
+
+# A browser for the tests that look at pages, where there is none and apt can fetch one.
+$(VENV)/.chromium: .ci/chromium | $(RUN)
+	@.ci/chromium $(VENV)/chromium
 	@touch $@
 
 # Every peer lives in an environment of its own: what they ask for does not go together.

@@ -1,6 +1,6 @@
 """Post-hoc analysis of models trained with the Bayesian learning rule.
 
-Which data made this model, and what would it be without them?
+Which data made this model, and what would it be without them? Four lines say:
 
     task = Task(model, data, likelihood="categorical")
     posterior = fit_laplace(task)

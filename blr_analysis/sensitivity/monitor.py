@@ -79,9 +79,6 @@ class Monitor(Plottable):
         rows: what was recorded, one mapping per epoch; NaN where there is nothing to say (no test
             task, the accuracy of a regression). Losses in nats per example.
         indices: the watched examples, ``[n]``.
-        table: the rows as a DataFrame: epoch, train_nll, train_accuracy, loo_nll, loo_accuracy,
-            test_nll, test_accuracy, mean_deviation, mean_self_influence, max_leverage, seconds.
-        examples_table: epoch × example, one row each, with the task's metadata.
 
     Raises:
         InputError: a task of sequences, ``every`` below 1, an unknown measure or correction,
@@ -252,7 +249,11 @@ class Monitor(Plottable):
 
     @property
     def table(self) -> Any:
-        """DataFrame: one row per recorded epoch; ``table.to_csv(path)`` saves it."""
+        """DataFrame: one row per recorded epoch; ``table.to_csv(path)`` saves it.
+
+        epoch, train_nll, train_accuracy, loo_nll, loo_accuracy, test_nll, test_accuracy,
+        mean_deviation, mean_self_influence, max_leverage, seconds.
+        """
         return make_table(self)
 
     @property

@@ -43,8 +43,8 @@ class WhatIf(Plottable):
             "cg" one for each gradient, two for each product with the Gauss–Newton matrix.
         converged: whether nothing was left to gain (always True for "posterior", which makes its
             one step); where False, ``error`` says how much.
-        error: |change of the nll on ``evaluate``| that one more step would make, in nats; several
-            more add up to more: the size of what is missing, no bound on it. None for
+        error: by how many nats one more step would change the nll on ``evaluate``, up or down;
+            several more add up to more: the size of what is missing, no bound on it. None for
             "posterior".
         moves: the accepted ones, the start first: kind, passes so far, objective on the changed
             data in nats (it never rises), expected decrease by the next.

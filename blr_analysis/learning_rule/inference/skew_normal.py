@@ -56,7 +56,7 @@ class NotSkewNormal(InputError):
 
 @dataclass(frozen=True, eq=False)
 class SkewNormal:
-    """θ = m + |w| a + ε/√s with standard normal w and ε.
+    """θ = m + ``|w|`` a + ε/√s with standard normal w and ε.
 
     Attributes:
         location: m, a number.
@@ -87,13 +87,13 @@ class SkewNormal:
 
     @property
     def natural(self) -> Natural:
-        """λ of (θ, |w| θ, θ²), given w."""
+        """λ of (θ, ``|w|`` θ, θ²), given w."""
         s = self.precision
         return {"linear": s * self.location, "lean": s * self.lean, "square": -0.5 * s}
 
     @property
     def expectation(self) -> Natural:
-        """μ = E[(θ, |w| θ, θ²)]."""
+        """μ = E[(θ, ``|w|`` θ, θ²)]."""
         m, a, c = self.location, self.lean, HALF_NORMAL
         square = m.square() + 2 * c * m * a + a.square() + 1 / self.precision
         return {"linear": m + c * a, "lean": c * m + a, "square": square}

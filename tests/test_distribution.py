@@ -1,0 +1,62 @@
+"""Wheel and sdist: what they install, in an environment that has never seen this folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: object, cwd: Path) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV"))}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd, env=clean, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_what_is_installed_runs_the_demo(tmp_path: Path) -> None:
+    """The wheel is built from the sdist, so that both hold all that is needed; the dependencies
+    are those of this environment, so that nothing is fetched."""
+    pytest.importorskip("hatchling")
+    build = (sys.executable, "-m", "hatchling", "build", "-d", tmp_path / "dist", "-t")
+    run(*build, "sdist", cwd=ROOT)
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    run(*build, "wheel", cwd=source)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("blr_analysis/")}
+    package = (ROOT / "blr_analysis").rglob("*")
+    assert held == {
+        str(p.relative_to(ROOT))
+        for p in package
+        if p.is_file() and p.suffix not in (".pyc", ".pyo")
+    }
+
+    place = tmp_path / "env"
+    venv.create(place)
+    env = {"base": str(place), "platbase": str(place)}
+    packages = Path(sysconfig.get_path("purelib", "venv", env))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = Path(sysconfig.get_path("scripts", "venv", env)) / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    where = run(python, "-c", "import blr_analysis; print(blr_analysis.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(place)
+    said = run(python.with_name("blr-analysis"), "demo", "--out", "demo", cwd=tmp_path)
+    assert "report.html" in said
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 1e6

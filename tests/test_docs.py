@@ -1,0 +1,112 @@
+"""The pages: their code runs, their links lead somewhere, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+from tiny_lm import TinyLM
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import blr_analysis as blr
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(p for p in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md")) if p.name != "CHANGELOG.md")
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+def digits() -> dict[str, Any]:
+    """What most pages take for granted: a small classifier, its data, its loop."""
+    torch.manual_seed(0)
+    X, y = torch.randn(60, 4), torch.arange(60) % 3
+    X[:, 0] += y
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+    def train() -> None:
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            optimizer.step()
+
+    loss = nn.CrossEntropyLoss()
+    train()
+    data, test_data = TensorDataset(X, y), TensorDataset(X[:20] + 0.1, y[:20])
+    task, test_task = blr.Task(model, data), blr.Task(model, test_data)
+    return {
+        "X": X, "y": y, "model": model, "data": data, "task": task, "test_task": test_task,
+        "posterior": blr.fit_laplace(task, prior_precision=1.0), "delta": 1.0, "train": train,
+        "optimizer": optimizer, "loader": DataLoader(data, batch_size=20, shuffle=True),
+        "loss": loss, "epochs": 1,
+    }  # fmt: skip
+
+
+def merging() -> dict[str, Any]:
+    known = digits()
+    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    return {
+        "base": known["model"], "models": models,
+        "tasks": [blr.Task(model, known["data"]) for model in models],
+    }  # fmt: skip
+
+
+def language() -> dict[str, Any]:
+    torch.manual_seed(0)
+    ids = torch.randint(7, (8, 6))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    model = TinyLM()
+    questions = blr.Task(model, DataLoader(rows[:2], batch_size=2), likelihood="causal_lm")
+    return {
+        "model": model, "loader": DataLoader(rows, batch_size=4), "delta": 1.0,
+        "questions": questions,
+    }  # fmt: skip
+
+
+def tables() -> dict[str, Any]:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    known = digits()
+    X, y = known["X"].numpy(), known["y"].numpy()
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    return {
+        **known, "pd": pd, "datasets": pytest.importorskip("datasets"), "pipeline": pipeline,
+        "X_train": X, "y_train": y, "X_test": X[:20], "y_test": y[:20],
+    }  # fmt: skip
+
+
+WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "start.md": dict, "merging.md": merging, "llm.md": language, "ways.md": tables,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if CODE.search(p.read_text("utf-8"))], ids=lambda page: page.name
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block after block, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    known = {"blr": blr, "torch": torch, "nn": nn, **WORLDS.get(page.name, digits)()}
+    text = page.read_text("utf-8")
+    for match in CODE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        exec(compile("\n" * line + match[1], str(page), "exec"), known)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_to_files(page: Path) -> None:
+    wanted = [page.parent / link for link in LINK.findall(page.read_text("utf-8"))]
+    assert [str(path) for path in wanted if "_made" not in path.parts and not path.exists()] == []
