@@ -45,9 +45,12 @@ def orthogonal_basis(form: Structure) -> Tensor:
     place = unflatten(torch.arange(size), {n: torch.empty(s) for n, s in shapes.items()})
     for block in form.blocks:
         where = block.join({n: place[n] for n in block.names})
-        for group, left, right in zip(where, block.left, block.right, strict=True):
+        for k, group in enumerate(where):
             index = group.flatten()
-            basis[index.unsqueeze(1), index] = torch.kron(left, right)
+            left = torch.eye(len(group)) if block.left is None else block.left[k]
+            basis[index.unsqueeze(1), index] = torch.kron(
+                left.to(basis).contiguous(), block.right[k].contiguous()
+            )
     return basis
 
 

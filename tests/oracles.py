@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
 
 from blr_analysis.task import Task
 
@@ -83,6 +85,52 @@ def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
 
         hessian = torch.func.hessian(loss)(f)
         total = total + jacobian[i].mT @ hessian @ jacobian[i]
+    return total
+
+
+def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
+    """What input moments are, ``[P, P]``: the Jacobians of each layer's own outputs with respect to
+    its own weights, by autograd, one example at a time; N for parameters of no such layer."""
+    names = {id(p): n for n, p in task.model.named_parameters()}
+    at, start = {}, 0
+    for n, p in params.items():
+        at[n] = torch.arange(start, start := start + p.numel())
+    total = torch.zeros(start, start, dtype=torch.float64)
+    kinds = nn.Linear | nn.Embedding | nn.MultiheadAttention | _ConvNd
+    layers = {
+        m: {k: names[id(p)] for k, p in m._parameters.items() if p is not None}
+        for m in task.model.modules()
+        if isinstance(m, kinds) or type(m).__name__ == "Conv1D"
+    }
+    fired: set[str] = set()
+    matrices = {own["weight"] for m, own in layers.items() if isinstance(m, nn.Linear)}
+
+    def seen(module: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
+        own = layers[module]
+        if isinstance(module, nn.Embedding) and own["weight"] in matrices:
+            return
+        held = {k: params[n] for k, n in own.items()}
+
+        def outputs(held: dict[str, Tensor]) -> Tensor:
+            if isinstance(module, nn.MultiheadAttention):
+                return nn.functional.linear(args[0], held["in_proj_weight"], held["in_proj_bias"])
+            return functional_call(copied[module], held, args)
+
+        jacobian = torch.func.jacrev(outputs)(held)
+        j = torch.cat([x.reshape(-1, held[k].numel()) for k, x in jacobian.items()], 1).detach()
+        fired.update(own.values())
+        where = torch.cat([at[n] for n in own.values()])
+        total[where.unsqueeze(1), where] += j.mT @ j
+
+    copied = {m: copy.deepcopy(m) for m in layers if not isinstance(m, nn.MultiheadAttention)}
+    handles = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in layers]
+    for i in range(task.n_data):
+        with task.evaluation():
+            task.run(task.fetch(torch.tensor([i])), dict(params))
+    for handle in handles:
+        handle.remove()
+    for n in set(params) - fired:
+        total[at[n], at[n]] = task.n_data
     return total
 
 

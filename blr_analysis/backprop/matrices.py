@@ -103,13 +103,27 @@ class Basis(Joint):
     """A layer's matrices in the eigenvectors of its Kronecker factors, U_Gᵀ G U_A."""
 
     right: Tensor  # U_A [g, I', I'] of the layer's inputs
-    left: Tensor  # U_G [g, O, O] of its output gradients
+    left: Tensor | None = None  # U_G [g, O, O] of its output gradients; None: the identity
+    inputs: float | None = None  # the mean eigenvalue of Σ a aᵀ, where it is known
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(g, O, I')``."""
-        return len(self.left), self.left.shape[-1], self.right.shape[-1]
+        return len(self.right), self.layout.rows, self.right.shape[-1]
+
+    def turn(self, matrices: Tensor) -> Tensor:
+        """U_Gᵀ G U_A of ``[..., g, O, I']``."""
+        return (matrices if self.left is None else self.left.mT @ matrices) @ self.right
+
+    def back(self, matrices: Tensor) -> Tensor:
+        """U_G G U_Aᵀ, the inverse of :meth:`turn`."""
+        return (matrices if self.left is None else self.left @ matrices) @ self.right.mT
+
+    def squares(self, values: Tensor) -> Tensor:
+        """The diagonal of U diag(s) Uᵀ for s ``[g, O, I']``."""
+        down = values if self.left is None else self.left.square() @ values
+        return down @ self.right.square().mT
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
-        left, right = (u.to(device, dtype) for u in (self.left, self.right))
-        return replace(self, right=right, left=left)
+        left = None if self.left is None else self.left.to(device, dtype)
+        return replace(self, right=self.right.to(device, dtype), left=left)

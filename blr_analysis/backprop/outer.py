@@ -341,7 +341,8 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
             return torch.addmm(right[-1], part, right[:-1]).square_()
 
         scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
-        return _scaled_gram(term.stacked().squeeze(3) @ basis.left, scale)
+        d = term.stacked().squeeze(3)
+        return _scaled_gram(d if basis.left is None else d @ basis.left, scale)
     turned = rotated(term, basis)
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None)
@@ -398,7 +399,9 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     before = t * i * joint + k * t * o * o
     after = k * o * joint * (joint + o)
     if t > 1 and (after < before or term.weight is None):
-        return left.mT.unsqueeze(1) @ term.joint_matrices() @ right.unsqueeze(1)
+        matrices = term.joint_matrices()
+        matrices = matrices if left is None else left.mT.unsqueeze(1) @ matrices
+        return matrices @ right.unsqueeze(1)
     if term.weight is None:
         a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
     elif g == 1:
@@ -408,7 +411,7 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     else:
         a = term.inputs @ right[:, :i]
         a = a if joint == i else a + right[:, -1:]
-    d = [grad @ left for grad in term.grads]
+    d = term.grads if left is None else [grad @ left for grad in term.grads]
     return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)
 
 

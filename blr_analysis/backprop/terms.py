@@ -153,8 +153,9 @@ class Term(ABC):
     def rotated(self, basis: Basis) -> Term:
         """U_Gᵀ G U_A, named and shaped as the basis is: ``basis.key``, ``[g, O, I']``."""
         joint = basis.join(self.jacobian()).movedim(1, 2)
-        turned = basis.left.mT.unsqueeze(1) @ joint @ basis.right.unsqueeze(1)
-        return Dense({basis.key: turned.movedim(2, 1)})
+        if basis.left is not None:
+            joint = basis.left.mT.unsqueeze(1) @ joint
+        return Dense({basis.key: (joint @ basis.right.unsqueeze(1)).movedim(2, 1)})
 
     def rotated_gram(self, basis: Basis, variance: Tensor) -> Tensor:
         """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""

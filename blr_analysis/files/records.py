@@ -54,18 +54,19 @@ def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
     return record
 
 
-def checked_diagonal(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """The record of diagonal precisions, complete: its kind by today's name, δ as floats.
+def checked_record(
+    record: dict[str, Any], where: str, structures: tuple[str, ...] = ("diag", "gram", "kron")
+) -> dict[str, Any]:
+    """The record of precisions for merging, complete: its kind by today's name, δ as floats.
 
     Raises:
         StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
             entry per weight.
     """
     again = "Save it again with this release, or write it with write_precision."
-    if record.get("structure") != "diag":
+    if record.get("structure") not in structures:
         raise StorageError(
-            f"{where!r} is of structure {record.get('structure')!r}: merging takes "
-            "structure='diag'."
+            f"{where!r} is of structure {record.get('structure')!r}: expected one of {structures}."
         )
     names = record.get("parameters")
     if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):

@@ -11,7 +11,7 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import MergeSettings, Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
-from blr_analysis.merging.precisions import DiagonalPrecision
+from blr_analysis.merging.precisions import StoredPrecision
 
 MERGED, COPIED = "merged", "copied"
 # What stands for the precision of one task in one tensor.
@@ -31,7 +31,7 @@ class OpenModel:
     """
 
     source: Source
-    precision: DiagonalPrecision | None
+    precision: StoredPrecision | None
     weight: Weight
 
 
@@ -46,6 +46,7 @@ class Item:
         weights: α_t, normalised where the method says so.
         curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
         note: what a reader of the report should know.
+        layer: the weight of the layer whose matrix it is part of, where that is solved as one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Item:
     weights: tuple[float, ...]
     curved: tuple[str, ...]
     note: str = ""
+    layer: str = ""
 
 
 def fates(
@@ -64,6 +66,7 @@ def fates(
     settings: MergeSettings,
     *,
     based: bool,
+    base_precision: StoredPrecision | None = None,
 ) -> tuple[Item, ...]:
     """Every tensor of ``reference`` as an item of the plan.
 
@@ -80,7 +83,39 @@ def fates(
     if method.uses_precisions and missing == "error":
         _refuse_missing(items, parts)
     stand_in = BASE if missing == "base" and method.uses_base_precision else ZERO
-    return tuple(_with_stand_in(item, stand_in) for item in items)
+    items = tuple(_with_stand_in(item, stand_in) for item in items)
+    return _in_layers(items, parts, base_precision) if method.uses_precisions else items
+
+
+def _in_layers(
+    items: tuple[Item, ...], parts: Sequence[OpenModel], first: StoredPrecision | None
+) -> tuple[Item, ...]:
+    """The items with the layers that they are solved in.
+
+    Raises:
+        PosteriorError: precisions of different structures in one layer.
+        InputError: a weight and its bias that count differently.
+    """
+    held = [p for p in (first, *(part.precision for part in parts)) if p is not None]
+    joints = {key: joint for p in held for key, (joint, _) in p.layers.items()}
+    named = {n: joint for joint in joints.values() for n in joint.names}
+    by_name = {item.name: item for item in items}
+    for key, joint in joints.items():
+        group = [by_name[n] for n in joint.names]
+        for p in held:
+            own = p.layers.get(key, (None, None))[0]
+            if own != joint and any(p.covers(n) for n in joint.names):
+                raise PosteriorError(
+                    f"{p.name!r} has another structure in {key!r} than the other precisions: fit "
+                    "all of them alike"
+                )
+        if any((i.weights, i.curved) != (group[0].weights, group[0].curved) for i in group):
+            raise InputError(
+                f"{' and '.join(joint.names)} are merged as one matrix: give them the same weights"
+            )
+    return tuple(
+        replace(item, layer=named[item.name].key) if item.name in named else item for item in items
+    )
 
 
 def _item(
@@ -158,7 +193,7 @@ def _alpha(part: OpenModel, name: str) -> float:
 def _curved(part: OpenModel, name: str) -> str:
     if part.precision is None:
         return ""
-    if part.precision.spec(name) is not None:
+    if part.precision.covers(name):
         return OWN
     return ZERO if name in part.precision.frozen else ""
 

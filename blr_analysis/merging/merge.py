@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, d
 from blr_analysis.merging.fates import MERGED, OpenModel
 from blr_analysis.merging.files import copy_files
 from blr_analysis.merging.job import Job, Member, MergeSettings, Weight
+from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.plan import (
     MAX_MEMORY,
     SHARD,
@@ -46,6 +47,7 @@ class MergeReport(Tabular):
         files: the fate of every file beside the weights.
         shards: the files with weights.
         seconds: that it took.
+        solves: by layer merged as one matrix, the residual and iterations of its equation.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class MergeReport(Tabular):
     files: Mapping[str, str]
     shards: tuple[str, ...]
     seconds: float
+    solves: Mapping[str, Solved] = field(default_factory=dict)
 
     @property
     def bytes_read(self) -> int:
@@ -118,10 +121,12 @@ def execute(
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
         with _bar(plan.bytes_read, progress) as bar:
-            fallback = stream(plan, shards, bar.update)
+            met = stream(plan, shards, bar.update)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype)
         seconds = time.perf_counter() - started
-        report = MergeReport(target, plan, dict(fallback), files, tuple(shards.names), seconds)
+        fallback, solves = dict(met.fallback), dict(met.solves)
+        names = tuple(shards.names)
+        report = MergeReport(target, plan, fallback, files, names, seconds, solves)
         if documents is not None:
             for name, text in documents(report).items():
                 (draft / name).write_text(text, encoding="utf-8")
@@ -145,6 +150,9 @@ def merge(
     normalize: bool | None = None,
     dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
+    shrink: float = 1.0,
+    power: float = 1.0,
+    trust: bool = False,
     out: str | os.PathLike[str] | None = None,
     max_memory: int = MAX_MEMORY,
     max_shard_bytes: int = SHARD,
@@ -162,8 +170,10 @@ def merge(
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
         models: θ_t: of the same kind. A folder may be a LoRA adapter of the base.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
-            name; a diagonal :class:`~blr_analysis.Posterior`, whose prior is taken off; with
-            folders, precision folders. None, or None for one model: see ``missing_precision``.
+            name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
+            prior is taken off; with folders, precision folders. Those with factors are solved layer
+            by layer, see :mod:`blr_analysis.merging.layers`. None, or None for one model: see
+            ``missing_precision``.
         weights: α_t: numbers, or functions of the tensor's name; one for all, or one per model;
             1 if None. Negative ones remove a task.
         base_precision: H_0 without δ, given like one of ``precisions``.
@@ -175,6 +185,9 @@ def merge(
         normalize: divide the weights by their sum; None: as the method does ("linear" divides).
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
+        shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
+        power: of "kron" A ⊗ G, the power of G, 0 to 1.
+        trust: take precisions that were recorded for other weights than the model's.
         out: with folders: the folder to write, new or empty.
         max_memory: bytes of buffers at most, on top of what Python and torch take.
         max_shard_bytes, threads, progress: with folders, see
@@ -211,7 +224,9 @@ def merge(
     alphas = _each("weights", weights, count, 1.0)
     given = _each("precisions", precisions, count, None)
     numbers = _each("n_data", n_data, count, None)
-    settings = MergeSettings(method, delta, missing_precision, normalize, dtype, out_dtype)
+    settings = MergeSettings(
+        method, delta, missing_precision, normalize, dtype, out_dtype, shrink, power, trust
+    )
     if on_disk and all(on_disk):
         if out is None:
             raise InputError("folders are merged into a folder: name it with out=")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from blr_analysis.checks import positive_int
+from blr_analysis.backprop.matrices import Joint
+from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
 from blr_analysis.merging.fates import COPIED, OWN, Item, OpenModel, fates
@@ -19,7 +22,7 @@ from blr_analysis.merging.job import MISSING, Job, MergeSettings
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method
-from blr_analysis.merging.precisions import DiagonalPrecision, check_fits, open_precision
+from blr_analysis.merging.precisions import StoredPrecision, check_fits, open_precision
 from blr_analysis.views import Tabular
 
 CHUNK = 2**18  # entries of a tensor in hand at a time, at most
@@ -43,12 +46,13 @@ class MergePlan(Tabular):
         chunk, workers: entries at a time, and threads.
         memory: bytes of buffers that this takes at most.
         job: the description that the plan was made from, where folders are merged.
+        shrink, power: of precisions with factors.
     """
 
     method: Method
     base: Source | None
     parts: tuple[OpenModel, ...]
-    base_precision: DiagonalPrecision | None
+    base_precision: StoredPrecision | None
     delta: float
     dtype: torch.dtype
     items: tuple[Item, ...]
@@ -56,6 +60,21 @@ class MergePlan(Tabular):
     workers: int
     memory: int
     job: Job | None = None
+    shrink: float = 1.0
+    power: float = 1.0
+
+    @property
+    def held(self) -> list[StoredPrecision]:
+        """The precisions, the base's first."""
+        every = [self.base_precision, *(part.precision for part in self.parts)]
+        return [p for p in every if p is not None]
+
+    @cached_property
+    def layers(self) -> dict[str, Joint]:
+        """The layers that are solved as one matrix, by their weights."""
+        joints = {k: j for p in self.held for k, (j, _) in p.layers.items()}
+        used = {item.layer for item in self.items}
+        return {key: joint for key, joint in joints.items() if key in used}
 
     @property
     def reference(self) -> Source:
@@ -73,10 +92,6 @@ class MergePlan(Tabular):
                 f"precisions of different kinds weigh against each other: {', '.join(kinds)}; "
                 "their units may differ"
             )
-        for part in self.parts:
-            unused = getattr(part.weight, "unused", None)
-            for word in [] if unused is None else unused(self.reference.specs):
-                notes.append(f"{part.source.name}: no tensor's name holds the filter {word!r}")
         names = [p.name for p in used]
         notes += [
             f"the precision {name!r} stands for several models"
@@ -95,8 +110,11 @@ class MergePlan(Tabular):
         return sum(self.bytes_of(item) for item in self.items)
 
     def bytes_of(self, item: Item) -> int:
-        """What the merge reads for one tensor."""
-        return item.spec.numel * _stored_per_entry(self, item)
+        """What the merge reads for one tensor, with the factors of its layer at its weight."""
+        factors = 0
+        if item.layer == item.name:
+            factors = sum(p.factor_bytes(item.name) for p in self.held)
+        return item.spec.numel * _stored_per_entry(self, item) + factors
 
 
 def make_plan(
@@ -104,7 +122,7 @@ def make_plan(
     base: Source | None,
     parts: Sequence[OpenModel],
     *,
-    base_precision: DiagonalPrecision | None = None,
+    base_precision: StoredPrecision | None = None,
     max_memory: int = MAX_MEMORY,
     threads: int | None = None,
 ) -> MergePlan:
@@ -137,7 +155,16 @@ def make_plan(
         for precision in (*(p.precision for p in parts), *first):
             if precision is not None:
                 check_fits(precision, reference)
-    items = fates(reference, parts, reads, settings, based=base is not None)
+    for part in parts:
+        _check_filters(part, reference)
+    items = fates(
+        reference,
+        parts,
+        reads,
+        settings,
+        based=base is not None,
+        base_precision=base_precision if curved else None,
+    )
     plan = MergePlan(
         method=method,
         base=base,
@@ -149,8 +176,22 @@ def make_plan(
         chunk=CHUNK,
         workers=1,
         memory=0,
+        shrink=float(settings.shrink),
+        power=float(settings.power),
     )
     return _within(plan, max_memory, threads)
+
+
+def _check_filters(part: OpenModel, reference: Source) -> None:
+    """Raise :class:`InputError` where a weight's filter is in no tensor's name."""
+    unused = getattr(part.weight, "unused", None)
+    for word in [] if unused is None else unused(reference.specs):
+        parts = {p for name in reference.specs for p in (name, *name.split("."))}
+        near = get_close_matches(word, parts, 3, 0.5) or sorted(parts, key=len)[-1:]
+        raise InputError(
+            f"{part.source.name}: no tensor's name holds the filter {word!r}: "
+            f"did you mean {some(near)}?"
+        )
 
 
 def _check_settings(
@@ -168,12 +209,15 @@ def _check_settings(
         raise InputError(f"missing_precision must be one of {MISSING}, got {missing!r}")
     if dtype not in (torch.float32, torch.float64):
         raise InputError(f"dtype, of the arithmetic, must be float32 or float64, got {dtype!r}")
+    for name, value in {"shrink": settings.shrink, "power": settings.power}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise InputError(f"{name} must be between 0 and 1, got {value!r}")
     if out_dtype is not None and out_dtype not in MERGEABLE:
         raise InputError(f"out_dtype must be one of {MERGEABLE} or None, got {out_dtype!r}")
 
 
 def _stored_per_entry(plan: MergePlan, item: Item) -> int:
-    """Bytes on disk that stand behind one entry of a tensor."""
+    """Bytes on disk that stand behind one entry of a tensor, factors apart."""
     if item.fate == COPIED:
         return plan.reference.specs[item.name].dtype.itemsize
     size = 0 if plan.base is None else plan.base.specs[item.name].dtype.itemsize
@@ -199,8 +243,10 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     each = stored + acc * (len(plan.parts) + 1) + 2 * acc
     fixed = 7 * BLOCK * acc
 
+    layers = [_layer_need(plan, key) for key in plan.layers]
+
     def need(workers: int, chunk: int) -> int:
-        return workers * (chunk * each + fixed)
+        return workers * max(chunk * each + fixed, *layers, 0)
 
     longest = max((i.spec.numel for i in plan.items), default=1)
     chunk = min(CHUNK, max(1, -(-longest // BLOCK)) * BLOCK)
@@ -214,6 +260,28 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
             f"{need(1, BLOCK)}"
         )
     return replace(plan, chunk=chunk, workers=workers, memory=need(workers, chunk))
+
+
+def _layer_need(plan: MergePlan, key: str) -> int:
+    """Bytes that the largest layer's factors, solve and rows take, in float64."""
+    joint, count = plan.layers[key], len(plan.parts)
+    g, o = joint.layout.groups, joint.layout.rows
+    i = joint.layout.columns + (joint.bias is not None)
+    held = len(plan.held)
+    if any(p.has_outputs(key) for p in plan.held):
+        factors = (held + 3) * g * (o * o + i * i + 2 * o * i)
+        return 8 * (factors + (2 * count + 8) * g * o * i)
+    rows = rows_at_once(joint)
+    return 8 * ((held + 5) * g * i * i + (2 * count + 6) * g * rows * i)
+
+
+def rows_at_once(joint: Joint) -> int:
+    """Rows of a layer's matrix that are merged together where all have one matrix H: always the
+    same, so that the result's bits do not depend on the memory."""
+    layout = joint.layout
+    if layout.groups > 1 or layout.transposed:
+        return layout.rows
+    return min(layout.rows, max(64, CHUNK // layout.columns))
 
 
 # What changes a model's outputs and not the shapes of its weights.

@@ -15,16 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, storage
-from blr_analysis.files.records import checked_diagonal
+from blr_analysis.files.records import checked_record
+from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import Posterior, Prior, n_data_of, take_off
+
+FACTORED = ("gram", "kron")
+VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
 
 
 @dataclass(frozen=True)
-class DiagonalPrecision:
-    """Named diagonal precisions, read piecewise as H = scale · (S − δ).
+class StoredPrecision:
+    """Named precisions, read piecewise as H = scale · (S − δ).
 
     Attributes:
         source: where the numbers are.
@@ -33,6 +38,9 @@ class DiagonalPrecision:
         scale: 1, or n_data for averages over examples.
         frozen: parameters that were not trained: H = 0 by intention.
         kind: what the numbers are, as the record says it.
+        layers: those with factors, by their weights: how they are read as matrices, and the mean
+            eigenvalue of their inputs' moments, where it is known.
+        sha256: the fingerprint of the model that it belongs to, where it was recorded.
     """
 
     source: Source
@@ -41,6 +49,8 @@ class DiagonalPrecision:
     scale: float = 1.0
     frozen: frozenset[str] = frozenset()
     kind: str = ""
+    layers: Mapping[str, tuple[Joint, float | None]] = field(default_factory=dict)
+    sha256: str | None = None
 
     @property
     def name(self) -> str:
@@ -51,6 +61,48 @@ class DiagonalPrecision:
         """Shape and storage of one parameter's precision; None where there is none."""
         key = self.stored.get(name)
         return None if key is None else self.source.specs[key]
+
+    def covers(self, name: str) -> bool:
+        """Whether a parameter has a precision of its own."""
+        return name in self.stored or any(name in joint.names for joint, _ in self.layers.values())
+
+    def has_outputs(self, key: str) -> bool:
+        """Whether a layer's H is no matrix for all rows alike."""
+        joint = self.layers[key][0] if key in self.layers else None
+        values = self.source.specs.get(key + VALUES)
+        wide = values is not None and joint is not None and values.shape[1] > 1
+        return wide or key + VECTORS[1] in self.source.specs
+
+    def factor_bytes(self, key: str) -> int:
+        """What a layer's factors take on disk."""
+        places = (key + part for part in (VALUES, *VECTORS)) if key in self.layers else ()
+        return sum(self.source.specs[p].nbytes for p in places if p in self.source.specs)
+
+    def factors(self, key: str, shrink: float = 1.0, power: float = 1.0) -> Factors:
+        """H of a layer, in float64.
+
+        Raises:
+            PosteriorError: NaN, inf, or eigenvalues below 0.
+        """
+        joint, inputs = self.layers[key]
+        held = {
+            part: self.source.tensor(place).double().cpu()
+            for part in (VALUES, *VECTORS)
+            if (place := key + part) in self.source.specs
+        }
+        values = held.pop(VALUES)
+        whole = [bool(t.isfinite().all()) for t in (values, *held.values())]
+        prior = self.prior.get(key, 0.0)
+        rounding = 1e-5 * (prior + float(values.abs().max()))
+        if not all(whole) or not bool((values >= prior - rounding).all()):
+            raise PosteriorError(
+                f"the factors of {key!r} in {self.name!r} are negative, NaN or inf: fit them again"
+            )
+        values = (values - prior).clamp_min_(0).mul_(self.scale)
+        right, left = (held.get(key) for key in VECTORS)
+        assert right is not None
+        basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
+        return Factors(basis, values, shrink).raised(power)
 
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
@@ -82,7 +134,7 @@ class DiagonalPrecision:
         return id(self)
 
 
-def open_precision(path: Path, n_data: int | None = None) -> DiagonalPrecision:
+def open_precision(path: Path, n_data: int | None = None) -> StoredPrecision:
     """A precision folder or file on disk.
 
     Raises:
@@ -96,30 +148,69 @@ def open_precision(path: Path, n_data: int | None = None) -> DiagonalPrecision:
             raise InputError(
                 f"n_data is missing for {str(path)!r}: without a record its numbers are averages"
             )
-        return DiagonalPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
-    record = checked_diagonal(record, str(path))
+        return StoredPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
+    record = checked_record(record, str(path))
     if n_data is not None and n_data != record["n_data"]:
         raise InputError(
             f"{str(path)!r} is a sum over n_data={record['n_data']} examples, not {n_data}: leave "
             "n_data out"
         )
-    names = record["parameters"]
-    return DiagonalPrecision(
+    prior = Prior.of_any(record["prior_precision"]).within(record)
+    return _recorded(source, record, prior.numbers(record["parameters"]))
+
+
+def _recorded(
+    source: Source, record: Mapping[str, Any], prior: Mapping[str, float]
+) -> StoredPrecision:
+    names = list(record["parameters"])
+    try:
+        layers = {
+            joint.key: (joint, entry.get("inputs"))
+            for entry in record.get("blocks", ())
+            for joint in [Joint.read(entry)]
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{source.name!r} has malformed layers: {error}") from error
+    _check_layers(source, layers)
+    joined = {n for joint, _ in layers.values() for n in joint.names}
+    return StoredPrecision(
         source,
-        _stored(source, names, record.get("tied")),
-        Prior.of_any(record["prior_precision"]).within(record).numbers(names),
+        _stored(source, [n for n in names if n not in joined], record.get("tied")),
+        prior,
         frozen=frozenset(record.get("frozen") or ()),
-        kind=record["kind"] or "",
+        kind=record.get("kind") or "",
+        layers=layers,
+        sha256=record.get("model_sha256"),
     )
 
 
-def precision_in_memory(label: str, given: Any, n_data: int | None) -> DiagonalPrecision:
-    """A diagonal :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given)."""
+def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None]]) -> None:
+    for key, (joint, _) in layers.items():
+        g, o = joint.layout.groups, joint.layout.rows
+        i = (0 if joint.weight is None else joint.layout.columns) + (joint.bias is not None)
+        wanted = {VECTORS[0]: {(g, i, i)}, VALUES: {(g, o, i), (g, 1, i)}}
+        if key + VECTORS[1] in source.specs:
+            wanted[VECTORS[1]] = {(g, o, o)}
+        for part, shapes in wanted.items():
+            spec = source.specs.get(key + part)
+            if spec is None or spec.shape not in shapes:
+                raise PosteriorError(
+                    f"{key + part!r} of {source.name!r} is "
+                    f"{'missing' if spec is None else list(spec.shape)}, not {list(min(shapes))}: "
+                    "factors of another layer?"
+                )
+
+
+def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPrecision:
+    """A :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given)."""
+    if isinstance(given, Posterior) and given.structure in FACTORED:
+        prior = given.prior.within(given.record).numbers(given.mean)
+        about = {**given.record, **given.form.record(), "parameters": list(given.mean)}
+        return _recorded(Loaded(label, given.form.tensors()), about, prior)
     if isinstance(given, Posterior):
         if given.structure != "diag":
             raise PosteriorError(
-                f"{label} is of structure {given.structure!r}: fit a diagonal one "
-                "(structure='diag') for a merge"
+                f"{label} is of structure {given.structure!r}: fit 'diag', 'gram' or 'kron'"
             )
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)
@@ -129,12 +220,12 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> DiagonalP
         if prior.tensors:
             source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
             prior = Prior({None: 0.0})
-        return DiagonalPrecision(
+        return StoredPrecision(
             source, _stored(source, list(tensors), tied), prior.numbers(tensors), frozen=frozen
         )
     source = Loaded(label, given)
     scale = 1.0 if n_data is None else float(n_data_of(n_data))
-    return DiagonalPrecision(source, {n: n for n in source.specs}, scale=scale)
+    return StoredPrecision(source, {n: n for n in source.specs}, scale=scale)
 
 
 def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
@@ -150,15 +241,23 @@ def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
     return stored
 
 
-def check_fits(precision: DiagonalPrecision, reference: Source) -> None:
+def check_fits(precision: StoredPrecision, reference: Source) -> None:
     """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
     ours = {precision.stored[n] for n in precision.stored if n in reference.specs}
     foreign = [n for n in precision.stored.values() if n not in ours]
+    shapes = {n: s for joint, _ in precision.layers.values() for n, s in joint.shapes.items()}
+    foreign += [n for n in shapes if n not in reference.specs]
     if foreign:
         raise PosteriorError(
             f"the precision {precision.name!r} belongs to another model than {reference.name!r}, "
             f"which has no {some(sorted(set(foreign)))}"
         )
+    for name, shape in shapes.items():
+        if reference.specs[name].shape != shape:
+            raise PosteriorError(
+                f"the factors of {name!r} in {precision.name!r} are of a {list(shape)}, the weight "
+                f"is {list(reference.specs[name].shape)}"
+            )
     for name, spec in reference.specs.items():
         own = precision.spec(name)
         if own is not None and own.shape != spec.shape:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError, StorageError
-from blr_analysis.files import Folder, Scratch, fingerprint
+from blr_analysis.files import Folder, Scratch, Source, fingerprint
 from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
-from blr_analysis.merging.plan import MergePlan
+from blr_analysis.merging.layers import Part, Solved, solver
+from blr_analysis.merging.plan import MergePlan, rows_at_once
 
 
 class Sink(Protocol):
@@ -42,7 +46,15 @@ class Memory:
 Piece = tuple[Item, int, int]
 
 
-def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counter[str]:
+@dataclass
+class Outcome:
+    """What streaming met: by tensor the entries without a precision, by layer how it was solved."""
+
+    fallback: Counter[str] = field(default_factory=Counter)
+    solves: dict[str, Solved] = field(default_factory=dict)
+
+
+def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
     """Merge every tensor of the plan; the result does not depend on threads or piece lengths.
 
     Args:
@@ -51,7 +63,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counte
         tell: called with the bytes read, after every piece.
 
     Returns:
-        By tensor name, the entries where H̄ ≤ 0 and task arithmetic stands.
+        The entries where H̄ ≤ 0 and task arithmetic stands, and the layers' residuals.
 
     Raises:
         ModelError: NaN or inf in a model or in the result.
@@ -59,7 +71,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counte
         StorageError: a file that cannot be read or written.
     """
     pieces, lock = _pieces(plan), threading.Lock()
-    fallback: Counter[str] = Counter()
+    outcome = Outcome()
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -71,10 +83,14 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counte
                 if piece is None:
                     return
                 item, start, stop = piece
-                undefined = _merge(plan, item, start, stop, sink, scratch)
+                if item.layer:
+                    solved = _merge_layer(plan, item.layer, sink, scratch)
+                    undefined, outcome.solves[item.layer] = solved.undefined, solved
+                else:
+                    undefined = _merge(plan, item, start, stop, sink, scratch)
                 with lock:
                     if undefined:
-                        fallback[item.name] += undefined
+                        outcome.fallback[item.name] += undefined
                     tell(plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1))
         except BaseException as error:
             failed.append(error)
@@ -97,11 +113,15 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Counte
         torch.set_num_threads(threads)
     if failed:
         raise failed[0]
-    return fallback
+    return outcome
 
 
 def _pieces(plan: MergePlan) -> Iterator[Piece]:
     for item in plan.items:
+        if item.layer:
+            if item.layer == item.name:
+                yield item, 0, item.spec.numel
+            continue
         for start in range(0, item.spec.numel, plan.chunk):
             yield item, start, min(start + plan.chunk, item.spec.numel)
 
@@ -134,6 +154,56 @@ def _merge(plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scrat
     _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
     sink.put(item.name, start, _rounded(result, item.spec.dtype, scratch))
     return undefined if plan.method.uses_precisions else 0
+
+
+def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Solved:
+    """Solve one layer's equation, some rows of its matrix at a time."""
+    joint, held = plan.layers[key], plan.held
+    items = {item.name: item for item in plan.items if item.layer == key}
+    parts: list[Part] = []
+    for part, alpha, kind in zip(plan.parts, items[key].weights, items[key].curved, strict=True):
+        own = part.precision if kind == OWN else None
+        h = None if own is None else own.factors(key, plan.shrink, plan.power)
+        parts.append((alpha, h, kind == BASE))
+    first = plan.base_precision
+    start = first.factors(key, plan.shrink, plan.power) if first and key in first.layers else None
+    o = joint.layout.rows
+    shape = (joint.layout.groups, o, joint.layout.columns + (joint.bias is not None))
+    solve = solver(parts, start, plan.delta, shape)
+    step = o if any(p.has_outputs(key) for p in held) else rows_at_once(joint)
+    solved = Solved()
+    for low in range(0, o, step):
+        piece = joint if step == o else _rows_of(joint, min(step, o - low))
+        at = {n: low * math.prod(s) // s[0] if low else 0 for n, s in piece.shapes.items()}
+
+        def matrix(
+            source: Source, reads: Mapping[str, str], piece: Joint = piece, at: Any = at
+        ) -> Tensor:
+            flat = {
+                n: source.read(reads[n], at[n], at[n] + math.prod(s), scratch)
+                .to("cpu", torch.float64, copy=True)
+                .view(s)
+                for n, s in piece.shapes.items()
+            }
+            return piece.join(flat)
+
+        base = None if plan.base is None else matrix(plan.base, {n: n for n in items})
+        models = [
+            matrix(part.source, {n: item.reads[k] for n, item in items.items()})
+            for k, part in enumerate(plan.parts)
+        ]
+        result, met = solve(base if plan.method.uses_base_precision else None, models)
+        solved = replace(met, undefined=solved.undefined + met.undefined)
+        _check_finite(plan, items[key], result, [*([] if base is None else [base]), *models])
+        for n, value in piece.split(result).items():
+            sink.put(n, at[n], value.reshape(-1).to(items[n].spec.dtype))
+    return solved
+
+
+def _rows_of(joint: Joint, count: int) -> Joint:
+    """Some rows of a layer's one matrix as a layer of their own."""
+    columns = joint.layout.columns
+    return replace(joint, layout=MatrixShape(1, count, columns, (count, columns)))
 
 
 def _first(

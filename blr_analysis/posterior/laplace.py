@@ -9,7 +9,8 @@ Laplace's method at the trained weights m (Khan & Rue, section 4.4; MacKay, 1992
 
 kept dense ("full"), projected on its diagonal ("diag"), on the eigenbasis of each layer's
 Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018), or on its leading
-directions, with what is left of its diagonal beside them ("lowrank").
+directions, with what is left of its diagonal beside them ("lowrank"). "gram" is no curvature: the
+second moments of the layers' inputs, S = diag(δ) + Σ a aᵀ ⊗ 1, which merging takes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import Term
@@ -45,6 +47,7 @@ RECORDED = {  # in records
     "mc_fisher": "fisher_mc",
     "exact": "hessian",
 }
+TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
 Columns = Callable[[Chunk], Tensor]
 
@@ -74,7 +77,8 @@ def fit_laplace(
 
     Args:
         task: model, training data, likelihood. The model is left as it is.
-        structure: "diag", "kron", "lowrank" (r·P numbers), or "full" (P up to 20,000).
+        structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
+            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
         prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
             task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
@@ -126,6 +130,9 @@ def fit_laplace(
         params = {n: expected.mean[n] for n in params}
     prior_precision = task.prior_precision if prior_precision is None else prior_precision
     given = Prior({None: 1.0}) if prior_precision is None else prior_precision
+    kind = KINDS[one_of("structure", structure, STRUCTURES)]
+    if kind.of_inputs and curvature != "ggn":
+        raise InputError(f"structure={structure!r} has no curvature: leave curvature out")
     prior = _checked(task, params, structure, given, curvature, samples, rank, tolerance)
     prior = prior.around(initial, params)
     if generator is not None:
@@ -142,6 +149,8 @@ def fit_laplace(
         passes,
         prior,
         label=curvature,
+        inputs=lambda: input_moments(task, params, progress=progress),
+        n_data=task.n_data,
         gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
         padded=task.likelihood.is_sequence,
         rank=rank,
@@ -150,24 +159,30 @@ def fit_laplace(
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}
     slope: dict[str, Tensor] | None = None
-    if prior_precision is None:
+    if prior_precision is None and not kind.of_inputs:
         kronecker, _ = Kronecker.fitted(fit)
         slope, _ = loss_and_gradient(task, params)
         delta, how = chosen_prior(kronecker, prior.gap(params), slope)
         prior = Prior({None: delta}, prior.mean)
         choice = {"prior_choice": {"delta": delta, **how}}
     if curvature == "exact":
-        form, more = _exact(task, params, KINDS[structure], prior, chunking)
+        form, more = _exact(task, params, kind, prior, chunking)
     else:
         if kronecker is not None and structure == "kron":
             form, more = kronecker, {}
         else:
-            form, more = KINDS[structure].fitted(replace(fit, prior=prior))
+            form, more = kind.fitted(replace(fit, prior=prior))
+        if prior_precision is None and kind.of_inputs:
+            sizes = [d.double().sum() for d in form.diagonal().values()]
+            mean = float(torch.stack(sizes).sum()) / sum(p.numel() for p in params.values())
+            prior = Prior({None: TINY * mean}, prior.mean)
         form = form.plus_prior(prior)
     record = {
-        "kind": RECORDED[curvature],
+        "kind": kind.kind if kind.of_inputs else RECORDED[curvature],
         "source": "laplace",
-        "definition": "S = diag(prior_precision) + "
+        "definition": "S = diag(prior_precision) + sum of a a^T x 1, a the inputs of each layer"
+        if kind.of_inputs
+        else "S = diag(prior_precision) + "
         + {
             "ggn": "sum_i J_i^T Lambda_i J_i",
             "empirical_fisher": "sum_i g_i g_i^T",
@@ -276,10 +291,9 @@ def _checked(
     rank: int | None,
     tolerance: float | None,
 ) -> Prior:
-    one_of("structure", structure, STRUCTURES)
     one_of("curvature", curvature, tuple(RECORDED))
     positive_int("samples", samples)
-    if task.likelihood.is_sequence and curvature == "ggn":
+    if task.likelihood.is_sequence and curvature == "ggn" and not KINDS[structure].of_inputs:
         raise InputError(
             'curvature="ggn" needs all T·C outputs of a sequence, too many under '
             f'{task.likelihood.name}; use "empirical_fisher" or "mc_fisher"'

@@ -31,7 +31,7 @@ from torch import Tensor
 from blr_analysis.checks import one_of, path_of
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.files.records import FIELDS, checked_diagonal
+from blr_analysis.files.records import FIELDS, checked_record
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.checks import n_data_of, real_tensors
 from blr_analysis.posterior.prior import Prior
@@ -160,17 +160,17 @@ def write_captured(
 
 
 def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record of a stored diagonal precision, checked; no tensor is read.
+    """The record of a stored precision for merging, checked; no tensor is read.
 
     The kinds of earlier releases get today's names; ``prior_precision`` is a float, or one per
     name.
 
     Raises:
-        StorageError: nothing there, a foreign or damaged file, another structure than a
-            diagonal, a prior with an entry per weight, or no ``n_data``.
+        StorageError: nothing there, a foreign or damaged file, another structure than
+            "diag", "gram" or "kron", a prior with an entry per weight, or no ``n_data``.
     """
     where = os.fspath(path_of(path))
-    return checked_diagonal(storage.read_record(where), where)
+    return checked_record(storage.read_record(where), where)
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts import StructureContract
+from contracts import PRIOR, StructureContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import example_models, mlp
-from oracles import flatten, relative, unflatten
+from oracles import dense_gram, flatten, relative, unflatten
+from torch import Tensor
 
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import fit_laplace
@@ -36,6 +37,15 @@ class TestKronecker(StructureContract):
         assert joined, "some layers must have factors"
         assert joined.isdisjoint(q.form.plain)
         assert joined | set(q.form.plain) == set(q.mean)
+
+
+class TestGram(StructureContract):
+    structure = "gram"
+
+    @pytest.fixture
+    def dense(self, task: Task, q) -> Tensor:
+        """Σ a aᵀ ⊗ 1 by hooks of its own, layer by layer; counts and N for the rest."""
+        return dense_gram(task, q.mean) + PRIOR * torch.eye(len(flatten(q.mean))).double()
 
 
 class TestLowRank(StructureContract):

@@ -9,9 +9,8 @@ A recipe gives a weight as
   of the tensor's name decides; no filter, or ``*``, speaks of every tensor.
 
 How many layers there are, and what stands outside of them, is taken from the tensors' names, so
-that every model can be merged. Outside the layers a name that speaks of an embedding (``embed``,
-``wte``, ``wpe``, ``shared``; but not ``embed_out``, GPT-NeoX's head) stands at d = 0, and
-everything else (final norm, ``lm_head``, pooler, classifier) at d = 1.
+that every model can be merged. Outside the layers everything, before them (embeddings) and after
+(final norm, ``lm_head``, pooler, classifier), stands at d = 0, as in mergekit.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ import numpy as np
 
 from blr_analysis.errors import InputError
 from blr_analysis.merging.job import Weight
-
-BEGINNING = ("embed", "wte", "wpe", "shared")
-HEAD = "embed_out"
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class LayerWeights:
         >>> weight
         [0.0, 1.0]
         >>> [weight(name) for name in names]
-        [0.0, 0.0, 0.5, 1.0, 1.0]
+        [0.0, 0.0, 0.5, 1.0, 0.0]
     """
 
     rules: tuple[Rule, ...]
@@ -172,16 +168,16 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> float:
-    """Where a tensor stands between the beginning (0) and the end (1) of its model.
+    """Where a tensor stands between the first layer (0) and the last (1); 0 outside of them.
 
     >>> [depth_of(n, {"h": 5}) for n in ("wte.weight", "h.1.mlp.weight", "ln_f.weight")]
-    [0.0, 0.25, 1.0]
+    [0.0, 0.25, 0.0]
     """
     prefix, index = _layer(name)
     layers = depths.get(prefix)
     if index is not None and layers is not None:
         return min(index / (layers - 1), 1.0) if layers > 1 else 1.0
-    return float(HEAD in name or not any(word in name for word in BEGINNING))
+    return 0.0
 
 
 def _layer(name: str) -> tuple[str, int | None]:

@@ -9,6 +9,7 @@ from blr_analysis.posterior.structures.contract import (
 )
 from blr_analysis.posterior.structures.diagonal import Diagonal
 from blr_analysis.posterior.structures.full import Full
+from blr_analysis.posterior.structures.gram import Gram
 from blr_analysis.posterior.structures.kronecker import Kronecker
 from blr_analysis.posterior.structures.lowrank import LowRank
 
@@ -17,6 +18,7 @@ __all__ = [
     "Diagonal",
     "Fit",
     "Full",
+    "Gram",
     "Kronecker",
     "LowRank",
     "Spectral",

@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.inputs import InputMoments
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
@@ -45,7 +46,9 @@ class Fit:
         passes: label → one sweep over the data: per chunk the terms of the columns G_i.
         prior: δ.
         label: of the sweeps.
+        inputs: what the layers see, over one sweep of forward passes.
         gradients: how many G_ic there are.
+        n_data: the number of examples.
         padded: whether some positions are padding.
         rank, tolerance: of low rank.
     """
@@ -54,7 +57,9 @@ class Fit:
     passes: Passes
     prior: Prior
     label: str
+    inputs: Callable[[], InputMoments]
     gradients: Callable[[], int]
+    n_data: int
     padded: bool
     rank: int | None
     tolerance: float | None
@@ -65,6 +70,7 @@ class Structure(ABC):
 
     kind: str
     shapes: dict[str, tuple[int, ...]]
+    of_inputs = False  # whether it is fitted to what layers see, whatever the loss
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:

@@ -48,16 +48,17 @@ class Kronecker(Spectral):
         for entry in record["blocks"]:
             joint = Joint.read(entry)
             right = tensors[f"{joint.key}.input_eigenvectors"]
-            left = tensors[f"{joint.key}.output_eigenvectors"]
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
+            left = tensors.get(f"{joint.key}.output_eigenvectors")
+            known = entry.get("inputs")
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
         joined = {n for b in blocks for n in b.names}
         plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
         values = {n: tensors[n] for n in plain}
-        values |= {b.key: tensors[f"{b.key}.eigenvalues"] for b in blocks}
+        values |= {b.key: tensors[f"{b.key}.eigenvalues"].expand(b.shape) for b in blocks}
         return cls(tuple(blocks), values, plain, tuple(names))
 
     def record(self) -> dict[str, Any]:
-        blocks = [block.record() for block in self.blocks]
+        blocks = [{**block.record(), "inputs": block.inputs} for block in self.blocks]
         return {"blocks": blocks, **super().record()}
 
     @property
@@ -70,13 +71,13 @@ class Kronecker(Spectral):
     def forward(self, v: Tree) -> Tree:
         turned = {n: v[n] for n in self.plain}
         for block in self.blocks:
-            turned[block.key] = block.left.mT @ block.join(v) @ block.right
+            turned[block.key] = block.turn(block.join(v))
         return turned
 
     def backward(self, v: Tree) -> Tree:
         turned = {n: v[n] for n in self.plain}
         for block in self.blocks:
-            turned.update(block.split(block.left @ v[block.key] @ block.right.mT))
+            turned.update(block.split(block.back(v[block.key])))
         return {n: turned[n] for n in self.order}
 
     def with_values(self, values: dict[str, Tensor]) -> Kronecker:
@@ -103,7 +104,7 @@ class Kronecker(Spectral):
         for block in self.blocks:
             s = self.values[block.key]
             s = 1 / s if inverse else s
-            diagonal.update(block.split(block.left.square() @ s @ block.right.square().mT))
+            diagonal.update(block.split(block.squares(s)))
         return {n: diagonal[n] for n in self.order}
 
     def rotation_cost(self) -> tuple[int, int]:
@@ -147,7 +148,8 @@ class Kronecker(Spectral):
             stored[f"{name}.eigenvalues" if name in keys else name] = s
         for block in self.blocks:
             stored[f"{block.key}.input_eigenvectors"] = block.right
-            stored[f"{block.key}.output_eigenvectors"] = block.left
+            if block.left is not None:
+                stored[f"{block.key}.output_eigenvectors"] = block.left
         return stored
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Kronecker:
@@ -181,5 +183,6 @@ def eigenbases(moments: Moments, params: Mapping[str, Tensor]) -> tuple[Basis, .
     for joint, *pair in moments.values():
         like = params[joint.key].detach()
         right, left = (torch.linalg.eigh(m.double())[1].to(like) for m in pair)
-        blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left))
+        known = float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
+        blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)

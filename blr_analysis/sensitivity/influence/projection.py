@@ -92,7 +92,9 @@ def _sheet(
     left, right = (_signs(s, size, generator) for s in (alpha, beta))
 
     def turned(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        return (rows, columns) if basis is None else (basis.left @ rows, basis.right @ columns)
+        if basis is None:
+            return rows, columns
+        return rows if basis.left is None else basis.left @ rows, basis.right @ columns
 
     train = turned(left * alpha, right * beta)
     return RankOne(joint, train, turned(left / alpha, right / beta))

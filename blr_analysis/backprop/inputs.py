@@ -1,0 +1,137 @@
+"""What layers see: second moments of their inputs, from forward passes alone.
+
+For a layer that multiplies its inputs a with a matrix, A = Σ a aᵀ over examples and positions, with
+a 1 joined to a for the bias; for an embedding how often each row was looked up, which is the same
+matrix of its one-hot inputs. Where a batch brings an ``attention_mask``, padding does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from blr_analysis.backprop.layers import (
+    convolution,
+    embedding,
+    linear,
+    transposed_linear,
+    unfold,
+    upcast,
+)
+from blr_analysis.backprop.matrices import Joint, MatrixShape
+from blr_analysis.backprop.plan import units_of
+from blr_analysis.backprop.record import Unit
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+
+
+@dataclass
+class InputMoments:
+    """Sums over the data: A ``[g, I', I']`` by the layer's joint matrix, look-ups by embedding."""
+
+    moments: dict[str, tuple[Joint, Tensor]] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, joint: Joint, rows: Tensor, times: int) -> None:
+        """Add Σ a aᵀ of rows a ``[g, R, I]``, so many times."""
+        g, _, i = rows.shape
+        size = i + (joint.bias is not None)
+        if joint.key not in self.moments:
+            self.moments[joint.key] = joint, rows.new_zeros(g, size, size, dtype=torch.float64)
+        total, rows = self.moments[joint.key][1], rows * times**0.5
+        total[:, :i, :i] += rows.mT @ rows
+        if joint.bias is not None:
+            sums = rows.sum(1).double() * times**0.5
+            total[:, :i, i] += sums
+            total[:, i, :i] += sums
+            total[:, i, i] += rows.shape[1] * times
+
+
+@torch.no_grad()
+def input_moments(
+    task: Task,
+    params: Mapping[str, Tensor],
+    *,
+    only: str | None = None,
+    label: str = "layer inputs",
+    progress: bool | None = None,
+) -> InputMoments:
+    """One sweep of forward passes over the task's data, at ``params``.
+
+    Args:
+        only: the one parameter whose layer is looked at; None: all layers with a matrix.
+
+    Raises:
+        ModelError, DataError: see :meth:`Task.run`.
+    """
+    sums, wanted = InputMoments(), set(params) if only is None else {only}
+    units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
+    params = task.cast(params)
+    for indices, batch in track(
+        task.batches(), total=-(-task.n_data // task.batch_size), label=label, show=progress
+    ):
+        mask = _mask(batch)
+        with ExitStack() as hooks, task.evaluation():
+            for unit in units:
+                seen = _seen(unit, sums, mask, len(indices))
+                handle = unit.module.register_forward_hook(seen, with_kwargs=True)
+                hooks.callback(handle.remove)
+            task.run(batch, params, indices)
+    return sums
+
+
+def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> Any:
+    names = unit.names
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [*args, *kwargs.values()]
+        times = batch if len(given[0]) == 1 else 1  # one row that all examples share
+        if isinstance(module, nn.MultiheadAttention) and "in_proj_weight" in names:
+            e = module.embed_dim
+            layout = MatrixShape(3, e, e, (3 * e, e))
+            rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
+            sums.add(Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout), rows, times)
+        if "weight" not in names:
+            return
+        shape = tuple(module.weight.shape)
+        if unit.rule is embedding:
+            own, size = names["weight"], shape[0]
+            seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
+            if module.padding_idx is not None:
+                seen[module.padding_idx] = 0  # which never learns
+            sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
+            return
+        if unit.rule is convolution:
+            assert isinstance(module, _ConvNd)
+            patches = unfold(upcast(given[0]), module)  # [R, g, I, T]
+            rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
+            layout = MatrixShape(len(rows), shape[0] // len(rows), rows.shape[-1], shape)
+        elif unit.rule in (linear, transposed_linear):
+            rows = _rows(upcast(given[0]), mask).unsqueeze(0)
+            swapped = unit.rule is transposed_linear
+            layout = MatrixShape(1, *(shape[::-1] if swapped else shape), shape, swapped)
+        else:
+            return
+        sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times)
+
+    return hook
+
+
+def _mask(batch: Any) -> Tensor | None:
+    """Which positions ``[B, T]`` of a batch are no padding, where it says so."""
+    parts = batch if isinstance(batch, tuple | list) else [batch]
+    held = [p["attention_mask"] for p in parts if isinstance(p, Mapping) and "attention_mask" in p]
+    return held[0].bool() if held and isinstance(held[0], Tensor) and held[0].ndim == 2 else None
+
+
+def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``[B, T, ..., I]`` as ``[R, I]``, without padding."""
+    if mask is not None and x.ndim > 2 and x.shape[:2] == mask.shape:
+        x = x[mask]
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,253 @@
+"""Merging under precisions with structure: against dense solves, RegMean, averages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import HFConv1D, Images, mlp, randomised, seeded
+from oracles import flatten, relative, unflatten
+from parts import normal
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.merging.merge import merge
+from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.task import Task
+
+State = dict[str, Tensor]
+EXACT = 1e-7  # conjugate gradients stop at a residual of 1e-8
+
+
+def tasks_of(model: nn.Module, x: Tensor, classes: int, count: int = 3) -> list[Task]:
+    """Copies of a model, each moved its own way, with data of its own scale."""
+    tasks = []
+    for t in range(count):
+        own = copy.deepcopy(model)
+        for k, p in enumerate(own.parameters()):
+            p.data += 0.3 * normal(*p.shape, seed=100 * t + k)
+        inputs = (1 + t) * x.roll(t, -1) if x.is_floating_point() else x.roll(t, -1)
+        tasks.append(Task(own, (inputs, torch.arange(len(x)).roll(t) % classes)))
+    return tasks
+
+
+def convolutional() -> nn.Module:
+    with seeded(0):
+        layers = [nn.Conv2d(2, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), HFConv1D(3, 48)]
+        return randomised(nn.Sequential(*layers))
+
+
+CASES: dict[str, Any] = {
+    "mlp": lambda: (mlp(), normal(40, 4), 3),
+    "convolution": lambda: (convolutional(), normal(30, 2, 3, 3), 3),
+    "images": lambda: (randomised(Images()), normal(20, 2, 8, 8), 3),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def family(request: pytest.FixtureRequest) -> tuple[State, list[Task]]:
+    model, x, classes = CASES[request.param]()
+    return dict(model.named_parameters()), tasks_of(model, x, classes)
+
+
+def weights_of(task: Task) -> State:
+    return {n: p.detach() for n, p in task.model.named_parameters()}
+
+
+def data_part(q: Posterior) -> Tensor:
+    """H = S − δ as a dense matrix."""
+    eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
+    products = q.precision_product(unflatten(eye, q.mean))
+    dense = torch.cat([v.reshape(len(v), -1) for v in products.values()], 1)
+    return dense - float(q.prior_precision) * eye
+
+
+def dense_merge(
+    base: State, models: list[State], h: list[Tensor], alphas: list[float], first: Tensor
+) -> Tensor:
+    """The formula with matrices, in float64."""
+    start = flatten(base)
+    total = first + sum(a * m for a, m in zip(alphas, h, strict=True))
+    pull = sum(
+        a * (first + m) @ (flatten(w) - start) for a, m, w in zip(alphas, h, models, strict=True)
+    )
+    return start + torch.linalg.solve(total, pull)
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron", "diag"])
+def test_against_the_dense_solve(family: tuple[State, list[Task]], structure: str) -> None:
+    """With the base's precision and δ, and with α that differ."""
+    base, tasks = family
+    fitted = [fit_laplace(t, structure=structure, prior_precision=0.1) for t in tasks]
+    models, alphas = [weights_of(t) for t in tasks], [1.0, 0.5, 2.0]
+    first = fit_laplace(tasks[1], structure=structure, prior_precision=2.0)
+    merged = merge(
+        base, models, precisions=fitted, weights=alphas, base_precision=first, delta=0.3,
+        dtype=torch.float64,
+    )  # fmt: skip
+    eye = torch.eye(len(flatten(base)), dtype=torch.float64)
+    held = [data_part(q) for q in fitted]
+    truth = dense_merge(base, models, held, alphas, data_part(first) + 0.3 * eye)
+    assert relative(flatten(merged), truth) < EXACT
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+@pytest.mark.parametrize(("shrink", "power"), [(0.9, 1.0), (0.0, 1.0), (0.7, 0.5), (1.0, 0.0)])
+def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> None:
+    model, x, classes = CASES["mlp"]()
+    base, tasks = weights_of(Task(model, (x, torch.arange(40) % 3))), tasks_of(model, x, classes)
+    fitted = [fit_laplace(t, structure=structure, prior_precision=1e-9) for t in tasks]
+    models = [weights_of(t) for t in tasks]
+    family = {"shrink": shrink, "power": power, "delta": 0.1}
+    merged = merge(base, models, precisions=fitted, dtype=torch.float64, **family)
+    held = []
+    for q in fitted:
+        dense = torch.zeros_like(data_part(q))
+        at = 0
+        for block in q.form.blocks:
+            s = q.form.values[block.key][0] - 1e-9
+            left = torch.eye(len(s)).double() if block.left is None else block.left[0]
+            if block.left is not None:  # A is the mean over the outputs, by G's mean eigenvalue
+                g = s.mean(1, keepdim=True) / block.inputs
+                s = s * torch.where(g > 1e-12 * g.max(), g, torch.inf) ** (power - 1)
+            basis = torch.kron(left.contiguous(), block.right[0].contiguous())
+            joint = basis @ s.flatten().diag() @ basis.mT
+            joint = shrink * joint + (1 - shrink) * joint.diagonal().diag()
+            o, i = len(left), block.right.shape[-1]
+            order = torch.arange(o * i).view(o, i)
+            order = torch.cat([order[:, :-1].flatten(), order[:, -1]])  # weight, then bias
+            size = o * i
+            dense[at : at + size, at : at + size] = joint[order][:, order]
+            at += size
+        held.append(dense)
+    start = 0.1 * torch.eye(len(held[0]), dtype=torch.float64)
+    truth = dense_merge(base, models, held, [1.0] * 3, start)
+    assert relative(flatten(merged), truth) < EXACT
+
+
+def test_regmean() -> None:
+    """W = (Σ_t W_t A_t)(Σ_t A_t)⁻¹ with A's off-diagonals times 0.9, from inputs by hand."""
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes)
+    models = [weights_of(t) for t in tasks]
+    fitted = [fit_laplace(t, structure="gram") for t in tasks]
+    merged = merge(
+        None, models, precisions=fitted, method="fisher", shrink=0.9, dtype=torch.float64
+    )
+    inputs = [t.fetch(torch.arange(t.n_data))[0] for t in tasks]
+    hidden = [torch.tanh(t.model[0](a)).detach() for t, a in zip(tasks, inputs, strict=True)]
+    for layer, seen in {"0": inputs, "2": hidden}.items():
+        top, bottom = 0.0, 0.0
+        for a, w in zip(seen, models, strict=True):
+            a = torch.cat([a, torch.ones(len(a), 1)], 1)
+            gram = 0.9 * a.mT @ a + 0.1 * (a.mT @ a).diagonal().diag()
+            joint = torch.cat([w[f"{layer}.weight"], w[f"{layer}.bias"][:, None]], 1)
+            top, bottom = top + joint @ gram, bottom + gram
+        truth = top @ torch.linalg.inv(bottom)
+        assert relative(merged[f"{layer}.weight"], truth[:, :-1]) < 1e-5  # the δ that is taken off
+        assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-5
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_equal_precisions_are_the_average(family: tuple[State, list[Task]], structure: str) -> None:
+    """Also where they are singular: fewer examples than inputs."""
+    base, tasks = family
+    few = Task(tasks[0].model, tuple(part[:2] for part in tasks[0].fetch(torch.arange(9))))
+    for task in (tasks[0], few):
+        q = fit_laplace(task, structure=structure, prior_precision=0.5)
+        models = [weights_of(t) for t in tasks]
+        merged = merge(base, models, precisions=[q] * 3, method="fisher", dtype=torch.float64)
+        average = torch.stack([flatten(m) for m in models]).mean(0)
+        plain = {n for n in base if n in getattr(q.form, "plain", {})}
+        kept = [n for n in base if n not in plain or float(q.form.values[n].min()) > 0.51]
+        pairs = zip(merged.items(), unflatten(average, base).values(), strict=True)
+        for (n, ours), truth in pairs:
+            if n in kept:
+                assert relative(ours, truth) < EXACT, n
+
+
+def test_folders_and_memory_agree(tmp_path) -> None:
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes)
+    folders, places, models = [], [], [weights_of(Task(model, (x, torch.arange(40) % 3)))]
+    models += [weights_of(t) for t in tasks]
+    for k, state in enumerate(models):
+        folder = tmp_path / f"m{k}"
+        folder.mkdir()
+        save_file(state, folder / "model.safetensors")
+        folders.append(folder)
+    for structure in ("gram", "kron"):
+        fitted = [fit_laplace(t, structure=structure) for t in tasks]
+        places = [tmp_path / f"{structure}{k}" for k in range(3)]
+        for q, place in zip(fitted, places, strict=True):
+            q.save(place)
+        report = merge(
+            folders[0],
+            folders[1:],
+            precisions=places,
+            method="fisher",
+            out=tmp_path / f"o{structure}",
+        )
+        memory = merge(models[0], models[1:], precisions=fitted, method="fisher")
+        from safetensors.torch import load_file
+
+        written = load_file(report.folder / "model.safetensors")
+        assert all(torch.equal(written[n], t) for n, t in memory.items())
+        assert set(report.solves) == {"0.weight", "2.weight"}
+        assert all(s.residual <= 1e-8 for s in report.solves.values())
+        assert any(s.iterations for s in report.solves.values()) == (structure == "kron")
+
+
+def test_singular_moments_keep_the_average_and_are_counted() -> None:
+    """Along inputs that no task ever saw the weights are averaged."""
+    one, two = nn.Linear(3, 2, bias=False).double(), nn.Linear(3, 2, bias=False).double()
+    x = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]).double()
+    tasks = [Task(m, (x * k, torch.tensor([0, 1]))) for m, k in ((one, 1.0), (two, 3.0))]
+    fitted = [fit_laplace(t, structure="gram") for t in tasks]
+    models = [weights_of(t) for t in tasks]
+    merged = merge(None, models, precisions=fitted, method="fisher", dtype=torch.float64)["weight"]
+    a, b = (m["weight"] for m in models)
+    assert relative(merged[:, :2], (a + 9 * b)[:, :2] / 10) < 1e-5
+    assert relative(merged[:, 2], (a + b)[:, 2] / 2) < 1e-12
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_a_task_taken_out_again(structure: str) -> None:
+    """α = 1 and −0.5 with the base's precision, against the dense solve."""
+    model, x, classes = CASES["mlp"]()
+    base, tasks = weights_of(Task(model, (x, torch.arange(40) % 3))), tasks_of(model, x, classes)
+    fitted = [fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
+    alphas, models = [1.0, 1.0, -0.05], [weights_of(t) for t in tasks]
+    merged = merge(base, models, precisions=fitted, weights=alphas, delta=30.0, dtype=torch.float64)
+    eye = torch.eye(len(flatten(base)), dtype=torch.float64)
+    truth = dense_merge(base, models, [data_part(q) for q in fitted], alphas, 30 * eye)
+    assert relative(flatten(merged), truth) < EXACT
+
+
+def test_bad_precisions() -> None:
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes, count=2)
+    models = [weights_of(t) for t in tasks]
+    gram, kron = (fit_laplace(t, structure=s) for t, s in zip(tasks, ("gram", "kron"), strict=True))
+    diagonal = fit_laplace(tasks[0], structure="diag")
+    with pytest.raises(PosteriorError, match="alike"):
+        merge(None, models, precisions=[gram, diagonal], method="fisher")
+    other = fit_laplace(Task(mlp(hidden=6), (x, torch.arange(40) % 3)), structure="gram")
+    with pytest.raises(PosteriorError, match=r"0\.weight"):
+        merge(None, models, precisions=[gram, other], method="fisher")
+    with pytest.raises(InputError, match="shrink"):
+        merge(None, models, precisions=[gram, gram], method="fisher", shrink=1.1)
+    with pytest.raises(InputError, match="max_memory"):
+        merge(None, models, precisions=[kron, kron], method="fisher", max_memory=1000)
+    with pytest.raises(PosteriorError, match="lowrank"):
+        q = fit_laplace(tasks[0], structure="lowrank")
+        merge(None, models, precisions=[q, q], method="fisher")
+    with pytest.raises(InputError, match="curvature"):
+        fit_laplace(tasks[0], structure="gram", curvature="mc_fisher")
+    bad = copy.deepcopy(gram)
+    next(iter(bad.form.values.values())).fill_(float("nan"))
+    with pytest.raises(PosteriorError, match="NaN"):
+        merge(None, models, precisions=[gram, bad], method="fisher")
