@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_transformers as tiny
 import torch
 
 from blr_analysis.cli import main
+from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
+from blr_analysis.merging.merge import merge
 from blr_analysis.posterior.precision_files import read_precision_record
 
 pytest.importorskip("transformers")
@@ -148,3 +151,24 @@ def test_an_interrupt_leaves_nothing(
     assert (code, said) == (130, "")
     assert err.endswith("interrupted\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_precisions_with_structure(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], structure: str
+) -> None:
+    """Written by the names of the files, and taken by a merge; swapped, refused."""
+    places = [tiny.save(tmp_path / name, tiny.build("bert", seed=k)) for k, name in enumerate("ab")]
+    for place in places:
+        command = ["fisher", place, model / "data.tsv", "--structure", structure]
+        assert run(capsys, *command, "--examples", 5)[0] == 0
+    record = read_precision_record(places[0] / "precision")
+    assert (record["structure"], record["n_data"], record["examples"]) == (structure, N, 5)
+    assert (record["kind"] == "gram") == (structure == "gram")
+    stored = [p / "precision" for p in places]
+    how: dict[str, Any] = {"method": "fisher", "missing_precision": "zero"}
+    report = merge(None, places, precisions=stored, out=tmp_path / "out", **how)
+    assert any("attention" in name for name in report.solves)
+    assert max(s.residual for s in report.solves.values()) <= 1e-8
+    with pytest.raises(PosteriorError, match="swapped"):
+        merge(None, places, precisions=stored[::-1], out=tmp_path / "two", **how)

@@ -81,7 +81,7 @@ def test_a_linear_recipe_of_mergekit_by_hand(
     )
     assert run(capsys, "linear.yml", "out")[0] == 0
     found, one, two = load(here / "out"), near(state(0), 1), near(state(0), 2)
-    shares = {"embed": 1.0, "layers.0": 1.0, "layers.1": 0.25, "scale": 0.25}  # of ft1
+    shares = {"embed": 1.0, "layers.0": 1.0, "layers.1": 0.25, "scale": 1.0}  # of ft1
     for name, tensor in found.items():
         share = next(s for start, s in shares.items() if name.startswith(start))
         expected = share * one[name].double() + (1 - share) * two[name].double()

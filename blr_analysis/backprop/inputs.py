@@ -99,11 +99,13 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
             sums.add(Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout), rows, times)
         if "weight" not in names:
             return
-        shape = tuple(module.weight.shape)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        shape = tuple(weight.shape)
         if unit.rule is embedding:
             own, size = names["weight"], shape[0]
             seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
-            if module.padding_idx is not None:
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 seen[module.padding_idx] = 0  # which never learns
             sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
             return
@@ -115,7 +117,8 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
         elif unit.rule in (linear, transposed_linear):
             rows = _rows(upcast(given[0]), mask).unsqueeze(0)
             swapped = unit.rule is transposed_linear
-            layout = MatrixShape(1, *(shape[::-1] if swapped else shape), shape, swapped)
+            o, i = shape[::-1] if swapped else shape
+            layout = MatrixShape(1, o, i, shape, swapped)
         else:
             return
         sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times)

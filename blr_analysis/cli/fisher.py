@@ -26,6 +26,14 @@ class Kind(StrEnum):
     squared_minibatch = "squared-minibatch"
 
 
+class Shape(StrEnum):
+    """Which precision."""
+
+    diag = "diag"
+    gram = "gram"
+    kron = "kron"
+
+
 class ModelTask(StrEnum):
     """What the model was trained for."""
 
@@ -66,6 +74,13 @@ def fisher(
             "what published scripts compute, whose expectation is NOT the Fisher."
         ),
     ] = Kind.mc,
+    structure: Annotated[
+        Shape,
+        typer.Option(
+            help="diag: a number per weight; gram: second moments of the layers' inputs, by "
+            "forward passes alone (RegMean); kron: Kronecker factors of inputs and gradients."
+        ),
+    ] = Shape.diag,
     samples: Annotated[
         int, typer.Option(metavar="K", min=1, help="Labels drawn per example, for --kind mc.")
     ] = 1,
@@ -148,6 +163,7 @@ def fisher(
         model,
         data,
         kind=kind.value.replace("-", "_"),
+        structure=structure.value,
         samples=samples,
         text=text or None,
         label=label,

@@ -1,7 +1,7 @@
 """Written beside its target, then renamed into place, by one run at a time.
 
 A run that is killed leaves the old file or folder, or none, and never a half. What it left of its
-draft is removed by the next run that writes to the same place.
+draft is removed, and named, by the next run that writes into the same folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,6 +70,7 @@ def held(target: Path) -> Iterator[Path]:
         with _worded(target):
             made += [p for p in target.parents if not p.exists()]
             target.parent.mkdir(parents=True, exist_ok=True)
+            _clean(target.parent, beside)
             lock = _claim(beside, target)
         _HELD.add(key)
         try:
@@ -133,11 +135,32 @@ def check_free(out: Path) -> None:
 def check_room(out: Path, needed: int) -> None:
     """Raise :class:`StorageError` unless the disk of ``out`` has ``needed`` bytes free."""
     place = next(p for p in out.absolute().parents if p.exists())
+    if not os.access(place, os.W_OK):
+        raise StorageError(f"{str(place)!r} is read-only: name another place.")
     free = shutil.disk_usage(place).free
     if free < needed:
         raise StorageError(
             f"the disk of {str(out)!r} has {free:,} of {needed:,} bytes free: make room, or name "
             "another place."
+        )
+
+
+def _clean(place: Path, own: Path) -> None:
+    """Remove and name what killed runs left in a folder: drafts that nobody holds."""
+    removed = []
+    for left in place.glob(".*.unfinished"):
+        if left == own or not all(p.name.startswith("tmp") for p in left.iterdir()):
+            continue
+        with suppress(OSError):  # StorageError is one: somebody writes it now
+            lock = _lock(left, left)
+            if lock is not None:
+                size = sum(p.stat().st_size for p in left.rglob("*") if p.is_file())
+                shutil.rmtree(left)
+                _release(lock)
+                removed.append(f"{left} ({size:,} bytes)")
+    if removed:
+        warnings.warn(
+            f"removed what killed runs had left: {', '.join(removed)}", UserWarning, stacklevel=6
         )
 
 

@@ -25,7 +25,9 @@ FIELDS = (
     "tied",
     "frozen",
     "model_sha256",
+    "sample_sha256",
 )
+SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
 EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 
 

@@ -148,8 +148,9 @@ class Loaded(Source):
         return self.tensors[name].reshape(-1)[start:stop]
 
 
-def fingerprint(source: Source, *, progress: bool | None = None) -> str:
-    """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name.
+def fingerprint(source: Source, *, most: int | None = None, progress: bool | None = None) -> str:
+    """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name;
+    with ``most``, of its first so many numbers alone, which tells models apart in little time.
 
     Two folders that hold the same tensors agree, whatever their shards and metadata.
 
@@ -162,7 +163,8 @@ def fingerprint(source: Source, *, progress: bool | None = None) -> str:
         dtype = str(spec.dtype).removeprefix("torch.")
         digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
         step = max(1, PIECE // spec.dtype.itemsize)
-        for start in range(0, spec.numel, step):
-            flat = source.read(name, start, min(start + step, spec.numel), scratch)
+        end = spec.numel if most is None else min(most, spec.numel)
+        for start in range(0, end, step):
+            flat = source.read(name, start, min(start + step, end), scratch)
             digest.update(flat.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

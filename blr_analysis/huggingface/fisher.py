@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,13 @@ from blr_analysis.huggingface.data import Texts, class_indices, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
 from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, read_config
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
-from blr_analysis.posterior import check_dtype, write_precision
+from blr_analysis.posterior import (
+    FACTORED,
+    check_dtype,
+    fit_laplace,
+    write_factors,
+    write_precision,
+)
 from blr_analysis.posterior.capture import tied_names
 
 KINDS = {
@@ -28,6 +35,7 @@ KINDS = {
 }
 LABELLED = ("fisher_emp", "squared_minibatch")  # the others draw or need no labels
 FOLDER = "precision"
+TINY = 1e-12  # δ of factors, whose data part alone is asked for
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ def fisher(
     data: str | os.PathLike[str],
     *,
     kind: str = "mc",
+    structure: str = "diag",
     samples: int = 1,
     text: str | Sequence[str] | None = None,
     label: str | None = None,
@@ -77,7 +86,7 @@ def fisher(
     dtype: torch.dtype | None = None,
     progress: bool | None = None,
 ) -> FisherResult:
-    """The diagonal precision of a fine-tuned model from its data, as ``MODEL/precision``.
+    """The precision of a fine-tuned model from its data, as ``MODEL/precision``.
 
         S = Σ_i (1/K) Σ_k g_i(ŷ_ik)²,  ŷ_ik ~ p(y | x_i)        (kind="mc", the Fisher)
 
@@ -93,6 +102,8 @@ def fisher(
             empirical Fisher; "ggn", exact over the classes (not for language models);
             "squared_minibatch", the squared gradient of the mean loss of ``batch_size`` examples,
             as published scripts compute it, whose expectation is NOT the Fisher.
+        structure: "diag"; "kron", layers' Kronecker factors; or "gram", the second moments of
+            layers' inputs by forward passes alone, whatever ``kind`` is.
         samples: K labels per example for "mc".
         text, label: columns of the file; ``text`` two for pairs; None: by their usual names.
         task: "classification" or "causal_lm"; None: what the model's config says.
@@ -126,8 +137,13 @@ def fisher(
     started = time.monotonic()
     kind = one_of("kind", kind, (*KINDS, *KINDS.values()))
     kind = KINDS.get(kind, kind)
+    one_of("structure", structure, ("diag", *FACTORED))
     positive_int("samples", samples)
     check_dtype(dtype)
+    if structure != "diag" and (dtype is not None or kind == "squared_minibatch"):
+        raise InputError(
+            f"structure={structure!r} is kept in float32, and of no squared_minibatch: leave them"
+        )
     if samples > 1 and kind != "fisher_mc":
         raise InputError("samples belongs to kind='mc', whose labels are drawn")
     place = Path(path_of(model)).expanduser()
@@ -138,26 +154,40 @@ def fisher(
         check_kind(kind, loaded.task == "causal_lm", batch_size)
         names = checkpoint_names(loaded)
         encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
-        diagonal = fisher_diagonal(
-            task_of(encoded, loaded),
-            kind=kind,
-            samples=samples,
-            seed=seed,
-            batch_size=batch_size,
-            memory_budget=memory_budget,
-            lengths=encoded.lengths,
-            progress=progress,
-        )
-        n = len(texts)
-        tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
-        write_precision(
-            target,
-            tensors,
-            kind=kind,
-            definition=definition(kind, samples, batch_size, loaded.task),
+        n, own_task = len(texts), task_of(encoded, loaded)
+        about = definition(kind, samples, batch_size, loaded.task)
+        if structure == "diag":
+            diagonal = fisher_diagonal(
+                own_task,
+                kind=kind,
+                samples=samples,
+                seed=seed,
+                batch_size=batch_size,
+                memory_budget=memory_budget,
+                lengths=encoded.lengths,
+                progress=progress,
+            )
+            tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
+            write = partial(write_precision, target, tensors, dtype=dtype, kind=kind)
+        else:
+            curvature = {"fisher_mc": "mc_fisher", "fisher_emp": "empirical_fisher"}.get(kind, kind)
+            q = fit_laplace(
+                own_task,
+                structure=structure,
+                prior_precision=None if structure == "gram" else TINY,
+                curvature="ggn" if structure == "gram" else curvature,
+                samples=samples,
+                generator=torch.Generator().manual_seed(seed),
+                memory_budget=memory_budget,
+                progress=progress,
+            )
+            kind, about = str(q.record["kind"]), str(q.record["definition"])
+            tensors = q.form.tensors()
+            write = partial(write_factors, target, q, names=names, scale=n / len(encoded))
+        write(
+            definition=about,
             n_data=n,
             model=place,
-            dtype=dtype,
             batch_size=batch_size,
             samples=samples if kind == "fisher_mc" else None,
             examples=len(encoded),

@@ -15,7 +15,8 @@ sums of natural parameters: λ = λ_prior + Σ_t α_t (λ_t − λ_prior). Speci
   the minimum of all tasks' losses together.
 
 An entry with H̄ ≤ 0 (no precision at all, or α_t < 0) has no such step: task arithmetic stands
-there instead, and the entry is counted.
+there instead, and the entry is counted; and so it is where α_t < 0 leave less of H̄ than a tenth of
+H_0 + Σ_t |α_t| H_t, by which the step would grow without bound.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.files import Scratch
 
+BOUND = 0.1  # of H_0 + Σ|α|H: a smaller H̄ is no precision to divide by
 BLOCK = 2**17  # entries at a time: what fits into a core's cache
 PrecisionValue = Tensor | float
 
@@ -139,7 +141,8 @@ def _shares(
     """α_t (H_0 + H_t) / H̄ where all of them are numbers, or α_t itself where H̄ ≤ 0."""
     pairs = list(zip(weights, precisions, strict=True))
     total = base_precision + sum(a * h for a, h in pairs)
-    if not total > 0:
+    size = base_precision + sum(abs(a) * h for a, h in pairs)
+    if not total > 0 or (total < size and total <= BOUND * size):
         return list(weights), True
     return [a * (base_precision + h) / total for a, h in pairs], False
 
@@ -196,6 +199,7 @@ class _Workspace:
             first = self._buffer("first").fill_(base_precision)
         step, gap, both = self._buffer("step").zero_(), self._buffer("gap"), self._buffer("both")
         total, so_far = self._buffer("total"), first  # H_0, then the sum as far as it is formed
+        size = self._buffer("size").copy_(first) if min(weights) < 0 else None  # H_0 + Σ|α|H
         for model, alpha, curved in zip(models, weights, precisions, strict=True):
             gap.copy_(model).sub_(start)
             if isinstance(curved, Tensor):
@@ -207,6 +211,10 @@ class _Workspace:
                 torch.add(so_far, alpha * curved, out=total)
             step.addcmul_(both, gap, value=alpha)
             so_far = total
+            if size is not None:
+                size.add_(curved, alpha=abs(alpha)) if isinstance(curved, Tensor) else size.add_(
+                    abs(alpha) * curved
+                )
         undefined = 0
         low, high = total.aminmax()
         if bool(high == torch.inf):
@@ -214,8 +222,8 @@ class _Workspace:
                 f"the precisions' sum exceeds {total.dtype}: scale them and delta, or use "
                 "dtype=torch.float64"
             )
-        if not bool(low > 0):
-            bad = total <= 0
+        if size is not None or not bool(low > 0):
+            bad = total <= (0 if size is None else size.mul_(BOUND))
             undefined = int(bad.sum())
             arithmetic = torch.zeros_like(step)
             for model, alpha in zip(models, weights, strict=True):

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.errors import InputError
+from blr_analysis.merging.formula import BOUND
 
-BOUND = 0.1  # of H_0 + Σ|α|H: a smaller H̄ is no precision to divide by
 SINGULAR = 1e-6  # of the largest eigenvalue: what float32 factors are good for
 TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
 MOST = 1000  # iterations

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from blr_analysis.merging.plan import (
 )
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.stream import Memory, stream
+from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
 State = Mapping[str, Tensor]
@@ -47,6 +49,7 @@ class MergeReport(Tabular):
         files: the fate of every file beside the weights.
         shards: the files with weights.
         seconds: that it took.
+        choice: of method "auto".
         solves: by layer merged as one matrix, the residual and iterations of its equation.
     """
 
@@ -57,6 +60,7 @@ class MergeReport(Tabular):
     shards: tuple[str, ...]
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
+    choice: Any = None
 
     @property
     def bytes_read(self) -> int:
@@ -153,6 +157,9 @@ def merge(
     shrink: float = 1.0,
     power: float = 1.0,
     trust: bool = False,
+    tasks: Sequence[Task] | None = None,
+    validate: Any = None,
+    criterion: str = "nll",
     out: str | os.PathLike[str] | None = None,
     max_memory: int = MAX_MEMORY,
     max_shard_bytes: int = SHARD,
@@ -178,7 +185,9 @@ def merge(
             1 if None. Negative ones remove a task.
         base_precision: H_0 without δ, given like one of ``precisions``.
         delta: δ, added to every entry of H_0.
-        method: "gradient_matching", "fisher", "task_arithmetic" or "linear".
+        method: "gradient_matching", "fisher", "task_arithmetic", "linear", or "auto", which chooses
+            among them, α, shrink and power: by ``validate``, or by the gap that the precisions
+            predict, see :mod:`blr_analysis.merging.auto`.
         n_data: the number of examples of each task, where its precision is an average over them.
         missing_precision: what stands for a precision that is not there: "error" refuses,
             "base" takes H_0 + δ, "zero" takes 0.
@@ -188,6 +197,12 @@ def merge(
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
         power: of "kron" A ⊗ G, the power of G, 0 to 1.
         trust: take precisions that were recorded for other weights than the model's.
+        tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
+            every layer's inputs taken after the layers below it were merged (RegMean++, see
+            :mod:`blr_analysis.merging.propagated`); for models in memory, method "fisher" or
+            "auto".
+        validate: tasks with data that no model was trained on, for method "auto".
+        criterion: what "auto" goes by there: mean "nll" or "accuracy" of the tasks.
         out: with folders: the folder to write, new or empty.
         max_memory: bytes of buffers at most, on top of what Python and torch take.
         max_shard_bytes, threads, progress: with folders, see
@@ -195,7 +210,7 @@ def merge(
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with folders, a
-        :class:`MergeReport`.
+        :class:`MergeReport`. Of method "auto" both have ``choice``: what was tried and taken.
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
@@ -217,6 +232,13 @@ def merge(
     except TypeError as error:
         raise InputError(f"models must be a list of models, got {models!r:.60}") from error
     every = models if base is None else [*models, base]
+    if method == "auto":
+        from blr_analysis.merging.auto import merged_by_choice
+
+        given = dict(locals())
+        return merged_by_choice(**{k: given[k] for k in signature(merge).parameters})
+    if tasks is not None:
+        return _propagated(base, models, weights, method, precisions, tasks, shrink, progress)
     on_disk = [isinstance(m, str | os.PathLike) for m in every]
     if any(on_disk) and not all(on_disk):
         raise InputError("give all models as folders, or all of them as state dicts")
@@ -267,6 +289,21 @@ def merge(
     with _bar(plan.bytes_read, progress) as bar:
         stream(plan, sink, bar.update)
     return sink.tensors
+
+
+def _propagated(
+    base: Any, models: list[Any], weights: Any, method: str, precisions: Any, tasks: Any,
+    shrink: float, progress: bool | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    from blr_analysis.merging.at_weights import state_of
+    from blr_analysis.merging.propagated import propagated
+
+    if method != "fisher" or precisions is not None:
+        raise InputError('tasks= stands for precisions, with method="fisher"')
+    states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
+    alphas = [float(a) for a in _each("weights", weights, len(states), 1.0)]
+    start = merge(base, states, weights=alphas, method="linear", progress=False)
+    return propagated(start, states, list(tasks), alphas, shrink=shrink, progress=progress)
 
 
 def _loaded(name: str, given: Any) -> Source:

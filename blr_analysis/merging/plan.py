@@ -22,7 +22,12 @@ from blr_analysis.merging.job import MISSING, Job, MergeSettings
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method
-from blr_analysis.merging.precisions import StoredPrecision, check_fits, open_precision
+from blr_analysis.merging.precisions import (
+    StoredPrecision,
+    check_belongs,
+    check_fits,
+    open_precision,
+)
 from blr_analysis.views import Tabular
 
 CHUNK = 2**18  # entries of a tensor in hand at a time, at most
@@ -155,6 +160,11 @@ def make_plan(
         for precision in (*(p.precision for p in parts), *first):
             if precision is not None:
                 check_fits(precision, reference)
+        for part in parts:
+            if part.precision is not None and not settings.trust:
+                check_belongs(part.precision, part.source)
+        if base is not None and base_precision is not None and curved and not settings.trust:
+            check_belongs(base_precision, base)
     for part in parts:
         _check_filters(part, reference)
     items = fates(

@@ -7,8 +7,9 @@ it) is multiplied by the n_data that the user names.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from torch import Tensor
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, storage
-from blr_analysis.files.records import checked_record
+from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
+from blr_analysis.files.records import SAMPLE, checked_record
 from blr_analysis.merging.layers import Factors
-from blr_analysis.posterior import Posterior, Prior, n_data_of, take_off
+from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
-FACTORED = ("gram", "kron")
 VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
 
 
@@ -40,7 +40,9 @@ class StoredPrecision:
         kind: what the numbers are, as the record says it.
         layers: those with factors, by their weights: how they are read as matrices, and the mean
             eigenvalue of their inputs' moments, where it is known.
-        sha256: the fingerprint of the model that it belongs to, where it was recorded.
+        sha256: the fingerprint of the model that it belongs to, where it was recorded, and how
+            many numbers of each tensor it is of.
+        mean: the weights that it belongs to, where they are in memory.
     """
 
     source: Source
@@ -50,7 +52,8 @@ class StoredPrecision:
     frozen: frozenset[str] = frozenset()
     kind: str = ""
     layers: Mapping[str, tuple[Joint, float | None]] = field(default_factory=dict)
-    sha256: str | None = None
+    sha256: tuple[str, int | None] | None = None
+    mean: Mapping[str, Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +68,24 @@ class StoredPrecision:
     def covers(self, name: str) -> bool:
         """Whether a parameter has a precision of its own."""
         return name in self.stored or any(name in joint.names for joint, _ in self.layers.values())
+
+    @property
+    def structure(self) -> str:
+        """ "diag", "gram" or "kron"."""
+        wide = any(self.has_outputs(key) for key in self.layers)
+        return "kron" if wide else "gram" if self.layers else "diag"
+
+    def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
+        """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
+        total, scratch = 0.0, Scratch()
+        for name in (n for n in state if n in self.stored):
+            step = (state[name] - own[name]).double().flatten()
+            h = self.read(name, 0, step.numel(), scratch, torch.float64)
+            total += 0.5 * float((h.to(step) * step.square()).sum())
+        for key, (joint, _) in self.layers.items():
+            step = joint.join({n: (state[n] - own[n]).double().cpu() for n in joint.names})
+            total += 0.5 * float((step * self.factors(key).times(step)).sum())
+        return total
 
     def has_outputs(self, key: str) -> bool:
         """Whether a layer's H is no matrix for all rows alike."""
@@ -180,8 +201,34 @@ def _recorded(
         frozen=frozenset(record.get("frozen") or ()),
         kind=record.get("kind") or "",
         layers=layers,
-        sha256=record.get("model_sha256"),
+        sha256=_sha256(record),
     )
+
+
+def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    if sample := record.get("sample_sha256"):
+        return sample, SAMPLE
+    return (record["model_sha256"], None) if record.get("model_sha256") else None
+
+
+def check_belongs(precision: StoredPrecision, model: Source) -> None:
+    """Raise :class:`PosteriorError` where the precision was recorded for other weights."""
+    other = False
+    if precision.sha256 is not None and isinstance(model, Folder):
+        digest, most = precision.sha256
+        other = fingerprint(model, most=most, progress=False) != digest
+    for name, mean in (precision.mean or {}).items():
+        if other or name not in model.specs or model.specs[name].shape != mean.shape:
+            continue
+        weights = model.tensor(name)
+        own = mean.to(weights)
+        apart = float((weights.double() - own.double()).norm())
+        other = apart > 4 * torch.finfo(weights.dtype).eps * float(own.double().norm())
+    if other:
+        raise PosteriorError(
+            f"{precision.name!r} was taken at other weights than {model.name!r}: are precisions or "
+            "models swapped? trust=True (--trust) merges all the same"
+        )
 
 
 def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None]]) -> None:
@@ -202,11 +249,15 @@ def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None
 
 
 def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPrecision:
-    """A :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given)."""
+    """A :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given), or where
+    one is stored."""
+    if isinstance(given, str | os.PathLike):
+        return open_precision(Path(given).expanduser(), n_data)
     if isinstance(given, Posterior) and given.structure in FACTORED:
         prior = given.prior.within(given.record).numbers(given.mean)
         about = {**given.record, **given.form.record(), "parameters": list(given.mean)}
-        return _recorded(Loaded(label, given.form.tensors()), about, prior)
+        made = _recorded(Loaded(label, given.form.tensors()), about, prior)
+        return replace(made, sha256=None, mean=given.mean)
     if isinstance(given, Posterior):
         if given.structure != "diag":
             raise PosteriorError(
@@ -221,7 +272,11 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
             source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
             prior = Prior({None: 0.0})
         return StoredPrecision(
-            source, _stored(source, list(tensors), tied), prior.numbers(tensors), frozen=frozen
+            source,
+            _stored(source, list(tensors), tied),
+            prior.numbers(tensors),
+            frozen=frozen,
+            mean=given.mean,
         )
     source = Loaded(label, given)
     scale = 1.0 if n_data is None else float(n_data_of(n_data))

@@ -4,8 +4,10 @@ from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root, fit_laplace
 from blr_analysis.posterior.precision_files import (
+    FACTORED,
     read_precision_record,
     write_captured,
+    write_factors,
     write_precision,
 )
 from blr_analysis.posterior.prior import Prior, take_off
@@ -13,6 +15,7 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stored import check_dtype
 
 __all__ = [
+    "FACTORED",
     "KroneckerRecorder",
     "Posterior",
     "Prior",
@@ -23,5 +26,6 @@ __all__ = [
     "read_precision_record",
     "take_off",
     "write_captured",
+    "write_factors",
     "write_precision",
 ]

@@ -14,6 +14,7 @@ SUM over ``n_data`` examples, never a mean, and a record (``precision_config.jso
                         and ``bias_corrected`` where there was one
 ``tied``, ``frozen``    further names of tied tensors, by the first; names that had no gradient
 ``model_sha256``        :func:`blr_analysis.files.fingerprint` of the model's folder
+``sample_sha256``       the same of every tensor's first 1,024 numbers, which a merge compares
 ======================  ==========================================================================
 
 so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas).
@@ -31,9 +32,10 @@ from torch import Tensor
 from blr_analysis.checks import one_of, path_of
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.files.records import FIELDS, checked_record
+from blr_analysis.files.records import FIELDS, SAMPLE, checked_record
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.checks import n_data_of, real_tensors
+from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.stored import encode
 from blr_analysis.posterior.structures import Diagonal
@@ -49,6 +51,7 @@ KINDS = (
     "ggn",
     "squared_minibatch",
 )
+FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
 SHARD_BYTES = 5_000_000_000
 ScalarPrior = float | Mapping[str, float]
 
@@ -114,8 +117,7 @@ def write_precision(
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
     stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
-    if model is not None:
-        record["model_sha256"] = fingerprint(Folder.open(path_of(model)), progress=False)
+    record |= _hashes(model)
     storage.write(
         place,
         stored,
@@ -157,6 +159,68 @@ def write_captured(
         dtype=dtype,
         **{k: v for k, v in about.items() if k not in named},
     )
+
+
+def write_factors(
+    path: str | os.PathLike[str],
+    posterior: Posterior,
+    *,
+    names: Mapping[str, str],
+    n_data: int,
+    scale: float = 1.0,
+    model: str | os.PathLike[str] | None = None,
+    **record: Any,
+) -> None:
+    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
+
+    Args:
+        path: as of :func:`write_precision`.
+        posterior: of structure "gram" or "kron".
+        names: the model's own names by the posterior's.
+        n_data: N, the examples that the scaled sum stands for.
+        scale: of the whole precision.
+        model: the model's folder, whose sha256 is recorded.
+        record: what else is known, JSON-able.
+
+    Raises:
+        StorageError: the place cannot be written; what was there before stays.
+    """
+    form = posterior.form.zeros().plus(posterior.form, scale)
+    about = form.record()
+
+    def named(place: str) -> str:
+        held = next(n for n in sorted(names, key=len, reverse=True) if place.startswith(n))
+        return names[held] + place[len(held) :]
+
+    for block in about["blocks"]:
+        block |= {k: names[block[k]] for k in ("weight", "bias") if block[k] is not None}
+        block["inputs"] *= scale
+    about["shapes"] = {names[n]: shape for n, shape in about["shapes"].items()}
+    storage.write(
+        path_of(path),
+        {named(place): t for place, t in form.tensors().items()},
+        {
+            **dict.fromkeys(FIELDS),
+            "kind": posterior.record["kind"],
+            **record,
+            **_hashes(model),
+            **about,
+            "structure": posterior.structure,
+            "prior_precision": scale * float(posterior.prior_precision),
+            "n_data": n_data_of(n_data),
+            "parameters": [names[n] for n in posterior.mean],
+        },
+    )
+
+
+def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
+    if model is None:
+        return {}
+    weights = Folder.open(path_of(model))
+    return {
+        "model_sha256": fingerprint(weights, progress=False),
+        "sample_sha256": fingerprint(weights, most=SAMPLE, progress=False),
+    }
 
 
 def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -288,6 +288,7 @@ class KroneckerRecorder:
         for block in blocks:
             right, left = factors[block.key]
             across = (block.right.mT @ right.to(block.right) @ block.right).diagonal(0, -2, -1)
+            assert block.left is not None
             down = (block.left.mT @ left.to(block.left) @ block.left).diagonal(0, -2, -1)
             scale = n_data / self._positions[block.key]
             product = down.clamp_min(0).unsqueeze(-1) * across.clamp_min(0).unsqueeze(-2)

@@ -92,3 +92,20 @@ def test_a_disk_without_locks_is_written_all_the_same(
     monkeypatch.setattr("fcntl.flock", unsupported)
     storage.write(tmp_path / "p", {"w": torch.ones(1)}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_what_a_killed_run_left_is_removed_and_named(tmp_path: Path) -> None:
+    """By any later run in that folder, whatever it writes; not while somebody holds it."""
+    left = tmp_path / ".old.unfinished"
+    (left / "tmpabc").mkdir(parents=True)
+    (left / "tmpabc" / "part").write_bytes(bytes(1000))
+    foreign = tmp_path / ".mine.unfinished"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("all of it")
+    with pytest.warns(UserWarning, match=r"old\.unfinished.*1,000"):
+        storage.write(tmp_path / "new.safetensors", {"w": torch.ones(1)}, {})
+    assert not left.exists()
+    assert foreign.exists()
+    with held(tmp_path / "other"):
+        storage.write(tmp_path / "two.safetensors", {"w": torch.ones(1)}, {})
+        assert (tmp_path / ".other.unfinished").exists()

@@ -45,7 +45,7 @@ def test_a_list_is_interpolated_over_the_layers(
     found = weight(Rule(values))
     assert [found(f"model.layers.{i}.mlp.up.weight") for i in range(5)] == expected
     assert found("model.embed_tokens.weight") == values[0]
-    assert found("model.norm.weight") == found("lm_head.weight") == values[-1]
+    assert found("model.norm.weight") == found("lm_head.weight") == values[0]
 
 
 def test_the_only_layer_stands_at_the_end() -> None:
@@ -73,15 +73,16 @@ def test_where_no_rule_speaks_the_default_holds() -> None:
         ("transformer.wte.weight", 0.0),
         ("transformer.wpe.weight", 0.0),
         ("shared.weight", 0.0),
-        ("embed_out.weight", 1.0),  # GPT-NeoX's head
-        ("transformer.ln_f.bias", 1.0),
-        ("bert.pooler.dense.weight", 1.0),
-        ("classifier.out_proj.weight", 1.0),
+        ("embed_out.weight", 0.0),
+        ("transformer.ln_f.bias", 0.0),
+        ("classifier.out_proj.weight", 0.0),
         ("model.layers.2.embed.weight", 0.5),  # inside a layer, whatever it is called
         ("model.layers.1.experts.7.w1.weight", 0.25),
     ],
 )
-def test_what_stands_outside_the_layers_is_at_one_end(name: str, depth: float) -> None:
+def test_what_stands_outside_the_layers_is_at_the_beginning_as_in_mergekit(
+    name: str, depth: float
+) -> None:
     assert depth_of(name, depths(LLAMA)) == depth
 
 
@@ -95,7 +96,7 @@ def test_each_stack_has_a_depth_of_its_own() -> None:
 def test_numbers_with_gaps_are_no_layers() -> None:
     names = ["head.0.weight", "head.3.weight", "blocks.0.w", "blocks.1.w"]
     assert depths(names) == {"blocks": 2}
-    assert depth_of("head.0.weight", depths(names)) == 1.0
+    assert depth_of("head.0.weight", depths(names)) == 0.0
 
 
 @pytest.mark.parametrize(

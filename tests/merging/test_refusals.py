@@ -112,9 +112,9 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
     ),
     "a precision with factors": (
         lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps({"format": "blr_analysis.precision", "version": 1, "structure": "kron"})
+            json.dumps({"format": "blr_analysis.precision", "version": 1, "structure": "lowrank"})
         ),
-        "structure 'kron'",
+        "structure 'lowrank'",
     ),
     "another number of heads": (
         lambda f: [

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
-from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.merging.recipe.layer_weights import LayerWeights, Rule
+from blr_analysis.posterior import Posterior, fit_laplace, write_precision
 from blr_analysis.task import Task
 
 State = dict[str, Tensor]
@@ -86,7 +88,7 @@ def test_against_the_dense_solve(family: tuple[State, list[Task]], structure: st
     first = fit_laplace(tasks[1], structure=structure, prior_precision=2.0)
     merged = merge(
         base, models, precisions=fitted, weights=alphas, base_precision=first, delta=0.3,
-        dtype=torch.float64,
+        trust=True, dtype=torch.float64,
     )  # fmt: skip
     eye = torch.eye(len(flatten(base)), dtype=torch.float64)
     held = [data_part(q) for q in fitted]
@@ -159,7 +161,9 @@ def test_equal_precisions_are_the_average(family: tuple[State, list[Task]], stru
     for task in (tasks[0], few):
         q = fit_laplace(task, structure=structure, prior_precision=0.5)
         models = [weights_of(t) for t in tasks]
-        merged = merge(base, models, precisions=[q] * 3, method="fisher", dtype=torch.float64)
+        merged = merge(
+            base, models, precisions=[q] * 3, method="fisher", trust=True, dtype=torch.float64
+        )
         average = torch.stack([flatten(m) for m in models]).mean(0)
         plain = {n for n in base if n in getattr(q.form, "plain", {})}
         kept = [n for n in base if n not in plain or float(q.form.values[n].min()) > 0.51]
@@ -234,20 +238,64 @@ def test_bad_precisions() -> None:
     gram, kron = (fit_laplace(t, structure=s) for t, s in zip(tasks, ("gram", "kron"), strict=True))
     diagonal = fit_laplace(tasks[0], structure="diag")
     with pytest.raises(PosteriorError, match="alike"):
-        merge(None, models, precisions=[gram, diagonal], method="fisher")
+        merge(None, models, precisions=[gram, diagonal], method="fisher", trust=True)
     other = fit_laplace(Task(mlp(hidden=6), (x, torch.arange(40) % 3)), structure="gram")
     with pytest.raises(PosteriorError, match=r"0\.weight"):
-        merge(None, models, precisions=[gram, other], method="fisher")
+        merge(None, models, precisions=[gram, other], method="fisher", trust=True)
     with pytest.raises(InputError, match="shrink"):
-        merge(None, models, precisions=[gram, gram], method="fisher", shrink=1.1)
-    with pytest.raises(InputError, match="max_memory"):
-        merge(None, models, precisions=[kron, kron], method="fisher", max_memory=1000)
+        merge(None, models, precisions=[gram, gram], method="fisher", trust=True, shrink=1.1)
+    with pytest.raises(InputError, match="memory"):
+        merge(None, models, precisions=[kron, kron], method="fisher", trust=True, max_memory=1000)
     with pytest.raises(PosteriorError, match="lowrank"):
         q = fit_laplace(tasks[0], structure="lowrank")
-        merge(None, models, precisions=[q, q], method="fisher")
+        merge(None, models, precisions=[q, q], method="fisher", trust=True)
     with pytest.raises(InputError, match="curvature"):
         fit_laplace(tasks[0], structure="gram", curvature="mc_fisher")
     bad = copy.deepcopy(gram)
     next(iter(bad.form.values.values())).fill_(float("nan"))
     with pytest.raises(PosteriorError, match="NaN"):
-        merge(None, models, precisions=[gram, bad], method="fisher")
+        merge(None, models, precisions=[gram, bad], method="fisher", trust=True)
+
+
+def test_a_filter_that_nothing_holds() -> None:
+    weight = LayerWeights((Rule((0.5,), "mpl"), Rule((1.0,))), {})
+    state = {"layers.0.mlp.weight": torch.ones(2)}
+    with pytest.raises(InputError, match=r"'mpl'.*'mlp'"):
+        merge(state, [{n: 2 * t for n, t in state.items()}], weights=[weight])
+
+
+def test_swapped_precisions_are_refused(tmp_path) -> None:
+    """In memory by the posterior's mean, on disk by the fingerprint that was recorded."""
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes, count=2)
+    models = [weights_of(t) for t in tasks]
+    for structure in ("diag", "gram"):
+        fitted = [fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
+        with pytest.raises(PosteriorError, match=r"swapped.*trust"):
+            merge(None, models, precisions=fitted[::-1], method="fisher")
+        merge(None, models, precisions=fitted[::-1], method="fisher", trust=True)
+        rounded = [{n: w.bfloat16() for n, w in m.items()} for m in models]
+        merge(None, rounded, precisions=fitted, method="fisher")  # another dtype, the same weights
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place, state in zip(places, models, strict=True):
+        place.mkdir()
+        save_file(state, place / "model.safetensors")
+        curved = {n: torch.ones_like(w) for n, w in state.items()}
+        about = {"kind": "fisher_mc", "definition": "ones", "n_data": 3}
+        write_precision(place / "precision", curved, **about, model=place)
+    stored = [p / "precision" for p in places]
+    for k, given in enumerate((stored, stored[::-1])):
+        how = {"precisions": given, "method": "fisher", "out": tmp_path / f"out{k}"}
+        if k:
+            with pytest.raises(PosteriorError, match=r"swapped.*trust"):
+                merge(None, places, **how)
+        merge(None, places, **how, trust=bool(k))
+
+
+@pytest.mark.parametrize("h", [9.5, torch.tensor([9.5, 1.0])])
+def test_a_precision_nearly_taken_out_is_no_precision(h: Any) -> None:
+    """H̄ = 10 − 9.5 would take a step of twenty times the task's; 10 − 1 is a fair one."""
+    one, two = torch.zeros(2), torch.ones(2)
+    merged = combine(one, [two], weights=[-1.0], precisions=[h], base_precision=10.0)
+    expected = torch.tensor([-1.0, -1.0 if isinstance(h, float) else -11 / 9])
+    torch.testing.assert_close(merged, expected)

@@ -411,7 +411,7 @@ def test_no_tensors_and_no_n_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"n_data": None}, "n_data=None"),
-        ({"structure": "kron"}, "structure 'kron'.*structure='diag'"),
+        ({"structure": "lowrank"}, "structure 'lowrank'.*diag"),
         ({"parameters": []}, "names no parameters"),
         ({"prior_precision": -1.0}, "prior_precision=-1.0"),
         ({"prior_precision": {"net.bias": 1.0}}, r"per weight for \['net\.weight', 'scale'\]"),

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis, Joint
+from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Fit, Spectral
+
+LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a head, has a diagonal
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Kronecker(Spectral):
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
-        values |= {b.key: b.left.new_zeros(b.shape) for b in blocks}
+        values |= {b.key: b.right.new_zeros(b.shape) for b in blocks}
         return cls(blocks, values, plain, tuple(fit.params)).summed(fit), {}
 
     @classmethod
@@ -166,6 +169,9 @@ def factor_sums(fit: Fit) -> Moments:
     moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
     for terms in fit.passes("Kronecker factors"):
         for term in terms:
+            layout = term.joint.layout if isinstance(term, Outer) else None
+            if layout is not None and max(layout.rows, layout.columns) > LARGEST:
+                continue
             factors = term.factors(padded=fit.padded)
             if factors is None:
                 continue

@@ -1,0 +1,200 @@
+"""Which method, which α? Tried on validation tasks, or by the gap that the precisions predict.
+
+Candidates are the average; task arithmetic with some α where there is a base; the merges under the
+precisions, with and without shrinkage of their off-diagonals, with G and without it, and with the
+base's precision where that is given; propagated statistics where there are tasks.
+
+With validation tasks the best mean NLL (or accuracy) decides. Without them the predicted gap does,
+
+    Σ_t α_t ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
+
+in nats, where α_t are the user's. It is smallest for the merge under H_t itself, so that only the
+average, task arithmetic and the base's precision are judged by it, and shrinkage and the power of G
+stay as given. It cannot see that H_t are wrong: only validation does that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from blr_analysis.checks import one_of
+from blr_analysis.errors import InputError
+from blr_analysis.merging.at_weights import State, named_tasks, state_of
+from blr_analysis.merging.curve import CRITERIA, MergePoint, Merger, Trial, rank
+from blr_analysis.merging.merge import MergeReport, merge
+from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.posterior import FACTORED
+from blr_analysis.views import Tabular
+
+ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
+SHRINK = (1.0, 0.9, 0.5)
+POWERS = (1.0, 0.5, 0.0)
+
+
+@dataclass(frozen=True)
+class Choice(Tabular):
+    """What ``method="auto"`` took, and what it tried.
+
+    Attributes:
+        name: of the candidate that was taken.
+        settings: the arguments of :func:`blr_analysis.merge` that make it.
+        points: every candidate with what it came to: on validation tasks, or its predicted gap.
+        by: "nll", "accuracy" or "gap".
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    points: tuple[MergePoint, ...]
+    by: str
+
+    @property
+    def average(self) -> MergePoint:
+        """What the average came to."""
+        return next(p for p in self.points if p.method == "average")
+
+    @property
+    def best(self) -> MergePoint:
+        """What was taken came to."""
+        return next(p for p in self.points if p.method == self.name)
+
+    def __repr__(self) -> str:
+        words = {"nll": "NLL", "accuracy": "accuracy", "gap": "predicted gap"}[self.by]
+        value = "accuracy" if self.by == "accuracy" else "nll"
+        ours, average = getattr(self.best, value), getattr(self.average, value)
+        return (
+            f"Choice({self.name!r}, {words} {ours:.4g}, average {average:.4g}, best of "
+            f"{len(self.points)})"
+        )
+
+
+class Merged(dict[str, Tensor]):
+    """A merged state dict that knows how it was chosen."""
+
+    choice: Choice
+
+
+def candidates(
+    count: int, *, based: bool, structure: str, settings: Mapping[str, Any], tasks: Any
+) -> dict[str, dict[str, Any]]:
+    """Arguments of :func:`blr_analysis.merge` by a name for each candidate."""
+    found: dict[str, dict[str, Any]] = {"average": {"method": "linear", "weights": [1.0] * count}}
+    if based:
+        for alpha in sorted({*ALPHAS, 1 / count}):
+            name = f"task_arithmetic, α = {alpha:.3g}"
+            found[name] = {"method": "task_arithmetic", "weights": [alpha] * count}
+    own = {k: settings[k] for k in ("precisions", "n_data", "missing_precision", "weights")}
+    first = {k: settings[k] for k in ("base_precision", "delta")}
+    if structure:
+        factored = structure in FACTORED
+        shrinks = sorted({*SHRINK, settings["shrink"]}) if factored else [1.0]
+        powers = sorted({*POWERS, settings["power"]}) if structure == "kron" else [1.0]
+        for shrink in shrinks:
+            for power in powers:
+                family = {"shrink": shrink, "power": power, **own}
+                words = f", shrink {shrink:g}" * factored
+                words += f", G to the {power:g}" * (structure == "kron")
+                found[f"fisher, {structure}{words}"] = {"method": "fisher", **family}
+                if based and (first["base_precision"] is not None or first["delta"]):
+                    name = f"gradient_matching, {structure}{words}"
+                    found[name] = {"method": "gradient_matching", **family, **first}
+    if tasks is not None:
+        for shrink in sorted({*SHRINK, settings["shrink"]}):
+            more = {"tasks": tasks, "shrink": shrink, "weights": settings["weights"]}
+            found[f"propagated, shrink {shrink:g}"] = {"method": "fisher", **more}
+    return found
+
+
+def merged_by_choice(
+    base: Any, models: Sequence[Any], *, validate: Any, criterion: str, **settings: Any
+) -> Any:
+    """:func:`blr_analysis.merge` by the best of :func:`candidates`.
+
+    Raises:
+        InputError: nothing to choose by; an unknown criterion.
+        BLRError: as :func:`blr_analysis.merge`.
+    """
+    one_of("criterion", criterion, CRITERIA)
+    given, tasks = settings["precisions"], settings["tasks"]
+    if validate is None and (given is None or any(p is None for p in given)):
+        raise InputError('method="auto" chooses by precisions=, or validate=[task, …]: give one')
+    start = None if base is None else state_of(base, "base")
+    states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
+    numbers = settings["n_data"] or [None] * len(states)
+    opened = [
+        precision_in_memory(f"precisions[{t}]", p, n)
+        for t, (p, n) in enumerate(zip(given or (), numbers, strict=False))
+    ]
+    kinds = {s for p in opened for s in [p.structure]}
+    structure = kinds.pop() if len(kinds) == 1 else "diag" if kinds else ""
+    found = candidates(
+        len(states), based=base is not None, structure=structure, settings=settings, tasks=tasks
+    )
+    common = {k: settings[k] for k in ("dtype", "normalize", "trust")}
+    if validate is not None:
+        points, by = _tried(start, states, validate, found, common), criterion
+    else:
+        found = {
+            name: how
+            for name, how in found.items()
+            if how.get("shrink", settings["shrink"]) == settings["shrink"]
+            and how.get("power", settings["power"]) == settings["power"]
+        }
+        points, by = _predicted(start, states, opened, found, common), "gap"
+    best = min(points, key=lambda p: rank(p, "nll" if by == "gap" else criterion))
+    choice = Choice(best.method, found[best.method], tuple(points), by)
+    outer = ("out_dtype", "out", "max_memory", "max_shard_bytes", "threads", "progress")
+    kept = {k: settings[k] for k in outer} | common
+    result = merge(base, models, **{**kept, **choice.settings})
+    if isinstance(result, MergeReport):
+        object.__setattr__(result, "choice", choice)
+        return result
+    merged = Merged(result)
+    merged.choice = choice
+    return merged
+
+
+def _tried(
+    base: State | None,
+    states: Sequence[State],
+    validate: Any,
+    found: Mapping[str, dict[str, Any]],
+    common: Mapping[str, Any],
+) -> list[MergePoint]:
+    def maker(how: Mapping[str, Any]) -> Merger:
+        def make(base: Any, models: Any, weights: Any) -> Any:
+            return merge(base, models, progress=False, **{**common, **how})
+
+        return Merger(make)
+
+    mergers = {name: maker(how) for name, how in found.items()}
+    first = states[0] if base is None else base
+    trial = Trial(first, list(states), named_tasks(validate, "validate"), mergers)
+    trial.check()
+    return [trial.point(name, _weights(how)) for name, how in found.items()]
+
+
+def _weights(how: Mapping[str, Any]) -> tuple[float, ...]:
+    given = how.get("weights")
+    if isinstance(given, int | float):
+        return (float(given),)
+    return tuple(float(w) for w in given or () if not callable(w))
+
+
+def _predicted(
+    base: State | None,
+    states: Sequence[State],
+    opened: Sequence[Any],
+    found: Mapping[str, dict[str, Any]],
+    common: Mapping[str, Any],
+) -> list[MergePoint]:
+    points = []
+    for name, how in found.items():
+        merged = merge(base, list(states), progress=False, **{**common, **how})
+        gaps = tuple(p.gap(merged, s) for p, s in zip(opened, states, strict=True))
+        points.append(MergePoint(name, _weights(how), gaps, (math.nan,) * len(gaps)))
+    return points

@@ -1,0 +1,136 @@
+"""What ``method="auto"`` takes and why; propagated statistics against a merge by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import mlp
+from oracles import relative
+from parts import normal
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.merging.merge import merge
+from blr_analysis.posterior import fit_laplace
+from blr_analysis.task import Task
+
+
+@pytest.fixture(scope="module")
+def family() -> dict[str, Any]:
+    """Two models trained on halves of what one function says, and data for both to see."""
+    teacher, base = mlp(seed=5), mlp(seed=1)
+    tasks, held = [], []
+    for t in range(2):
+        x = normal(300, 4, seed=t) * torch.tensor([1.0, 1.0, 0.1, 0.1]).roll(2 * t)
+        y = teacher(3 * x).argmax(1)
+        own = copy.deepcopy(base)
+        optimizer = torch.optim.Adam(own.parameters(), 0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(own(x[:200]), y[:200]).backward()
+            optimizer.step()
+        tasks.append(Task(own, (x[:200], y[:200])))
+        held.append(Task(base, (x[200:], y[200:])))
+    models = [{n: p.detach() for n, p in t.model.named_parameters()} for t in tasks]
+    start = {n: p.detach() for n, p in base.named_parameters()}
+    return {"base": start, "models": models, "tasks": tasks, "validate": held}
+
+
+def test_by_validation_it_takes_the_best_that_was_tried(family: dict[str, Any]) -> None:
+    given = {k: family[k] for k in ("base", "models", "validate")}
+    fitted = [fit_laplace(t, structure="kron", prior_precision=1.0) for t in family["tasks"]]
+    merged = merge(**given, precisions=fitted, tasks=family["tasks"], method="auto")
+    choice = merged.choice
+    assert choice.best.nll == min(p.nll for p in choice.points) <= choice.average.nll
+    names = {p.method for p in choice.points}
+    assert {"average", "fisher, kron, shrink 0.9, G to the 0", "propagated, shrink 0.9"} <= names
+    again = merge(family["base"], family["models"], **choice.settings)
+    assert all(torch.equal(merged[n], t) for n, t in again.items())
+    assert choice.name in repr(choice)
+    best = merge(**given, precisions=fitted, method="auto", criterion="accuracy").choice
+    assert best.best.accuracy == max(p.accuracy for p in best.points)
+
+
+def test_by_the_predicted_gap(family: dict[str, Any]) -> None:
+    """½ (θ − θ_t)ᵀ H_t (θ − θ_t), by the posterior's own products; least for the Fisher average."""
+    fitted = [fit_laplace(t, structure="gram") for t in family["tasks"]]
+    merged = merge(family["base"], family["models"], precisions=fitted, method="auto")
+    assert merged.choice.name.startswith("fisher, gram")
+    assert merged.choice.by == "gap"
+    for q, gap in zip(fitted, merged.choice.best.nlls, strict=True):
+        step = {n: merged[n] - q.mean[n] for n in q.mean}
+        flat = float(q.prior_precision)
+        product = q.precision_product({n: s.unsqueeze(0) for n, s in step.items()})
+        truth = sum(float(((product[n][0] - flat * s) * s).sum()) for n, s in step.items()) / 2
+        assert gap == pytest.approx(truth, rel=1e-4)
+
+
+def test_folders_take_the_same(family: dict[str, Any], tmp_path) -> None:
+    places = {"base": family["base"], **dict(zip("ab", family["models"], strict=True))}
+    for name, state in places.items():
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    fitted = [fit_laplace(t, structure="gram") for t in family["tasks"]]
+    for name, q in zip("ab", fitted, strict=True):
+        q.save(tmp_path / name / "precision")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    given = {"method": "auto", "validate": family["validate"]}
+    report = merge(
+        tmp_path / "base", folders, precisions=[f / "precision" for f in folders],
+        out=tmp_path / "out", **given,
+    )  # fmt: skip
+    memory = merge(family["base"], family["models"], precisions=fitted, **given)
+    assert report.choice.name == memory.choice.name
+    assert report.plan.method.name == memory.choice.settings["method"]
+
+
+def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
+    """The first layer as RegMean; the second with its inputs from the merged first one."""
+    merged = merge(None, family["models"], tasks=family["tasks"], method="fisher", shrink=0.9)
+    inputs = [t.fetch(torch.arange(t.n_data))[0] for t in family["tasks"]]
+    for layer in ("0", "2"):
+        top: Any = 0.0
+        bottom: Any = 0.0
+        for a, w in zip(inputs, family["models"], strict=True):
+            a = torch.cat([a, torch.ones(len(a), 1)], 1)
+            gram = 0.9 * a.mT @ a + 0.1 * (a.mT @ a).diagonal().diag()
+            joint = torch.cat([w[f"{layer}.weight"], w[f"{layer}.bias"][:, None]], 1)
+            top, bottom = top + joint @ gram, bottom + gram
+        truth = top @ torch.linalg.inv(bottom)
+        assert relative(merged[f"{layer}.weight"], truth[:, :-1]) < 1e-8
+        assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-8
+        weight, bias = merged[f"{layer}.weight"], merged[f"{layer}.bias"]
+        inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
+
+
+class Other(nn.Module):
+    """Layers of the same names that are never run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts: Tensor | Any = mlp()
+        self._modules.update(parts._modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules["0"](x)[:, :3]  # type: ignore[misc]
+
+
+def test_bad_input(family: dict[str, Any]) -> None:
+    base, models, tasks = (family[k] for k in ("base", "models", "tasks"))
+    with pytest.raises(InputError, match="validate"):
+        merge(base, models, method="auto")
+    with pytest.raises(InputError, match="criterion"):
+        merge(base, models, method="auto", validate=tasks, criterion="loss")
+    with pytest.raises(InputError, match="fisher"):
+        merge(base, models, tasks=tasks)
+    with pytest.raises(InputError, match="1 tasks for 2"):
+        merge(base, models, tasks=tasks[:1], method="fisher")
+    with pytest.raises(InputError, match="at least 0"):
+        merge(base, models, tasks=tasks, method="fisher", weights=[1.0, -0.5])
+    other = Task(Other().double(), tasks[1].fetch(torch.arange(5)))
+    with pytest.raises(ModelError, match=r"2\.weight"):
+        merge(base, models, tasks=[tasks[0], other], method="fisher")
