@@ -149,7 +149,23 @@ def layers() -> dict[str, Callable[[], Case]]:
         "lstm": lambda: _last_step(
             nn.LSTM(3, 2, num_layers=2, batch_first=True, bidirectional=True), 4, 5, 4, 3
         ),
+        "lstm_projected": lambda: _last_step(
+            nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True), 2, 5, 4, 3
+        ),
+        "lstm_with_states": lambda: Case(
+            graph(
+                lambda m, x: m.out(
+                    m.layer(x[:, :3], (x[None, :, 3].tanh(), x[None, :, 0].tanh()))[1][1][0]
+                ),
+                layer=nn.LSTM(4, 4, batch_first=True, bias=False),
+                out=nn.Linear(4, 2),
+            ),
+            normal(5, 4, 4),
+        ),
         "gru": lambda: _last_step(nn.GRU(3, 4, batch_first=True), 4, 5, 3, 3),
+        "rnn_relu": lambda: _last_step(
+            nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True), 8, 5, 3, 3
+        ),
         "attention_masked": lambda: Case(
             graph(
                 lambda m, x: m.out(

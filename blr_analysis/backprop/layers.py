@@ -8,7 +8,7 @@ a new layer is one more row. Layers without a row are differentiated by themselv
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class Call:
     output_axis: Axis
     names: dict[str, str]  # attribute ("weight", "bias") → the parameter's name in the model
     values: dict[str, Tensor]  # the parameters' values, by attribute
+    every_grad: list[list[Tensor]] = field(default_factory=list)  # [output leaf][column], as made
 
     @property
     def x(self) -> Tensor:

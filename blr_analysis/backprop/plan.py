@@ -23,6 +23,7 @@ from blr_analysis.backprop.layers import rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices
 from blr_analysis.backprop.reading import Plan, names_of, read
 from blr_analysis.backprop.record import Unit, Visit, fetched
+from blr_analysis.backprop.recurrent import RECURRENT, recurrence
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.backprop.truth import (
     Truth,
@@ -148,6 +149,7 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
         }
         if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             rule = rule_for(module) if set(own) <= {"weight", "bias"} else None
+            rule = recurrence if type(module) in RECURRENT else rule
             units.append(Unit(path, module, own, rule))
     return units
 

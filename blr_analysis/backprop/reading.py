@@ -138,5 +138,6 @@ def read(
     axis = axes[0][0]
     assert axis is not None
     own = {a: values[n] for a, n in unit.names.items()}
-    call = Call(unit.module, visit.args, visit.kwargs, batch, axis, axes[1][0], unit.names, own)
+    where = (batch, axis, axes[1][0])
+    call = Call(unit.module, visit.args, visit.kwargs, *where, unit.names, own, grads)
     return unit.rule(call, grads[0])

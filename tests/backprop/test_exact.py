@@ -130,6 +130,8 @@ RULES = {
     **{f"sequence_first_{t}": {"linear"} for t in (1, 2, 3, 7)},
     **{f"flattened_{t}": {"linear", "batch_norm"} for t in (1, 2, 3)},
     "frames": {"convolution", "group_norm", "linear"},
+    **{n: {"recurrence", "linear"} for n in ("lstm", "lstm_projected", "lstm_with_states", "gru")},
+    **{n: {"recurrence", "linear"} for n in ("rnn_relu", "sequence_first_gru_3", "unrolled_cell")},
     "called_twice": {"linear"},
     "two_modules_one_weight": {"linear"},
     "in_place": {"linear"},
