@@ -100,12 +100,6 @@ class TestSpeeches:
         assert found.speech == ["A B 1801"] * 2
         assert len(speeches.excerpts([speech], vocabulary, 9, 3)) == 3
 
-    def test_made_up_speeches_are_the_same_every_time(self, speeches: ModuleType) -> None:
-        first = speeches.read("made-up")
-        assert first == speeches.read("made-up")
-        assert len(first) == 12
-        assert len({s.president for s in first}) == 4
-
     def test_unpacks_speeches_and_nothing_else(
         self, speeches: ModuleType, package: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

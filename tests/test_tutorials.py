@@ -25,7 +25,7 @@ from matplotlib.image import imread
 from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "tutorials"
@@ -200,10 +200,6 @@ class TestData:
         assert digits.labels[:4].tolist() == [0, 1, 2, 3]
         assert 0.9 < float(digits.images.max()) <= 1
         assert float(digits.images.min()) == 0
-
-    def test_other_names_are_refused(self, data: ModuleType) -> None:
-        with pytest.raises(InputError, match=r"fashion-mnist, digits; got 'cifar'"):
-            data.read("cifar")
 
     def test_reads_idx_files_of_the_cache(
         self, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

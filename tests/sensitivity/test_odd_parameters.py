@@ -101,9 +101,3 @@ def test_scores_of_another_posterior_are_refused(tempered: blr.Task) -> None:
     assert blr.leave_one_out(tempered, one, scores=scores, **QUIET).nll > 0
     with pytest.raises(InputError, match="scores are those of another posterior"):
         blr.leave_one_out(tempered, two, scores=scores, **QUIET)
-
-
-def test_examples_that_cannot_be_refined_are_said(tempered: blr.Task) -> None:
-    q = blr.fit_laplace(tempered, structure="full", prior_precision=1.0, **QUIET)
-    with pytest.warns(RuntimeWarning, match="3 of 3 examples keep their estimate"):
-        blr.leave_one_out(tempered, q, refine=3, **QUIET)

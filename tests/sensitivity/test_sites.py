@@ -177,13 +177,3 @@ def test_the_fit_stands_alone(ask: Any) -> None:
             alone(fitted)
     with pytest.raises(InputError, match="posterior"):
         ask(task)
-
-
-@pytest.mark.parametrize("ask", [blr.influence, blr.top_influence])
-def test_influence_is_of_networks(ask: Any) -> None:
-    model, x, y = regression()
-    fit = model.fit((x, y))
-    with pytest.raises(InputError, match="is no network"):
-        ask(fit)
-    with pytest.raises(InputError, match="is no network"):
-        ask(fit, fit)
