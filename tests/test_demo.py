@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -13,10 +12,12 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import blr_analysis as blr
+from blr_analysis.audit import Findings
 from blr_analysis.cli import main
 from blr_analysis.cli.script import load_tasks
 from blr_analysis.demo import RECIPE, TrainingRecipe, load, network, run, train
 from blr_analysis.demo.removals import FULL, IVON_DIAGONAL, KRONECKER, ClassRemovals
+from blr_analysis.demo.training import Digits
 
 QUICK = TrainingRecipe(epochs=3)
 FILES = {
@@ -29,16 +30,6 @@ FILES = {
     "summary.txt",
     "report.html",
 }
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("demo") / "digits"
-    file, said = io.StringIO(), []
-    found = run(
-        folder, recipe=QUICK, console=Console(file=file, width=100), say=lambda s: said.append(s)
-    )
-    return folder, file.getvalue(), said, *found
 
 
 def test_the_split_is_a_partition_of_all_digits() -> None:
@@ -65,57 +56,6 @@ def test_training_repeats_itself_and_leaves_the_global_generator_alone() -> None
     assert not torch.equal(next(first.parameters()), next(third.parameters()))
 
 
-@pytest.mark.slow
-def test_the_folder_holds_everything(quick) -> None:
-    folder, _, _, findings, removals = quick
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert all(path.stat().st_size > 500 for path in folder.iterdir())
-    table = pd.read_parquet(folder / "table.parquet")
-    assert len(table) == 1198
-    assert table["row"].tolist() == load().rows.tolist()
-    pd.testing.assert_frame_equal(pd.read_parquet(folder / "removals.parquet"), removals.table)
-    posterior = blr.Posterior.load(folder / "posterior.safetensors")
-    assert posterior.structure == "diag"
-    assert posterior.record["kind"] == findings.posterior.record["kind"]
-
-
-@pytest.mark.slow
-def test_what_is_printed_was_computed(quick) -> None:
-    _, out, said, findings, removals = quick
-    assert f"{findings.loo.nll:.4f}" in out
-    assert f"{findings.on_test.nll:.4f}" in out
-    data = load()
-    model, _ = train(data.images, data.labels, recipe=QUICK)
-    with torch.no_grad():
-        nll = F.cross_entropy(model(data.test_images), data.test_labels).item()
-    assert findings.on_test.nll == pytest.approx(nll, rel=1e-6)
-    assert findings.removals is None
-    for each in removals.predicted.values():
-        for value in each["nll_after"]:
-            assert f"{value:.3f}" in out
-    for nll, _ in removals.retrained.values():
-        assert f"{nll:.3f}" in out
-    assert f"Closest: {removals.closest}." in out
-    assert "\x1b" not in out
-    epochs = [line for line in said if re.match(r"  epoch \d", line)]
-    assert len(epochs) == QUICK.epochs
-    assert any("retraining from scratch" in line for line in said)
-
-
-@pytest.mark.slow
-def test_the_retrained_classes_are_those_expected_to_matter_most_and_least(quick) -> None:
-    *_, removals = quick
-    expected = removals.predicted[FULL].set_index("group")["nll_after"]
-    assert list(removals.retrained) == [int(expected.idxmax()), int(expected.idxmin())]
-    lost = next(iter(removals.retrained))
-    data = load()
-    kept = data.labels != lost
-    model, _ = train(data.images[kept], data.labels[kept], recipe=QUICK)
-    with torch.no_grad():
-        nll = F.cross_entropy(model(data.test_images), data.test_labels).item()
-    assert removals.retrained[lost][0] == pytest.approx(nll, rel=1e-6)
-
-
 def test_the_closest_posterior_is_the_one_with_the_smallest_miss() -> None:
     def table(*after: float) -> pd.DataFrame:
         return pd.DataFrame(
@@ -138,21 +78,6 @@ def test_the_closest_posterior_is_the_one_with_the_smallest_miss() -> None:
     assert removals.table["nll_after_retrained"].tolist() == [1.0, 0.5]
 
 
-@pytest.mark.slow
-def test_the_script_that_it_writes_states_the_same_task(quick, capsys) -> None:
-    folder, _, _, findings, _ = quick
-    task, test = load_tasks(f"{folder}/digits.py:train", "test")
-    assert test is not None
-    posterior = blr.Posterior.load(folder / "posterior.safetensors")
-    assert blr.leave_one_out(task, posterior).nll == pytest.approx(findings.loo.nll, rel=1e-6)
-    for name, weights in task.parameters().items():
-        assert torch.equal(weights, posterior.mean[name])
-    argv = ["what-if", f"{folder}/digits.py:train", "-p", f"{folder}/posterior.safetensors"]
-    assert main([*argv, "--remove", "target=3", "--test", "test"]) == 0
-    count = int((load().labels == 3).sum())
-    assert f"{count} of 1,198 training examples" in capsys.readouterr().out
-
-
 def test_the_number_of_threads_is_given_back(tmp_path: Path, monkeypatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr("blr_analysis.demo.job.load", lambda seed: 1 / 0)
@@ -162,9 +87,73 @@ def test_the_number_of_threads_is_given_back(tmp_path: Path, monkeypatch) -> Non
 
 
 @pytest.mark.slow
-def test_the_whole_demo_says_what_the_readme_promises(tmp_path: Path) -> None:
-    file = io.StringIO()
-    findings, removals = run(tmp_path / "digits", console=Console(file=file, width=100))
+def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One test for one run: workers that share the tests would each run the demo again."""
+    folder, file, said = tmp_path / "digits", io.StringIO(), []
+    findings, removals = run(folder, console=Console(file=file, width=100), say=said.append)
+    check_files(folder, findings, removals)
+    check_words(file.getvalue(), said, findings, removals)
+    check_retrained(removals)
+    check_script(folder, findings, capsys)
+    check_promises(findings, removals)
+
+
+def check_files(folder: Path, findings: Findings, removals: ClassRemovals) -> None:
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert all(path.stat().st_size > 500 for path in folder.iterdir())
+    table = pd.read_parquet(folder / "table.parquet")
+    assert table["row"].tolist() == load().rows.tolist() and len(table) == 1198
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "removals.parquet"), removals.table)
+    posterior = blr.Posterior.load(folder / "posterior.safetensors")
+    assert posterior.structure == "diag"
+    assert posterior.record["kind"] == findings.posterior.record["kind"]
+
+
+def check_words(out: str, said: list[str], findings: Findings, removals: ClassRemovals) -> None:
+    """What is printed was computed."""
+    assert f"{findings.loo.nll:.4f}" in out and f"{findings.on_test.nll:.4f}" in out
+    data, model = load(), network()
+    model.load_state_dict(findings.posterior.mean)
+    assert findings.on_test.nll == pytest.approx(loss_on_test(model, data), rel=1e-6)
+    assert findings.removals is None
+    after = [value for each in removals.predicted.values() for value in each["nll_after"]]
+    assert all(f"{value:.3f}" in out for value in after)
+    assert all(f"{nll:.3f}" in out for nll, _ in removals.retrained.values())
+    assert f"Closest: {removals.closest}." in out and "\x1b" not in out
+    assert any(line.startswith(f"  epoch {RECIPE.epochs}: ") for line in said)
+    assert any("retraining from scratch" in line for line in said)
+
+
+def check_retrained(removals: ClassRemovals) -> None:
+    """The classes expected to matter most and least, retrained as the demo trains."""
+    expected = removals.predicted[FULL].set_index("group")["nll_after"]
+    assert list(removals.retrained) == [int(expected.idxmax()), int(expected.idxmin())]
+    lost, data = next(iter(removals.retrained)), load()
+    kept = data.labels != lost
+    model, _ = train(data.images[kept], data.labels[kept], recipe=RECIPE)
+    assert removals.retrained[lost][0] == pytest.approx(loss_on_test(model, data), rel=1e-6)
+
+
+def loss_on_test(model: torch.nn.Module, data: Digits) -> float:
+    with torch.no_grad():
+        return F.cross_entropy(model(data.test_images), data.test_labels).item()
+
+
+def check_script(folder: Path, findings: Findings, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script that it writes states the same task."""
+    task, test = load_tasks(f"{folder}/digits.py:train", "test")
+    assert test is not None
+    posterior = blr.Posterior.load(folder / "posterior.safetensors")
+    assert blr.leave_one_out(task, posterior).nll == pytest.approx(findings.loo.nll, rel=1e-6)
+    assert all(torch.equal(w, posterior.mean[name]) for name, w in task.parameters().items())
+    argv = ["what-if", f"{folder}/digits.py:train", "-p", f"{folder}/posterior.safetensors"]
+    assert main([*argv, "--remove", "target=3", "--test", "test"]) == 0
+    count = int((load().labels == 3).sum())
+    assert f"{count} of 1,198 training examples" in capsys.readouterr().out
+
+
+def check_promises(findings: Findings, removals: ClassRemovals) -> None:
+    """What the README says of it."""
     assert findings.on_test is not None
     assert findings.on_test.accuracy is not None
     assert findings.loo.accuracy is not None

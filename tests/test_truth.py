@@ -13,7 +13,6 @@ from sklearn.linear_model import LogisticRegression
 from benchmarks import truth
 from benchmarks.truth import recipes, retrain, sources, store
 from benchmarks.truth.__main__ import main
-from benchmarks.truth.minimise import minimise
 from blr_analysis.errors import DataError
 
 N, M = 60, 30
@@ -123,16 +122,6 @@ def test_what_is_stored_is_what_the_weights_give(tiny: recipes.Recipe) -> None:
     assert bool((case.loo.left_out_losses > before).all())  # an example left out is missed
 
 
-def test_the_same_halves_from_every_start(tiny: recipes.Recipe) -> None:
-    main(["--case", "tiny", "--what", "subset"])
-    case = truth.load("tiny")
-    a, b, warm = (case.subsets(start) for start in ("A", "B", "warm"))
-    assert torch.equal(a.kept, b.kept) and torch.equal(a.kept, warm.kept)
-    assert a.kept.sum(1).tolist() == [N // 2] * 2
-    assert not torch.equal(a.kept[0], a.kept[1])
-    torch.testing.assert_close(a.theta, b.theta, rtol=0, atol=1e-5)  # convex: one minimum
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped(
     tiny: recipes.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,14 +156,3 @@ def test_a_changed_recipe_is_computed_again(
     assert float(after.classes.theta.norm()) < float(classes.theta.norm())
     monkeypatch.setitem(recipes.CASES, "tiny", replace(TINY, delta=2.0, loo=(9, 9), chunk=7))
     assert len(truth.load("tiny").classes) == 3  # counts and chunks change no result
-
-
-def test_a_descent_that_runs_out_says_so() -> None:
-    def valley(t: torch.Tensor) -> tuple[float, torch.Tensor]:
-        scale = torch.tensor([1.0, 1e6], dtype=torch.float64)
-        return float((scale * t * t).sum()), 2 * scale * t
-
-    start = torch.ones(2, dtype=torch.float64)
-    short = minimise(valley, start, relative=1e-12, max_evaluations=3)
-    assert not short.converged and short.gradient_norm > short.tolerance
-    assert minimise(valley, start, relative=1e-12).converged

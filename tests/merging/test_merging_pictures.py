@@ -98,15 +98,6 @@ def test_drawn_where_asked_or_on_a_figure_of_its_own(name: str) -> None:
         EVERY[name]("axes")
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_labels_say_what_is_shown_and_which_way_is_worse(name: str) -> None:
-    ax = EVERY[name]()
-    words = [ax.get_xlabel(), ax.get_ylabel()]
-    words += [other.get_ylabel() for other in ax.figure.axes if other is not ax]
-    assert ax.get_title() and all(words)
-    assert any("worse" in w or "better" in w for w in words)
-
-
 def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
     found = mismatch()
     table = found.table
@@ -127,15 +118,6 @@ def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
     lines = [line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_zorder() == 1]
     assert len(lines) == 3  # from each task in one merge to the same in the other
     assert "training data" in ax.get_ylabel()
-
-
-def test_of_many_points_each_task_is_named_where_it_loses_most() -> None:
-    found = mismatch(5)
-    ax = plot_mismatch(found)
-    boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
-    worst = found.table[found.table["merge"] == "merge 4"]
-    assert [b.offsetbox.get_text() for b in boxes] == list(worst.task)
-    np.testing.assert_allclose([b.xy[0] for b in boxes], worst.mismatch_per_example)
 
 
 def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
@@ -226,14 +208,6 @@ def test_what_could_not_be_run_is_a_gap_and_counted() -> None:
     assert "1 could not be run" in ax.get_title() and math.isnan(line(ax, "mean")[1][-1])
     table = merge_curve_table(some)
     assert table.failure.tolist() == [""] * 11 + ["outputs"] and math.isinf(table.nll[11])
-
-
-def test_losses_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
-    wild = curve(SHARED, loss=lambda w: 0.1 * 100 ** w[0])
-    assert plot_merge_curve(wild).get_yscale() == "log"
-    assert plot_merge_curve(wild, measure="accuracy").get_yscale() == "linear"
-    negative = curve(SHARED, loss=lambda w: 10 * 100 ** w[0] - 20)
-    assert plot_merge_curve(negative).get_yscale() == "linear"
 
 
 def test_curves_of_bad_input() -> None:
