@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,12 @@ class Examples:
         Raises:
             DataError: the dataset or the collate function raises; the index is named.
         """
-        if self.is_tensors:
+        if self._tensors is not None:
+            whole, rows = self._tensors
+            indices = indices if rows is None else rows[indices]
             if len(indices) and bool((indices.diff() == 1).all()):
-                return self.dataset[int(indices[0]) : int(indices[-1]) + 1]
-            return self.dataset[indices]
+                return whole[int(indices[0]) : int(indices[-1]) + 1]
+            return whole[indices]
         items = [self._item(int(i)) for i in indices]
         try:
             return self.collate(items)
@@ -76,7 +79,20 @@ class Examples:
     @property
     def is_tensors(self) -> bool:
         """Whether batches are slices of tensors."""
-        return isinstance(self.dataset, TensorDataset) and self.collate is default_collate
+        return self._tensors is not None
+
+    @cached_property
+    def _tensors(self) -> tuple[TensorDataset, Tensor | None] | None:
+        """The tensors, and which of their rows, of a part of them; None of any other data."""
+        dataset, rows = self.dataset, None
+        while type(dataset) is Subset:
+            own = torch.as_tensor(dataset.indices)
+            dataset, rows = dataset.dataset, own if rows is None else own[rows]
+        if not isinstance(dataset, TensorDataset) or self.collate is not default_collate:
+            return None
+        if rows is not None and len(rows) and int(rows.max()) >= len(dataset):
+            return None  # one by one, to name the example that is not there
+        return dataset, rows
 
     def _item(self, index: int) -> Any:
         try:

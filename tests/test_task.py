@@ -18,9 +18,11 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
 )
 
+from blr_analysis.data import read_data
 from blr_analysis.errors import DataError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
@@ -159,6 +161,19 @@ def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
     found = Task(model, (X, Y)).parameters()
     assert list(found) == ["0.bias", "2.weight", "2.bias", "3.weight"]
     assert not any(p.requires_grad for p in found.values())
+
+
+def test_parts_of_tensors_are_read_as_tensors_and_faults_named() -> None:
+    x, y = torch.arange(20.0).view(10, 2), torch.arange(10)
+    part = Subset(Subset(TensorDataset(x, y), [9, 0, 4, 5]), torch.tensor([3, 1, 2]))
+    examples = read_data(part)
+    assert examples.is_tensors
+    for chosen in ([0, 1, 2], [2], [1, 1], []):
+        rows = torch.tensor([5, 0, 4])[torch.tensor(chosen, dtype=torch.long)]
+        got = examples.batch(torch.tensor(chosen, dtype=torch.long))
+        assert torch.equal(got[0], x[rows]) and torch.equal(got[1], y[rows])
+    with pytest.raises(DataError, match="example 1"):
+        read_data(Subset(TensorDataset(x, y), [0, 10])).batch(torch.tensor([1]))
 
 
 def test_subset_keeps_order_metadata_and_all_settings() -> None:
