@@ -372,7 +372,7 @@ def _some(values: list[int], most: int = 5) -> str:
 
 
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    """``(x, y)`` pairs, and dict batches with ``labels`` as Hugging Face models take them."""
+    """``(x, y)`` pairs, x a tensor or a dict of arguments, and dicts with ``labels``."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
@@ -382,6 +382,8 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         x, y = batch
+        if isinstance(x, Mapping):
+            return model(**x), y
         if isinstance(x, Tensor) and x.is_floating_point():
             first = next((p for p in model.parameters() if p.is_floating_point()), None)
             if first is not None:

@@ -668,6 +668,7 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     accuracy_<task>       fraction right; NaN for regression                   better
     failure               why the merge could not be run; "" where it could
     best                  whether this row is ``curve.best``
+    front                 whether it is on ``curve.front``; for search="front"
     ===================== ==================================================== =============
     """
     rows = [
@@ -681,6 +682,7 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
             **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
             "failure": point.failure,
             "best": point is curve.best,
+            **({"front": point in curve.front} if curve.shape == "front" else {}),
         }
         for point in curve.points
     ]

@@ -15,6 +15,8 @@ from blr_analysis.cli.options import Teller, paper
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from blr_analysis.merging.auto import Choice
+    from blr_analysis.merging.job import Job
     from blr_analysis.merging.merge import MergeReport
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
@@ -59,6 +61,19 @@ def merge(
             metavar="SIZE", help="Of a file, at most; a larger tensor has a file of its own."
         ),
     ] = "5GB",
+    validate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--validate",
+            metavar="FILE",
+            help="For merge_method: auto, labelled examples that no model was trained on; once for "
+            "each task.",
+        ),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Take precisions that were recorded for other weights."),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -67,6 +82,8 @@ def merge(
     ] = False,
 ) -> None:
     """Read, check, merge, report."""
+    from dataclasses import replace
+
     from blr_analysis.cli.sizes import read_size
     from blr_analysis.errors import InputError
     from blr_analysis.files import check_free, check_room
@@ -84,7 +101,15 @@ def merge(
     parsed = read_recipe(recipe)
     for note in parsed.notes:
         say(f"{parsed.path.name}, {note}")
-    plan = plan_folders(parsed.job, max_memory=memory, threads=threads)
+    if validate and not parsed.auto:
+        raise InputError("--validate is for merge_method: auto")
+    job = replace(parsed.job, trust=trust)
+    if parsed.auto:
+        job, choice = _chosen(job, validate or [], say)
+        say(f"auto: {choice!r}")
+        _print(console, "Tried", ("merge", choice.by), _tried(choice))
+    parsed = replace(parsed, job=job)
+    plan = plan_folders(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
@@ -106,6 +131,21 @@ def merge(
         console.print(
             f"verified: every number is as it was merged; sha256 {digest}", soft_wrap=True
         )
+
+
+def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
+    from blr_analysis.huggingface.fisher import validation_task
+    from blr_analysis.merging.auto import chosen_job
+    from blr_analysis.merging.plan import reference_folder
+
+    say("choosing the method")
+    tasks = {path.stem: validation_task(reference_folder(job), path) for path in validate}
+    return chosen_job(job, tasks or None)
+
+
+def _tried(choice: Choice) -> list[tuple[str, str]]:
+    points = sorted(choice.points, key=lambda p: p.nll)
+    return [(p.method, f"{p.accuracy if choice.by == 'accuracy' else p.nll:.4g}") for p in points]
 
 
 def show_plan(plan: MergePlan, recipe: Recipe, console: Console, *, tensors: bool) -> None:

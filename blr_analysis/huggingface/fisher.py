@@ -26,6 +26,7 @@ from blr_analysis.posterior import (
     write_precision,
 )
 from blr_analysis.posterior.capture import tied_names
+from blr_analysis.task import Task
 
 KINDS = {
     "mc": "fisher_mc",
@@ -214,6 +215,17 @@ def fisher(
         zeros=zeros / size,
         seconds=time.monotonic() - started,
     )
+
+
+def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str]) -> Task:
+    """A file of labelled texts (of a language model: texts) as a task of the model in a folder.
+
+    Raises:
+        DataError, ModelError, StorageError: as :func:`fisher`.
+    """
+    loaded = load_model(Path(path_of(model)).expanduser(), task=None, device="cpu")
+    encoded, _ = _read(loaded, data, "fisher_emp", None, None, None, None, 0)
+    return task_of(encoded, loaded)
 
 
 def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:

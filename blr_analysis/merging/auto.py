@@ -16,17 +16,24 @@ stay as given. It cannot see that H_t are wrong: only validation does that.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
+from blr_analysis.files import Folder
 from blr_analysis.merging.at_weights import State, named_tasks, state_of
 from blr_analysis.merging.curve import CRITERIA, MergePoint, Merger, Trial, rank
+from blr_analysis.merging.job import Job
+from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.merge import MergeReport, merge
+from blr_analysis.merging.plan import open_model
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.posterior import FACTORED
 from blr_analysis.views import Tabular
@@ -34,6 +41,7 @@ from blr_analysis.views import Tabular
 ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
+COMMON = ("dtype", "normalize", "trust")  # what every candidate is made with
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,46 @@ def candidates(
 def merged_by_choice(
     base: Any, models: Sequence[Any], *, validate: Any, criterion: str, **settings: Any
 ) -> Any:
-    """:func:`blr_analysis.merge` by the best of :func:`candidates`.
+    """:func:`blr_analysis.merge` by the best of :func:`candidates`."""
+    choice = chosen(base, models, validate=validate, criterion=criterion, **settings)
+    outer = ("out_dtype", "out", "max_memory", "max_shard_bytes", "threads", "progress", *COMMON)
+    result = merge(base, models, **{**{k: settings[k] for k in outer}, **choice.settings})
+    if isinstance(result, MergeReport):
+        return replace(result, choice=choice)
+    merged = Merged(result)
+    merged.choice = choice
+    return merged
+
+
+def chosen_job(job: Job, validate: Any, *, criterion: str = "nll") -> tuple[Job, Choice]:
+    """A merge of folders by the best of :func:`candidates`."""
+    names = signature(merge).parameters
+    given = {k: v for k, v in vars(job).items() if k in names and k not in ("base", "method")}
+    usual = {k: p.default for k, p in names.items() if k not in ("base", "models", "method")}
+    choice = chosen(
+        job.base,
+        [m.model for m in job.members],
+        **{
+            **usual,
+            **given,
+            "precisions": [m.precision for m in job.members],
+            "weights": [m.weight for m in job.members],
+            "n_data": [m.n_data for m in job.members],
+            "validate": validate,
+            "criterion": criterion,
+        },
+    )
+    how = choice.settings
+    weights = how.get("weights") or [m.weight for m in job.members]
+    members = tuple(replace(m, weight=w) for m, w in zip(job.members, weights, strict=True))
+    family = {k: how[k] for k in ("shrink", "power", "delta") if k in how}
+    return replace(job, method=how["method"], members=members, normalize=None, **family), choice
+
+
+def chosen(
+    base: Any, models: Sequence[Any], *, validate: Any, criterion: str, **settings: Any
+) -> Choice:
+    """The best of :func:`candidates`; the arguments are those of :func:`blr_analysis.merge`.
 
     Raises:
         InputError: nothing to choose by; an unknown criterion.
@@ -120,21 +167,23 @@ def merged_by_choice(
     """
     one_of("criterion", criterion, CRITERIA)
     given, tasks = settings["precisions"], settings["tasks"]
-    if validate is None and (given is None or any(p is None for p in given)):
+    complete = given is not None and all(p is not None for p in given)
+    if validate is None and not complete:
         raise InputError('method="auto" chooses by precisions=, or validate=[task, …]: give one')
-    start = None if base is None else state_of(base, "base")
-    states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
+    start = None if base is None else _state(base, "base", None)
+    states = [_state(m, f"models[{t}]", base) for t, m in enumerate(models)]
     numbers = settings["n_data"] or [None] * len(states)
+    settings |= {"precisions": given if complete else None}
     opened = [
         precision_in_memory(f"precisions[{t}]", p, n)
-        for t, (p, n) in enumerate(zip(given or (), numbers, strict=False))
+        for t, (p, n) in enumerate(zip(settings["precisions"] or (), numbers, strict=False))
     ]
-    kinds = {s for p in opened for s in [p.structure]}
+    kinds = {p.structure for p in opened}
     structure = kinds.pop() if len(kinds) == 1 else "diag" if kinds else ""
     found = candidates(
         len(states), based=base is not None, structure=structure, settings=settings, tasks=tasks
     )
-    common = {k: settings[k] for k in ("dtype", "normalize", "trust")}
+    common = {k: settings[k] for k in COMMON}
     if validate is not None:
         points, by = _tried(start, states, validate, found, common), criterion
     else:
@@ -146,16 +195,15 @@ def merged_by_choice(
         }
         points, by = _predicted(start, states, opened, found, common), "gap"
     best = min(points, key=lambda p: rank(p, "nll" if by == "gap" else criterion))
-    choice = Choice(best.method, found[best.method], tuple(points), by)
-    outer = ("out_dtype", "out", "max_memory", "max_shard_bytes", "threads", "progress")
-    kept = {k: settings[k] for k in outer} | common
-    result = merge(base, models, **{**kept, **choice.settings})
-    if isinstance(result, MergeReport):
-        object.__setattr__(result, "choice", choice)
-        return result
-    merged = Merged(result)
-    merged.choice = choice
-    return merged
+    return Choice(best.method, found[best.method], tuple(points), by)
+
+
+def _state(given: Any, name: str, base: Any) -> State:
+    """Tensors in memory; an adapter applied to its base."""
+    if isinstance(given, str | os.PathLike) and is_adapter(Path(given)):
+        source = open_model(Path(given), None if base is None else Folder.open(base))
+        return {n: source.tensor(n) for n in source.specs}
+    return state_of(given, name)
 
 
 def _tried(

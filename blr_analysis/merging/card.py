@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from blr_analysis.merging.recipe.places import hub_name
 if TYPE_CHECKING:
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.merge import MergeReport
+    from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
 
 CARD, RECIPE = "README.md", "merge_recipe.yml"
@@ -62,12 +64,10 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
     assert job is not None
     title = markdown(os.path.basename(os.path.abspath(report.folder)))
     rows = [
-        [
-            markdown(shown(member.model)),
-            f"`{markdown_code(repr(member.weight))}`",
-            "" if member.precision is None else markdown(shown(member.precision)),
-        ]
-        for member in job.members
+        [markdown(shown(member.model)), f"`{markdown_code(repr(member.weight))}`", markdown(named)]
+        for member, named in zip(
+            job.members, precision_names(report.plan, described=True), strict=True
+        )
     ]
     uses = plan.method.uses_precisions
     head = ["model", "weight", "precision"] if uses else ["model", "weight"]
@@ -105,6 +105,13 @@ def outcome(report: MergeReport) -> list[str]:
         f"{size(report.bytes_read)} read, {size(report.bytes_written)} written in "
         f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",
     ]
+    if report.solves:
+        worst = max(solved.residual for solved in report.solves.values())
+        most = max(solved.iterations for solved in report.solves.values())
+        said.append(
+            f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {plan.shrink:g}, "
+            f"power {plan.power:g}): residual {worst:.1g} at most, after {most} iterations at most"
+        )
     if plan.method.uses_precisions:
         total = report.fallback_total
         share = f" ({total / entries:.2g} of all)" if total and entries else ""
@@ -156,12 +163,17 @@ def report_json(report: MergeReport) -> str:
             {
                 "model": shown(member.model),
                 "weight": repr(member.weight) if callable(member.weight) else member.weight,
-                "precision": None if member.precision is None else shown(member.precision),
+                "precision": named or None,
                 "n_data": member.n_data,
             }
-            for member in job.members
+            for member, named in zip(
+                job.members, precision_names(plan, described=False), strict=True
+            )
         ],
         "delta": plan.delta,
+        "shrink": plan.shrink,
+        "power": plan.power,
+        "layers": {name: asdict(solved) for name, solved in report.solves.items()},
         "missing_precision": job.missing_precision,
         "normalize": plan.method.normalize if job.normalize is None else job.normalize,
         "dtype": _dtype(plan.dtype),
@@ -177,6 +189,25 @@ def report_json(report: MergeReport) -> str:
         "files": {name: fate.partition(" from ")[0] for name, fate in report.files.items()},
     }
     return json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+
+
+def precision_names(plan: MergePlan, *, described: bool) -> list[str]:
+    """Each model's precision as others may know it, those of one name by the folder above too;
+    ``described``: with its structure, kind, and the start of its model's fingerprint."""
+    assert plan.job is not None
+    places = [m.precision for m in plan.job.members]
+    short = ["" if p is None else shown(p) for p in places]
+    named = []
+    for place, name, part in zip(places, short, plan.parts, strict=True):
+        twins = {os.path.abspath(p) for p, n in zip(places, short, strict=True) if p and n == name}
+        if place is not None and len(twins) > 1:
+            name = f"{Path(os.path.abspath(place)).parent.name}/{name}"
+        own = part.precision
+        about = [] if own is None else [own.structure, own.kind]
+        about += [own.sha256[0][:8]] if own is not None and own.sha256 is not None else []
+        words = ", ".join(dict.fromkeys(filter(None, about)))
+        named.append(f"{name}: {words}" if name and words and described else name)
+    return named
 
 
 def shown(place: Path) -> str:

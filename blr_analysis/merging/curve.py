@@ -18,6 +18,7 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.methods import Method, method_of
+from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.weighting import default_weights, in_order
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -65,7 +66,8 @@ class MergeCurve(Tabular, Plottable):
         models, tasks: their names, in the order of the points' numbers.
         criterion: what ``best`` goes by: "nll" or "accuracy".
         shape: which weights were tried: "shared" (one α for all models), "grid" (all combinations),
-            "rows" (as listed), "search" (one coordinate after the other).
+            "rows" (as listed), "search" (one coordinate after the other), "front" (the predicted
+            Pareto front).
     """
 
     points: Sequence[MergePoint]
@@ -106,14 +108,22 @@ class MergeCurve(Tabular, Plottable):
     @property
     def at_edge(self) -> bool:
         """Whether a weight of the best point is the smallest or largest that was tried for it, so
-        that a wider grid may hold a better one. Listed rows have no edge."""
-        if self.shape == "rows":
+        that a wider grid may hold a better one. Listed rows and fronts have no edge."""
+        if self.shape in ("rows", "front"):
             return False
         tried = zip(*(p.weights for p in self.points if p.method == self.best.method), strict=True)
         return any(
             min(values) < max(values) and w in (min(values), max(values))
             for w, values in zip(self.best.weights, tried, strict=True)
         )
+
+    @property
+    def front(self) -> tuple[MergePoint, ...]:
+        """The Pareto front: the points that no other beats on one task without losing on another,
+        by NLL, the best for the first task first."""
+        losses = torch.tensor([p.nlls for p in self.points], dtype=torch.float64)
+        kept = [self.points[k] for k in undominated(losses) if not self.points[k].failure]
+        return tuple(sorted(kept, key=lambda p: p.nlls))
 
     def __len__(self) -> int:
         return len(self.points)
@@ -136,6 +146,21 @@ def rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
     size = sum(abs(a) for a in point.weights)
     return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
+
+
+def undominated(losses: torch.Tensor) -> list[int]:
+    """The rows of ``[n, T]`` that no other row is below in one column and nowhere above.
+
+    >>> undominated(torch.tensor([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [1.0, 3.0]]))
+    [0, 1]
+    """
+    kept: list[int] = []
+    for k, row in enumerate(losses):
+        below = (losses <= row).all(1) & (losses < row).any(1)
+        twin = any(torch.equal(losses[j], row) for j in kept)
+        if not twin and not bool(below.any()):
+            kept.append(k)
+    return kept
 
 
 Weights = tuple[float, ...]
@@ -371,6 +396,7 @@ def merge_curve(
     base_precision: Any = None,
     criterion: str = "nll",
     max_sweeps: int = 3,
+    budget: int = 12,
     progress: bool | None = None,
     **options: Any,
 ) -> MergeCurve:
@@ -396,12 +422,16 @@ def merge_curve(
         search: "grid", or "coordinates": from the method's
             :func:`~blr_analysis.merging.default_weights`, the α_t of
             one model after the other is moved to the best of its numbers, until a sweep over the
-            models changes nothing: T · K merges a sweep instead of K^T.
+            models changes nothing: T · K merges a sweep instead of K^T; or "front", the Pareto
+            front, where nobody can say which task matters how much: of some hundred weights that
+            sum to 1, the losses ½ (θ − θ_t)ᵀ H_t (θ − θ_t) that the precisions predict say which
+            may lie on it, and ``budget`` of them, far from each other, are run.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
         criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
             each counting the same. Accuracy is a step function of α: with few validation examples
             the NLL chooses better.
         max_sweeps: of the coordinate search.
+        budget: merges that a front runs.
         options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
             ``missing_precision``, ``n_data``, ``dtype``.
 
@@ -413,8 +443,9 @@ def merge_curve(
     in the table; only if none can be run is it an error.
 
     Returns:
-        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``table``,
-        and ``plot()``: curves, or a map for two models.
+        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``front``
+        (the points that none beats on every task), ``table``, and ``plot()``: curves, a map for two
+        models, or the front. Models in a list are called as the tasks are, where there is one each.
 
     Raises:
         InputError: no weights, weights of another number than the models, NaN or inf, an unknown
@@ -433,11 +464,23 @@ def merge_curve(
     """
     judges = named_tasks(tasks)
     start, states = state_of(base, "base"), named_states(models, "models")
+    if (
+        isinstance(models, list | tuple)
+        and isinstance(tasks, Mapping)
+        and len(judges) == len(states)
+    ):
+        states = dict(zip(judges, states.values(), strict=True))
     names = tuple(states)
     one_of("criterion", criterion, CRITERIA)
-    one_of("search", search, ("grid", "coordinates"))
+    one_of("search", search, ("grid", "coordinates", "front"))
     positive_int("max_sweeps", max_sweeps)
+    positive_int("budget", budget)
+    if search == "front" and (weights is not None or precisions is None or len(judges) < 2):
+        raise InputError("a front takes precisions=, two tasks or more, and no weights=")
+    if search == "front" and len(judges) != len(states):
+        raise InputError(f"a front takes a task for each model, got {len(judges)}, {len(states)}")
     grid = read_grid(weights, names, search=search == "coordinates")
+    grid = Grid("front") if search == "front" else grid
     curved = None if precisions is None else in_order(precisions, names)
     mergers = read_mergers(
         method, {"precisions": curved, "base_precision": base_precision, **options}
@@ -446,7 +489,9 @@ def merge_curve(
     trial.check()
     points: list[MergePoint] = []
     for name in mergers:
-        if grid.shape == "search":
+        if grid.shape == "front":
+            points += _on_front(trial, name, curved or [], options.get("n_data"), budget, progress)
+        elif grid.shape == "search":
             points += _searched(trial, name, grid, criterion, max_sweeps, progress)
         else:
             own = () if weights is not None else (trial.default(name),)
@@ -458,6 +503,37 @@ def merge_curve(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
     return MergeCurve(tuple(points), names, tuple(judges), criterion, grid.shape)
+
+
+FRONT = 300  # weights whose losses are predicted
+
+
+def _on_front(
+    trial: Trial, name: str, curved: Sequence[Any], n_data: Any, budget: int, progress: bool | None
+) -> list[MergePoint]:
+    """The weights of the predicted front, far from each other, run."""
+    count, steps = len(trial.models), 1
+    while math.comb(steps + count, count - 1) <= FRONT:
+        steps += 1
+    held = [
+        precision_in_memory(f"precisions[{t}]", p, n)
+        for t, (p, n) in enumerate(zip(curved, n_data or [None] * count, strict=True))
+    ]
+    rows, predicted = simplex_grid(count, steps), []
+    for row in track(rows, total=len(rows), label=f"predictions: {name}", show=progress):
+        made = trial.mergers[name].make(trial.base, list(trial.models), weights=list(row))
+        state = state_of(made, f"what {name!r} returns")
+        predicted.append([p.gap(state, m) for p, m in zip(held, trial.models, strict=True)])
+    losses = torch.tensor(predicted, dtype=torch.float64)
+    kept = undominated(losses)
+    places = (losses / losses.amax(0).clamp_min(1e-300))[kept].sqrt()
+    chosen = [int(places.square().sum(1).argmin())]  # the middle, then whatever is farthest
+    while len(chosen) < min(budget, len(kept)):
+        apart = torch.cdist(places, places[chosen]).amin(1)
+        chosen.append(int(apart.argmax()))
+    picked = [rows[kept[k]] for k in sorted(chosen)]
+    steps_shown = track(picked, total=len(picked), label=f"merges: {name}", show=progress)
+    return [trial.point(name, row) for row in steps_shown]
 
 
 def _searched(

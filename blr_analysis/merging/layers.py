@@ -33,7 +33,7 @@ from blr_analysis.merging.formula import BOUND
 
 SINGULAR = 1e-6  # of the largest eigenvalue: what float32 factors are good for
 TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
-MOST = 1000  # iterations
+MOST = 100  # iterations: what is left then is in the report
 
 
 @dataclass(frozen=True)

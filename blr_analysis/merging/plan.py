@@ -330,7 +330,7 @@ def plan_folders(
         precision = None
         if method.uses_precisions and member.precision is not None:
             precision = open_precision(member.precision, member.n_data)
-        parts.append(OpenModel(_open(member.model, base), precision, member.weight))
+        parts.append(OpenModel(open_model(member.model, base), precision, member.weight))
     first = None
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
@@ -347,7 +347,8 @@ def reference_folder(job: Job) -> Path:
     return plain[0]
 
 
-def _open(model: Path, base: Source | None) -> Source:
+def open_model(model: Path, base: Source | None) -> Source:
+    """A folder's tensors; an adapter's, applied to ``base``."""
     if not is_adapter(model):
         return Folder.open(model)
     if base is None:

@@ -75,8 +75,8 @@ def test_the_card(run: Run, family: dict[str, Any]) -> None:
         "tags": ["merge", "blr_analysis", "gradient_matching"],
     }
     assert "# merged\n" in card
-    assert "| ft1 | `1.0` | ft1/precision |" in card
-    assert "| ft2 | `[0.5, 1.5]` | ft2/precision |" in card
+    assert r"| ft1 | `1.0` | ft1/precision: diag, fisher\_mc |" in card
+    assert r"| ft2 | `[0.5, 1.5]` | ft2/precision: diag, fisher\_mc |" in card
     assert "* precision of the base: base/precision, plus δ = 0.01" in card
     assert "* computed in float32, written in bfloat16" in card
     assert f"````yaml\n{RECIPE}````" in card  # a fence longer than what is inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.merging.card import model_card, outcome, report_json
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.recipe.layer_weights import LayerWeights, Rule
@@ -299,3 +301,25 @@ def test_a_precision_nearly_taken_out_is_no_precision(h: Any) -> None:
     merged = combine(one, [two], weights=[-1.0], precisions=[h], base_precision=10.0)
     expected = torch.tensor([-1.0, -1.0 if isinstance(h, float) else -11 / 9])
     torch.testing.assert_close(merged, expected)
+
+
+def test_the_card_tells_precisions_apart(tmp_path) -> None:
+    """Two files of one name by their folders, with what they are; the residuals stand beside."""
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes, count=2)
+    folders, places = [], []
+    for name, task in zip("ab", tasks, strict=True):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        save_file(weights_of(task), folders[-1] / "model.safetensors")
+        places.append(tmp_path / f"of_{name}" / "kfac")
+        fit_laplace(task, structure="kron").save(places[-1])
+    how = {"precisions": places, "method": "fisher"}
+    report = merge(None, folders, out=tmp_path / "out", **how)
+    text = model_card(report)
+    assert r"of\_a/kfac: kron, ggn" in text
+    assert r"of\_b/kfac: kron, ggn" in text
+    figures = json.loads(report_json(report))
+    assert set(figures["layers"]) == {"0.weight", "2.weight"}
+    assert all(layer["iterations"] > 0 for layer in figures["layers"].values())
+    assert "2 layers" in " ".join(outcome(report))

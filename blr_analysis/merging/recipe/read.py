@@ -50,6 +50,8 @@ from blr_analysis.merging.recipe.schema import (
 )
 from blr_analysis.merging.weighting import default_weights
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -61,6 +63,7 @@ class Recipe:
         job: what it means.
         chat_template: what the result gets as ``chat_template.jinja``; None: the tokenizer's own.
         notes: what the user should know and is no error, with line numbers.
+        auto: whether the method is still to be chosen (:mod:`blr_analysis.merging.auto`).
     """
 
     path: Path
@@ -68,6 +71,7 @@ class Recipe:
     job: Job
     chat_template: str | None
     notes: tuple[str, ...]
+    auto: bool = False
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
@@ -75,7 +79,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
 
     ::
 
-        merge_method: gradient_matching      # fisher | task_arithmetic | linear
+        merge_method: gradient_matching      # fisher | task_arithmetic | linear | auto
         base_model: ./base
         base_precision: ./base/precision     # left out: the folder of this name, if there is one
         models:
@@ -84,6 +88,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
             parameters: {weight: 1.0}        # a number, [0.2, 0.8] over the layers, or rules
                                              # [{filter: mlp, value: 0.5}, {value: 1.0}]
         parameters: {delta: 1.0e-8, missing_precision: error}     # error | base | zero
+                                             # of precisions with factors: shrink: 0.9, power: 1
         dtype: float32
         out_dtype: bfloat16                  # left out: dtype; both left out: as in the base
         tokenizer_source: base
@@ -115,7 +120,8 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         models = list(dict.fromkeys(m for m in (job.base, *(m.model for m in job.members)) if m))
         with page.naming(("chat_template",)):
             template = chat_template(reader.text.chat_template, page.folder, models)
-    return Recipe(place, page.text, job, template, tuple(page.notes))
+    auto = reader.text.merge_method == AUTO
+    return Recipe(place, page.text, job, template, tuple(page.notes), auto)
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,8 @@ class _RecipeReader:
             delta=self._first("delta", 0.0) if method.uses_base_precision else 0.0,
             missing_precision=self._first("missing_precision", "error"),
             normalize=normalize,
+            shrink=self._first("shrink", 1.0),
+            power=self._first("power", 1.0),
             dtype=torch.float64 if text.dtype == "float64" else torch.float32,
             out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
             tokenizer_source=self._tokenizer(),
@@ -203,6 +211,8 @@ class _RecipeReader:
 
     def _method(self) -> Method:
         name = self.text.merge_method
+        if name == AUTO:  # read as the method that takes most
+            return METHODS["gradient_matching" if self.text.base_model else "fisher"]
         if name in METHODS:
             return METHODS[name]
         near = difflib.get_close_matches(name, METHODS, n=1)
@@ -308,7 +318,8 @@ class _RecipeReader:
         """Parameters without effect: a note where mergekit ignores them too, else an error."""
         method = self.method
         idle = {"lambda": method.name != "task_arithmetic", "delta": not method.uses_base_precision}
-        idle |= {"missing_precision": not method.uses_precisions} | dict.fromkeys(FOREIGN, True)
+        curved = ("missing_precision", "shrink", "power")
+        idle |= dict.fromkeys(curved, not method.uses_precisions) | dict.fromkeys(FOREIGN, True)
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
         parts += [((*one.way, "parameters"), one.entry.parameters) for one in self.listed]
         for way, part in parts:
@@ -316,7 +327,7 @@ class _RecipeReader:
                 key = name.rstrip("_")
                 said = f"{key} has no effect on {method.name}"
                 if idle.get(key):
-                    if method.uses_precisions and key not in ("delta", "missing_precision"):
+                    if method.uses_precisions and key not in ("delta", *curved):
                         raise self.page.wrong((*way, key), f"{said}: take it out")
                     self.page.note((*way, key), said)
                 elif not isinstance(part, Parameters):
@@ -367,7 +378,8 @@ class _RecipeReader:
         place = self._stored((*one.way, "precision"), one.entry.precision)
         if place is None and "precision" not in one.entry.model_fields_set:
             place = existing("precision", one.model)
-        if place is None and self._first("missing_precision", "error") == "error":
+        needed = self._first("missing_precision", "error") == "error"
+        if place is None and needed and self.text.merge_method != AUTO:
             raise self.page.wrong(
                 (*one.way, "precision"),
                 f"{one.entry.model!r} has no precision: run `blr-analysis fisher`, or set "

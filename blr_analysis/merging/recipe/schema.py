@@ -115,6 +115,8 @@ class Parameters(ModelParameters):
 
     delta: Annotated[Number, Field(ge=0)] | None = None
     missing_precision: Literal["error", "base", "zero"] | None = None
+    shrink: Annotated[Number, Field(ge=0, le=1)] | None = None
+    power: Annotated[Number, Field(ge=0, le=1)] | None = None
 
 
 class Entry(Section):

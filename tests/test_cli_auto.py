@@ -1,0 +1,87 @@
+"""``blr-analysis merge`` with ``merge_method: auto``: chosen by a file, or by the predicted gap."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_transformers as tiny
+import torch
+
+from blr_analysis.cli import main
+from blr_analysis.files import Folder
+from blr_analysis.merging.merge import merge
+from blr_analysis.posterior import write_precision
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models of it, a recipe, and labelled examples for each."""
+    place = tmp_path_factory.mktemp("auto")
+    base = tiny.build("bert")
+    tiny.save(place / "base", base)
+    for k, name in enumerate("ab", 1):
+        model = tiny.build("bert")
+        generator = torch.Generator().manual_seed(k)
+        for p in model.parameters():
+            p.data += 0.05 * torch.randn(p.shape, generator=generator)
+        folder = tiny.save(place / name, model)
+        curved = {n: torch.full(s.shape, float(k)) for n, s in Folder.open(folder).specs.items()}
+        about = {"kind": "fisher_mc", "definition": "constant", "n_data": 10}
+        write_precision(folder / "precision", curved, **about, model=folder)
+        rows = [{"text": t, "label": i % 3} for i, t in enumerate(tiny.sentences(12, seed=k))]
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "recipe.yml").write_text(
+        "merge_method: auto\nbase_model: base\nmodels:\n- model: a\n- model: b\n"
+        "parameters: {delta: 0.5}\n"
+    )
+    return place
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], place: Path, out: str, *options: object
+) -> tuple[int, str, str]:
+    code = main(["merge", str(place / "recipe.yml"), str(place / out), *map(str, options)])
+    said, err = capsys.readouterr()
+    return code, said, err
+
+
+def test_by_the_predicted_gap(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, err = run(capsys, here, "by_gap")
+    assert code == 0, err
+    assert "fisher, diag" in err
+    assert "average" in said
+    merged = merge(
+        here / "base", [here / "a", here / "b"], method="fisher", out=here / "same",
+        precisions=[here / n / "precision" for n in "ab"],
+    )  # fmt: skip
+    ours, same = Folder.open(here / "by_gap"), Folder.open(merged.folder)
+    assert all(torch.equal(ours.tensor(n), same.tensor(n)) for n in ours.specs)
+
+
+def test_by_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--validate", here / "a.jsonl", "--validate", here / "b.jsonl")
+    code, said, err = run(capsys, here, "by_file", *options)
+    assert code == 0, err
+    tried = said.split("Tried")[1].splitlines()
+    rows = [line.rsplit(None, 1) for line in tried if " " in line.strip()][1:]
+    values = [float(value) for name, value in rows if name.strip().startswith(("average", "task"))]
+    assert values == sorted(values)
+    assert len(values) >= 5
+    assert "auto: Choice(" in err
+
+
+def test_swapped_and_misused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "swapped.yml").write_text(
+        "merge_method: gradient_matching\nbase_model: base\nmodels:\n"
+        "- {model: a, precision: b/precision}\n- {model: b, precision: a/precision}\n"
+    )
+    command = ["merge", str(here / "swapped.yml"), str(here / "swapped")]
+    assert main(command) == 2
+    assert "swapped" in capsys.readouterr().err
+    assert main([*command, "--validate", str(here / "a.jsonl")]) == 2
+    assert "auto" in capsys.readouterr().err
+    assert main([*command, "--trust"]) == 0
