@@ -51,11 +51,13 @@ class Objective:
         parts: pairs of a task and the examples of it that count.
         prior: δ, and θ₀, its mean.
         scales: of a sample, how many examples each one stands for, by part.
+        places: of changed data, where its examples stood before, by part; added ones behind.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
     prior: Prior
     scales: tuple[float, ...] = ()
+    places: tuple[Tensor, ...] = ()
 
     @property
     def n_data(self) -> int:
@@ -148,13 +150,17 @@ def changed(
     stays[leaving] = False
     stays[torch.tensor(list(labels), dtype=torch.long)] = False
     parts: list[tuple[Task, Tensor]] = []
+    places: list[Tensor] = []
     if bool(stays.any()):
         parts.append((task, stays.nonzero().flatten()))
+        places.append(parts[-1][1])
     if added is not None:
         parts.append((added, torch.arange(added.n_data)))
+        places.append(task.n_data + parts[-1][1])
     if labels:
         parts.append((with_labels(task, labels), torch.arange(len(labels))))
-    return Objective(tuple(parts), prior)
+        places.append(torch.tensor(list(labels)))
+    return Objective(tuple(parts), prior, places=tuple(places))
 
 
 def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:

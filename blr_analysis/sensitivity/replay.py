@@ -8,8 +8,9 @@ a short training lacks cancels in the difference
     ℓ_j^{\\G} ≈ ℓ_j(m) + ℓ_j(θ_K^{\\G}) − ℓ_j(θ_K)
 
 θ_K and θ_K^{\\G} are trained for as many steps, on all data and on the changed data, from the same
-weights, with the same kind of steps and the same step sizes. Minibatches lower the mean loss, with
-no decay of the weights: that a training ends is what holds them back.
+weights, with the same kind of steps, the same step sizes and, but for the change, the same
+minibatches: their order moves the loss more than a small group does. Minibatches lower the mean
+loss, with no decay of the weights: that a training ends is what holds them back.
 
 How the model was trained, its weights tell (:func:`shortfall`). Steps of Adam's kind move all
 weights alike, those of SGD's (and IVON's) kind the ones with large gradients; and steps that make
@@ -30,7 +31,9 @@ from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
-Part = tuple[Task, Tensor]  # a task, and the examples of it that count
+# A task, the examples of it that count, and where they stand in the data before the change; what
+# is added stands behind.
+Part = tuple[Task, Tensor, Tensor]
 
 # Peak step sizes that are tried, and what part of the best one is taken: with momentum the largest
 # that lowers the loss at once is too large for the steps that follow.
@@ -47,13 +50,14 @@ LOOKS = 500  # examples whose gradients say which weights have large ones
 @dataclass(frozen=True)
 class ReplayRecipe:
     """How a replay trains: the kind of its steps, their peak size and number, the size of its
-    minibatches, and the seed of their order."""
+    minibatches, the seed of their order, and how many examples there are before any change."""
 
     family: str
     lr: float
     steps: int
     batch: int
     seed: int
+    n_data: int
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,13 @@ def prepare(
     """
     families = list(RATES) if family is None else [family]
     each = passes / (1 + (1 + (1 + PROBES) * len(families)) / groups)
-    whole = [(task, torch.arange(task.n_data))]
+    whole = [(task, torch.arange(task.n_data), torch.arange(task.n_data))]
     batch = max(SMALLEST, min(LARGEST, int(task.n_data * each / STEPS)))
     steps = max(1, math.ceil(each * task.n_data / batch))
     some = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))[:LOOKS]
-    still = ReplayRecipe("sgd", 0.0, math.ceil(len(some) / SMALLEST), SMALLEST, seed)
-    squares = _train([(task, some)], weights, still).squares
+    looks = math.ceil(len(some) / SMALLEST)
+    still = ReplayRecipe("sgd", 0.0, looks, SMALLEST, seed, len(some))
+    squares = _train([(task, some, torch.arange(len(some)))], weights, still).squares
     spent = 0.0
 
     def tried(recipe: ReplayRecipe) -> tuple[ReplayRecipe, Tree, Tensor]:
@@ -121,7 +126,9 @@ def prepare(
 
     runs = {}
     for name in families:
-        runs[name] = tried(_with_rate(whole, start, ReplayRecipe(name, 0.0, steps, batch, seed)))
+        runs[name] = tried(
+            _with_rate(whole, start, ReplayRecipe(name, 0.0, steps, batch, seed, task.n_data))
+        )
         spent += (1 + PROBES) * each
     unlike = {name: float(short.std()) for name, (*_, short) in runs.items()}
     recipe, reference, short = runs[min(unlike, key=unlike.__getitem__)]
@@ -217,12 +224,12 @@ def _train(
     schedule: Callable[[int], float] = lambda k: 0.5 + 0.5 * math.cos(math.pi * k / recipe.steps)  # noqa: E731
     squares = {n: torch.zeros_like(p) for n, p in start.items()}
     losses: list[float] = []
-    batches = _minibatches(parts, recipe.batch, recipe.seed)
+    batches = _minibatches(parts, recipe)
     with torch.enable_grad(), parts[0][0].evaluation():
         for k in range(recipe.steps):
             optimizer.param_groups[0]["lr"] = recipe.lr * (1.0 if constant else schedule(k))
             sums, size = [], 0
-            for task, chosen in next(batches):
+            for task, chosen, _ in next(batches):
                 outputs, targets = task.run(task.fetch(chosen), leaves, chosen)
                 sums.append(task.likelihood.at(chosen).nll(outputs, targets).sum())
                 size += len(chosen)
@@ -241,16 +248,19 @@ def _train(
     return _Trained({n: p.detach() for n, p in leaves.items()}, losses, squares)
 
 
-def _minibatches(parts: Sequence[Part], size: int, seed: int) -> Iterator[list[Part]]:
-    """Without end: minibatches over all parts, every example once before any comes again."""
-    generator = torch.Generator().manual_seed(seed)
-    which = torch.cat([torch.full((len(indices),), k) for k, (_, indices) in enumerate(parts)])
-    index = torch.cat([indices for _, indices in parts])
+def _minibatches(parts: Sequence[Part], recipe: ReplayRecipe) -> Iterator[list[Part]]:
+    """Without end: minibatches over all parts, every example once before any comes again.
+
+    An example comes at the same step whatever else has changed, so that two trainings see the same
+    minibatches but for the change: what is gone leaves one smaller, what is new joins one.
+    """
+    n, size = recipe.n_data, recipe.batch
+    order, joining = (torch.Generator().manual_seed(recipe.seed + k) for k in (0, 1))
+    new = sum(int((places >= n).sum()) for *_, places in parts)
     while True:
-        order = torch.randperm(len(index), generator=generator)
-        for chosen in order[: max(size, len(order) // size * size)].split(size):
-            yield [
-                (task, index[chosen[which[chosen] == k]])
-                for k, (task, _) in enumerate(parts)
-                if bool((which[chosen] == k).any())
-            ]
+        rank = torch.randperm(n, generator=order).argsort()
+        step = torch.cat([rank, torch.randint(n, (new,), generator=joining)]) // size
+        for k in range(max(1, n // size)):
+            now = [(task, indices[step[at] == k], at[step[at] == k]) for task, indices, at in parts]
+            if any(len(at) for *_, at in now):
+                yield [part for part in now if len(part[1])]

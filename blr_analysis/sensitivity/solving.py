@@ -180,7 +180,9 @@ class GroupSolver:
         if solver == "replay":
             if self.no_replay:
                 raise InputError(f"solver='replay': {self.no_replay}")
-            weights = self.replay.trained(data.parts)
+            weights = self.replay.trained(
+                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)]
+            )
             spent = self.replay.passes + self.replay.each
             recipe = self.replay.recipe
             about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
