@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ def chunks(
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
-    _keep_freed_memory(task.device)
+    if task.device.type == "cpu":
+        _keep_freed_memory()
     params = task.cast(params)
     plan = plan_for(task, params)
     order = torch.arange(task.n_data) if indices is None else indices
@@ -170,15 +172,15 @@ def _fitted(
             yield part, fetched(task, part)
 
 
-def _keep_freed_memory(device: torch.device) -> None:
-    """Ask glibc to keep what a chunk frees for the next one, instead of giving it back.
+@cache
+def _keep_freed_memory() -> None:
+    """Ask glibc, once, to keep what a chunk frees for the next one, instead of giving it back.
 
     glibc learns from the largest block that it ever had to map: freeing one of 31 MiB (never
     touched, so that it costs nothing) lets it hold 62 MiB of freed memory. Without this, every
     chunk's working memory is faulted in afresh, which takes as long as the arithmetic.
     """
-    if device.type == "cpu":
-        _ = bytes(31 * 2**20)
+    _ = bytes(31 * 2**20)
 
 
 def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:

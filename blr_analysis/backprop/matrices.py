@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Joint:
             "transposed": self.layout.transposed,
         }
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(n for n in (self.weight, self.bias) if n is not None)
 

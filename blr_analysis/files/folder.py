@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blr_analysis.checks import some
@@ -85,25 +88,42 @@ class Folder(Source):
         path, stored = self._places[name]
         size = spec.dtype.itemsize
         raw = scratch.take(self, (stop - start) * size)
-        self._fill(path, stored.offset + start * size, raw, name)
+        with self._opened(path) as file:
+            _fill(raw, file, stored.offset + start * size)
         return raw.view(spec.dtype)
 
     def tensor(self, name: str) -> Tensor:
         spec = self.piece(name, 0, 0)
         return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
 
-    def _fill(self, path: Path, offset: int, raw: Tensor, name: str) -> None:
-        view = raw.numpy().data
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, each in memory of its own."""
+        tensors = {}
+        for path, header in self._headers.items():
+            with self._opened(path) as file:
+                for name, stored in header.tensors.items():
+                    raw = torch.empty(stored.spec.nbytes, dtype=torch.uint8)
+                    _fill(raw, file, stored.offset)
+                    tensors[name] = raw.view(stored.spec.dtype).view(stored.spec.shape)
+        return tensors
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[FileIO]:
         with reading(path), open(path, "rb", buffering=0) as file:
             state, header = os.fstat(file.fileno()), self._headers[path]
             if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
                 raise StorageError(f"{str(path)!r} was changed while it was being read.")
-            file.seek(offset)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise StorageError(f"{str(path)!r} ends inside of {name!r}. {AGAIN}")
-                view = view[count:]
+            yield file
+
+
+def _fill(raw: Tensor, file: FileIO, offset: int) -> None:
+    view = raw.numpy().data
+    file.seek(offset)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise StorageError(f"{file.name!r} ends before its tensors do. {AGAIN}")
+        view = view[count:]
 
 
 def read_config(model: Path) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from blr_analysis.errors import StorageError
 
 _HELD: set[tuple[Path, int]] = set()  # what each thread of this process writes just now
@@ -232,7 +230,7 @@ def _worded(target: Path) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StorageError(
             f"cannot write {str(target)!r}: {error}. Name a place with room; nothing was changed."
         ) from error

@@ -6,11 +6,11 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
@@ -49,21 +49,25 @@ def write_index(
     (folder / f"{stem}.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """One safetensors file; tensors that share memory or have holes are copied first."""
-    seen: set[int] = set()
-    ready = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().resolve_neg().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        ready[name] = own
-    path.touch()
-    mode = path.stat().st_mode  # what the user's umask gives; safetensors makes files private
-    save_file(ready, str(path), metadata=metadata)
-    path.chmod(mode)
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """One safetensors file; wide numbers first, so that each begins where its dtype may."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    specs = {name: Spec(tuple(tensors[name].shape), tensors[name].dtype) for name in order}
+    head, _ = write_header(specs, metadata)
+    with open(path, "wb", buffering=0) as file:
+        _write(file, memoryview(head))
+        for name in order:
+            _write(file, _bytes(tensors[name].detach().cpu().resolve_neg()))
+
+
+def _bytes(values: Tensor) -> memoryview:
+    own = values.contiguous()  # whose stride may still be odd where it has one entry or none
+    return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _write(file: FileIO, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]
 
 
 class Shards:
@@ -115,11 +119,9 @@ class Shards:
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
         path, offset = self._places[name]
-        view = values.contiguous().view(torch.uint8).numpy().data
         with open(path, "r+b", buffering=0) as file:
             file.seek(offset + start * self.specs[name].dtype.itemsize)
-            while view:
-                view = view[file.write(view) :]
+            _write(file, _bytes(values))
 
 
 def _reserve(fd: int, size: int) -> None:

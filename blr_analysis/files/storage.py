@@ -31,11 +31,12 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, StorageError
+from blr_analysis.files import shards
 from blr_analysis.files.folder import Folder
 from blr_analysis.files.headers import parse_json, read_header, read_json, reading
 from blr_analysis.files.placing import drafted
 from blr_analysis.files.records import FORMAT, VERSION, checked, encode
-from blr_analysis.files.shards import save_tensors, shard_name, split, write_index
+from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
 
 STEM = "precision"
@@ -91,7 +92,7 @@ def write(
     with drafted(target) as draft:
         _check_free(target, single)
         if single:
-            save_tensors(tensors, draft, {"format": "pt", RECORD_KEY: text})
+            shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
         else:
             draft.mkdir()
             _write_folder(draft, tensors, document, max_shard_bytes)
@@ -125,7 +126,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     if "tensors" in source.index:
         names = source.index["tensors"]  # in the order in which they were written
         _check_described(source, names)
-    return {name: source.tensor(name) for name in names}, record
+    tensors = source.tensors()
+    return {name: tensors[name] for name in names}, record
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -194,13 +196,13 @@ def _write_folder(
     """Every shard, then the index, then the record."""
     runs = split({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
     count = len(runs)
-    shards = {shard_name(STEM, k, count): names for k, names in enumerate(runs, start=1)}
-    for k, (file, names) in enumerate(shards.items(), start=1):
+    files = {shard_name(STEM, k, count): names for k, names in enumerate(runs, start=1)}
+    for k, (file, names) in enumerate(files.items(), start=1):
         metadata = {"format": "pt", SHARD_KEY: f"{k} of {count}"}
-        save_tensors({name: tensors[name] for name in names}, folder / file, metadata)
+        shards.save_file({name: tensors[name] for name in names}, folder / file, metadata)
     total = sum(tensor.nbytes for tensor in tensors.values())
     described = {name: _describe(tensor) for name, tensor in tensors.items()}
-    write_index(folder, STEM, shards, {"total_size": total, "tensors": described})
+    write_index(folder, STEM, files, {"total_size": total, "tensors": described})
     (folder / CONFIG_FILE).write_text(encode(record, indent=2) + "\n", encoding="utf-8")
 
 

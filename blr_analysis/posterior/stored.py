@@ -147,7 +147,8 @@ def _decode(
         raise StorageError(
             f"{path!r} is no posterior of blr_analysis: {error} is missing or malformed"
         ) from error
-    rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
+    known = {*OWN_KEYS, *form.record()}
+    rest = {k: v for k, v in record.items() if k not in known}
     return mean, form, prior, n_data, rest
 
 

@@ -26,7 +26,7 @@ from blr_analysis.posterior.gaussian import Posterior
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1
 OVERSTATED = 0.9  # the same for structures whose V_i may be overstated
-WORDS = ("first_order", "cavity", "bounded")
+WORDS = ("first_order", "cavity", "bounded", "descent")
 
 
 def bears_cavity(q: Posterior) -> bool:

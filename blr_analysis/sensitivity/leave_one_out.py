@@ -88,7 +88,7 @@ class LeaveOneOut(LeftOut):
         return float((self.logits - self.targets).double().square().mean())
 
     def __repr__(self) -> str:
-        counts = {word: self.correction.count(word) for word in (*WORDS, "descent")}
+        counts = {word: self.correction.count(word) for word in WORDS}
         rare = "".join(f"{w} for {counts[w]}, " for w in ("bounded", "descent") if counts[w])
         right = "" if self.accuracy is None else f", accuracy={self.accuracy:.4f}"
         return (
@@ -198,7 +198,6 @@ def leave_one_out(
     before, targets, after, levers, used = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
-    words = [WORDS[k] for k in used.tolist()]
     if refine:
         change = likelihood.nll(after, targets) - likelihood.nll(before, targets)
         rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
@@ -212,8 +211,7 @@ def leave_one_out(
                 RuntimeWarning,
                 stacklevel=3,
             )
-        for row in done.tolist():
-            words[row] = "descent"
+        used[done] = WORDS.index("descent")
     return LeaveOneOut(
         logits=after,
         losses=likelihood.nll(after, targets),
@@ -223,18 +221,16 @@ def leave_one_out(
         targets=targets,
         deviation=likelihood.distance(before, after),
         leverage=levers,
-        correction=words,
+        correction=[WORDS[k] for k in used.tolist()],
         likelihood=likelihood,
         metadata=task.metadata,
-        note="; ".join(filter(None, (caveat_of(q), _rough(words, levers)))),
+        note="; ".join(filter(None, (caveat_of(q), _rough(used, levers)))),
     )
 
 
-def _rough(words: list[str], levers: Tensor) -> str:
+def _rough(used: Tensor, levers: Tensor) -> str:
     """What to do about examples that shape their own prediction too much for a cavity."""
-    count = sum(
-        word == "cavity" and lever > HIGH for word, lever in zip(words, levers, strict=True)
-    )
+    count = int(((used == WORDS.index("cavity")) & (levers > HIGH)).sum())
     return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
 
 

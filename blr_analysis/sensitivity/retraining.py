@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files.placing import drafted
+from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
@@ -69,7 +70,7 @@ def retrained(
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with drafted(place) as draft:
-                save_file({n: w.contiguous() for n, w in weights.items()}, draft)
+                save_file(weights, draft, {"format": "pt"})
         runs.append(Retrained(weights, seed))
     return runs
 

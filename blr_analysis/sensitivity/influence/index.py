@@ -31,7 +31,7 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
-from blr_analysis.files.shards import save_tensors, shard_name
+from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
@@ -367,7 +367,7 @@ def _sheets(
         tensors = {f"{n}.left": s.left for n, s in found.items()}
         tensors |= {f"{n}.right": s.right for n, s in found.items()}
         with drafted(place / DIRECTIONS) as draft:
-            save_tensors(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
+            save_file(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
     return {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in _read_sheets(place, q).items()}
 
 
@@ -434,7 +434,7 @@ def _write_shard(
     units = (z / norms.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)).to(dtype)
     stored = {"directions": units, "norms": norms, "self_influence": squares}
     with drafted(file) as draft:
-        save_tensors(stored, draft, {"format": "pt"})
+        save_file(stored, draft, {"format": "pt"})
 
 
 def _write_examples(place: Path, task: Task, files: list[str]) -> None:
