@@ -298,6 +298,15 @@ def chosen_indices(
     return chosen
 
 
+def distinct_indices(indices: Any, n_data: int, name: str = "indices") -> list[int]:
+    """The same, of which there must be one at least, and none twice."""
+    chosen = chosen_indices(indices, n_data, name)
+    if not chosen or len(set(chosen)) < len(chosen):
+        what = "an example more than once" if chosen else "no example"
+        raise InputError(f"{name} names {what}; give each index once")
+    return chosen
+
+
 def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
     """A boolean Series in the order of the examples."""
     own = list(mask.index)

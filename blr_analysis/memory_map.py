@@ -202,8 +202,8 @@ def _checked(name: str, values: Tensor) -> Tensor:
 
 
 def _refuse(name: str, fault: str, bad: Tensor) -> None:
-    where = torch.nonzero(bad).flatten().tolist()
-    if where:
+    if bool(bad.any()):
+        where = torch.nonzero(bad).flatten().tolist()
         shown = ", ".join(map(str, where[:5])) + (", …" if len(where) > 5 else "")
         raise DataError(
             f"the {name} of {len(where)} of {bad.numel()} examples is {fault} "

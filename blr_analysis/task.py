@@ -213,17 +213,21 @@ class Task:
         if self.model is task.model and self.device == task.device:
             self.plan_with(task)
             return self
-        made = Task(
-            task.model,
+        made = self.under(task.model, task.device)
+        made.plan_with(task)
+        return made
+
+    def under(self, model: nn.Module, device: torch.device) -> Task:
+        """These examples, read as they are here, under another model on that device."""
+        return Task(
+            model,
             self.examples,
             likelihood=self.likelihood,
             forward=self.forward,
             batch_size=self.batch_size,
-            device=task.device,
+            device=device,
             metadata=self.metadata,
         )
-        made.plan_with(task)
-        return made
 
     def plan_with(self, task: Task) -> None:
         """Read the model as another task does, where both run it alike on batches of one form."""

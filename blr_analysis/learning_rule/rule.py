@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from blr_analysis.errors import InputError
+from blr_analysis.checks import share
 from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale
 
 Q = TypeVar("Q", bound=ExponentialFamily)
@@ -48,13 +48,6 @@ def blr_step(q: Q, loss_gradient: Mapping[str, Tensor], rho: float) -> Q:
         >>> blr_step(q, gradient, 1.0)
         DiagonalGaussian(mean=tensor([1.3333]), precision=tensor([3.]))
     """
-    check_rho(rho)
+    share("rho", rho)
     moved = scale(add(loss_gradient, q.base_gradient()), -rho)
     return q.with_natural(add(scale(q.natural, 1 - rho), moved))
-
-
-def check_rho(rho: float) -> float:
-    """Raise :class:`InputError` unless 0 < ρ ≤ 1."""
-    if isinstance(rho, bool) or not isinstance(rho, int | float) or not 0 < rho <= 1:
-        raise InputError(f"rho must lie above 0 and be at most 1, got {rho!r}")
-    return float(rho)

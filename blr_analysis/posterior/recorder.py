@@ -17,7 +17,6 @@ data after training; under AdamW's own diagonal the second scored .25.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +30,7 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit
 from blr_analysis.backprop.terms import Term, Tree, merged
-from blr_analysis.checks import instance, positive_int, some
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
 from blr_analysis.task import unwrapped
@@ -96,11 +95,8 @@ class KroneckerRecorder:
         self.every = positive_int("every", every)
         if beta2 is not None and not (isinstance(beta2, float) and 0 < beta2 < 1):
             raise InputError(f"beta2 must be None or between 0 and 1, got {beta2!r}")
-        if reduction not in ("mean", "sum"):
-            raise InputError(f'reduction must be "mean" or "sum", got {reduction!r}')
-        if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
-            raise InputError(f"scale must be a number above 0, got {scale!r}")
-        self.beta2, self.reduction, self.scale = beta2, reduction, float(scale)
+        self.beta2, self.reduction = beta2, one_of("reduction", reduction, ("mean", "sum"))
+        self.scale = positive_number("scale", scale)
         self._model, self._parameters = model, _trainable(model)
         if not self._parameters:
             raise ModelError("the model has no trainable parameters to record")

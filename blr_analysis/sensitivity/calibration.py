@@ -26,12 +26,12 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
-from blr_analysis.data import chosen_indices
+from blr_analysis.data import distinct_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.sensitivity.corrections import bound_of, check_finite, left_out_by, taken
+from blr_analysis.sensitivity.corrections import bound_of, left_out_by, prediction_variance, taken
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.removal import Removals, descended_removals, exact_removals
 from blr_analysis.sensitivity.scores import Scores, fitted
@@ -151,7 +151,7 @@ def calibrate(
         )
         chosen, weight = draw((loo.losses - loo.losses_before).double(), probe, generator)
     else:
-        chosen = _given(indices, task.n_data)
+        chosen = torch.tensor(distinct_indices(indices, task.n_data))
         weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
     exact = None
     if kind in ("auto", "descent"):
@@ -205,15 +205,6 @@ def _unchecked(task: Task, q: Posterior) -> str | None:
     return None if rest.near else rest.verdict
 
 
-def _given(indices: Any, n_data: int) -> Tensor:
-    chosen = chosen_indices(indices, n_data)
-    if not chosen:
-        raise InputError("indices names no example; give at least one, or probe=")
-    if len(set(chosen)) < len(chosen):
-        raise InputError("indices names an example more than once")
-    return torch.tensor(chosen)
-
-
 def draw(rise: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Examples at random, and w_i = 1/π_i: the chances π_i grow with the estimated rise.
 
@@ -257,9 +248,8 @@ class Estimate:
     ) -> None:
         parts = []
         for chunk in chunks(task, q.mean, chunking, indices=chosen):
-            v = q.form.gram(chunk.jacobian_terms())
-            check_finite(v)
-            parts.append(tuple(t.cpu() for t in (chunk.outputs, chunk.targets, v)))
+            known = (chunk.outputs, chunk.targets, prediction_variance(q, chunk))
+            parts.append(tuple(t.cpu() for t in known))
         f, y, v = (torch.cat(p) for p in zip(*parts, strict=True))
         self._likelihood = task.likelihood.at(chosen)
         self._outputs, self._variance = f.double(), v.double()

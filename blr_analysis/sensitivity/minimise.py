@@ -342,15 +342,7 @@ def on_a_copy(task: Task) -> Task:
             f"the model cannot be copied ({type(error).__name__}: {error}); copy.deepcopy must "
             "take it"
         ) from error
-    return Task(
-        model,
-        task.examples,
-        likelihood=task.likelihood,
-        forward=task.forward,
-        batch_size=task.batch_size,
-        device=task.device,
-        metadata=task.metadata,
-    )
+    return task.under(model, task.device)
 
 
 def write(task: Task, params: Tree) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
-from blr_analysis.data import chosen_indices
+from blr_analysis.data import distinct_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import caveat_of
@@ -423,12 +423,7 @@ def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    named = chosen_indices(examples, n_data, "examples")
-    chosen = sorted(set(named))
-    if not chosen or len(chosen) < len(named):
-        what = "none of the examples" if not chosen else "an example more than once"
-        raise InputError(f"examples names {what}; give a number, or each index once")
-    return torch.tensor(chosen)
+    return torch.tensor(distinct_indices(examples, n_data, "examples")).sort().values
 
 
 def _test_task(test: Any, task: Task) -> Task:

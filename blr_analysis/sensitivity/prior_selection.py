@@ -263,14 +263,11 @@ def checked_grid(grid: Any) -> list[float]:
         InputError: none, not positive and finite, or the same twice.
     """
     try:
-        values = [float(v) for v in (grid.tolist() if hasattr(grid, "tolist") else grid)]
-    except (TypeError, ValueError) as error:
+        values = [positive_number("grid", v) for v in grid]
+    except TypeError as error:
         raise InputError(f"grid must be a sequence of numbers, got {grid!r}") from error
     if not values:
         raise InputError("grid is empty; give prior precisions, such as 0.1, 1, 10")
-    bad = next((v for v in values if not (math.isfinite(v) and v > 0)), None)
-    if bad is not None:
-        raise InputError(f"grid must hold finite numbers above 0, found {bad!r}")
     if len(set(values)) < len(values):
         twice = next(v for v in values if values.count(v) > 1)
         raise InputError(f"grid holds {twice:g} more than once; name each δ once")

@@ -19,7 +19,6 @@ the weights larger than the model's are too large, however well they lower the l
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.minimise import on_a_copy
 from blr_analysis.task import Task
 
 # A task, the examples of it that count, and where they stand in the data before the change; what
@@ -146,12 +146,7 @@ def first_weights(task: Task, seed: int) -> Tree | None:
     Raises:
         ModelError: the model cannot be copied.
     """
-    try:
-        model = copy.deepcopy(task.model)
-    except Exception as error:  # the user's own code
-        raise ModelError(
-            f"the model cannot be copied ({error}); give solver='posterior'"
-        ) from error
+    model = on_a_copy(task).model
     drawn: set[int] = set()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

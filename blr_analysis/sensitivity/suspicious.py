@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blr_analysis import checks
 from blr_analysis.backprop.engine import predict
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
@@ -174,8 +175,7 @@ def suspicious(
     """
     qs = all_fitted(task, posterior)
     instance("duplicates", duplicates, bool, "True or False")
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InputError(f"share must be above 0 and at most 1, got {share!r}")
+    checks.share("share", share)
     positive_int("samples", samples)
     if task.likelihood.is_sequence:
         raise InputError("suspicious needs V_i, which the outputs of sequences do not have")

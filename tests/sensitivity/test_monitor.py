@@ -339,7 +339,7 @@ def test_an_epoch_that_failed_can_be_tried_again() -> None:
         ({"examples": 0}, InputError, "examples"),
         ({"examples": N + 1}, InputError, "only 30"),
         ({"examples": [1, 1]}, InputError, "more than once"),
-        ({"examples": []}, InputError, "none"),
+        ({"examples": []}, InputError, "no example"),
         ({"keep": ("deviation", "shoes")}, InputError, "keep must be one of"),
         ({"correction": "both"}, InputError, "correction"),
         ({"test": data()}, InputError, "test must be"),

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, tolerance
+from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
@@ -31,7 +31,6 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     expected_log_prob,
 )
-from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
 # E_q[·] of a function of the latent numbers, element by element, such as at_samples.
@@ -305,7 +304,7 @@ def run(
     Raises:
         InputError: settings out of range, or a likelihood under which no step succeeds.
     """
-    check_rho(rho)
+    share("rho", rho)
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     state = start(problem, near=halving)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from blr_analysis.checks import instance, one_of, positive_int, positive_number, tolerance
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, share, tolerance
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.learning_rule.curvature import ESTIMATES, exact
 from blr_analysis.learning_rule.expectations import LOOKS, check_nodes, places
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.fitted import Fitted, until_flat
-from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
@@ -75,7 +74,7 @@ class VariationalNewton:
         one_of("curvature", self.curvature, tuple(ESTIMATES))
         positive_int("samples", self.samples)
         positive_int("max_iter", self.max_iter)
-        check_rho(self.rho)
+        share("rho", self.rho)
         positive_number("temperature", self.temperature)
         tolerance("tol", self.tol)
         if self.look == "quadrature":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import one_of, positive_int, positive_number
+from blr_analysis.checks import one_of, positive_int, positive_number, share
 from blr_analysis.checks import tolerance as check_tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import places
@@ -30,7 +30,6 @@ from blr_analysis.learning_rule.inference.functions import (
     derivatives,
     newton_step,
 )
-from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
 
@@ -72,7 +71,7 @@ class MultimodalOptimisation:
     entropy: bool = True
 
     def __post_init__(self) -> None:
-        check_rho(self.rho)
+        share("rho", self.rho)
         one_of("look", self.look, ("samples", "mean"))
         positive_int("samples", self.samples)
         positive_int("n_iter", self.n_iter)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, tolerance
+from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.learning_rule.inference.cvi import (
@@ -42,7 +42,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     log_predictive,
     scalar_likelihood,
 )
-from blr_analysis.learning_rule.rule import blr_step, check_rho
+from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.progress import track
 
@@ -105,7 +105,7 @@ class MeanFieldRegression:
             InputError: no step improves the ELBO, or without ``halving`` a step leaves the family;
                 settings out of range; a likelihood that does not work element by element.
         """
-        check_rho(rho)
+        share("rho", rho)
         positive_int("max_iter", max_iter)
         tolerance("tol", tol)
         likelihood = scalar_likelihood(self.likelihood)

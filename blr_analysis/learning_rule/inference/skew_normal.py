@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, tolerance
+from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
@@ -41,7 +41,6 @@ from blr_analysis.learning_rule.inference.fitted import (
     rows,
     until_flat,
 )
-from blr_analysis.learning_rule.rule import check_rho
 from blr_analysis.progress import track
 
 LogLikelihood = Callable[[Any, Tensor], Tensor]
@@ -251,7 +250,7 @@ def fit_skew_normal(
         >>> fitted.q.mean, fitted.without([0]).mean
         (tensor(0.5513, dtype=torch.float64), tensor(0.6878, dtype=torch.float64))
     """
-    check_rho(rho)
+    share("rho", rho)
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     if not isinstance(start, SkewNormal) or float(start.lean) == 0:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.terms import Term, pieces, products, total
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
@@ -86,11 +86,7 @@ class LowRank(Structure):
                 f"rank must be below the number of parameters, {size:,}, got {rank:,}; use "
                 "structure='full' for all directions"
             )
-        if tolerance is not None and not (
-            isinstance(tolerance, (int, float))
-            and not isinstance(tolerance, bool)
-            and 0 < tolerance < 1
-        ):
+        if tolerance is not None and positive_number("tolerance", tolerance) >= 1:
             raise InputError(f"tolerance must be a number above 0 and below 1, got {tolerance!r}")
 
     @classmethod

@@ -31,6 +31,7 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
+from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
@@ -189,7 +190,7 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        sheets = _read_sheets(place, q)
+        sheets = _read_sheets(place)
         return cls(place, q, error, about["n_data"], about["numbers"], sheets, task)
 
     @torch.inference_mode(False)
@@ -368,10 +369,10 @@ def _sheets(
         tensors |= {f"{n}.right": s.right for n, s in found.items()}
         with drafted(place / DIRECTIONS) as draft:
             save_file(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
-    return {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in _read_sheets(place, q).items()}
+    return {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in _read_sheets(place).items()}
 
 
-def _read_sheets(place: Path, q: Posterior) -> dict[str, Sheet]:
+def _read_sheets(place: Path) -> dict[str, Sheet]:
     stored = load_file(place / DIRECTIONS)
     names = sorted(n.removesuffix(".left") for n in stored if n.endswith(".left"))
     return {n: Sheet(stored[f"{n}.left"], stored[f"{n}.right"]) for n in names}
@@ -479,11 +480,8 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{str(file)!r} cannot be read: {error}.") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    content = read_json(file)
+    if content.get("format") != FORMAT:
         raise StorageError(f"{str(file)!r} is no index of this package.")
     if content.get("version") != VERSION:
         raise StorageError(f"{str(file)!r} is of another version than {VERSION}: build it again.")

@@ -398,7 +398,7 @@ def test_bad_input() -> None:
         GeneralizedLinear(prior, "poisson").fit((x, y - 0.5))
     with pytest.raises(DataError, match="same length, got 569 and 568"):
         GeneralizedLinear(prior).fit((x, y[1:]))
-    with pytest.raises(InputError, match="rho must lie above 0"):
+    with pytest.raises(InputError, match="rho"):
         GeneralizedLinear(prior).fit((x, y), rho=1.5)
     with pytest.raises(InputError, match="max_iter must be a positive integer"):
         GeneralizedLinear(prior).fit((x, y), max_iter=0)
