@@ -11,8 +11,7 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextAre
 
 _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
 _GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
-
-
+IMAGE_HEIGHT = 30.0  # in points (1/72 inch)
 MARKER = 6.0  # pixels from a marker's middle to its edge: that much room beside every box
 
 
@@ -23,7 +22,6 @@ def label_points(
     crowd: np.ndarray,
     images: Sequence[np.ndarray] | None = None,
     cmap: str = "gray",
-    image_height: float = 30.0,
     avoid: Sequence[Artist] = (),
 ) -> list[AnnotationBbox]:
     """Label points, each with its text and, where given, its image above the text.
@@ -33,7 +31,6 @@ def label_points(
         texts: K labels.
         crowd: [M, 2] what should not be covered, in data coordinates.
         images: K arrays that ``imshow`` takes.
-        image_height: in points (1/72 inch).
         avoid: artists that must not be covered, such as other texts.
     """
     if not len(points):
@@ -44,7 +41,7 @@ def label_points(
     for k, (point, text) in enumerate(zip(points, texts, strict=True)):
         content: OffsetBox = TextArea(text, textprops={"fontsize": 8})
         if images is not None:
-            zoom = image_height / images[k].shape[0]
+            zoom = IMAGE_HEIGHT / images[k].shape[0]
             picture = OffsetImage(images[k], zoom=zoom, cmap=cmap, interpolation="nearest")
             content = VPacker(children=[picture, content], align="center", pad=0, sep=1)
         box = AnnotationBbox(

@@ -11,6 +11,8 @@ from blr_analysis.checks import whole
 from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior.prior import Shapes
 
+MOST = 8  # names that a message lists
+
 
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     """Detached floating-point tensors by name, or :class:`PosteriorError`."""
@@ -32,12 +34,12 @@ def n_data_of(n_data: Any, *, least: int = 1) -> int:
     return n
 
 
-def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str], most: int = 8) -> str:
+def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
     """The names and shapes in which two sets of parameters differ, for messages."""
     lines = [
         f"{n}: {mine.get(n, 'absent')} in the {who[0]}, {theirs.get(n, 'absent')} in the {who[1]}"
         for n in {**mine, **theirs}
         if mine.get(n) != theirs.get(n)
     ]
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more
+    more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
+    return "; ".join(lines[:MOST]) + more

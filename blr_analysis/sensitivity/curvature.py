@@ -47,19 +47,16 @@ class Precision:
         params: Mapping[str, Tensor],
         prior_precision: Given | Prior,
         *,
-        indices: Tensor | None = None,
         kind: str = "ggn",
         memory_budget: int | None = None,
     ) -> None:
-        self.curvature = Curvature(
-            task, params, indices=indices, kind=kind, memory_budget=memory_budget
-        )
+        self.curvature = Curvature(task, params, kind=kind, memory_budget=memory_budget)
         self.prior = Prior.of_any(prior_precision)
 
-    def times(self, v: Tree, *, progress: bool | None = False) -> Tree:
+    def times(self, v: Tree) -> Tree:
         """S v; leading dimensions of v are several vectors, multiplied in one sweep."""
         own = self.prior.times(v)
-        return {n: x + own[n] for n, x in self.curvature.product(v, progress=progress).items()}
+        return {n: x + own[n] for n, x in self.curvature.product(v, progress=False).items()}
 
 
 @dataclass(frozen=True)

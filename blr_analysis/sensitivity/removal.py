@@ -116,7 +116,6 @@ def descended_removals(
     indices: Tensor,
     *,
     passes: int = PASSES,
-    tolerance: float = ROUGH,
     progress: bool | None = None,
 ) -> Removals:
     """Take each of these examples out by at most so many passes over the others."""
@@ -135,7 +134,7 @@ def descended_removals(
             f, _ = task.run(task.fetch(alone), params, alone)
         outputs.append(f.cpu())
     residual = left.sqrt()
-    return Removals(torch.cat(outputs), residual, residual <= tolerance, drifting, passes, spent)
+    return Removals(torch.cat(outputs), residual, residual <= ROUGH, drifting, passes, spent)
 
 
 def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> Tensor:

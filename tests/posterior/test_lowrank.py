@@ -254,7 +254,7 @@ def test_rank_is_a_positive_integer(rank) -> None:
 
 @pytest.mark.parametrize("tolerance", [0, 1, -0.1, 2, float("nan"), "0.1", True])
 def test_tolerance_is_a_share(tolerance) -> None:
-    with pytest.raises(InputError, match="tolerance must be a number above 0 and below 1"):
+    with pytest.raises(InputError, match="tolerance must"):
         fitted(task_of(), tolerance=tolerance)
 
 

@@ -251,14 +251,14 @@ def test_training_that_returns_something_else(fit, words: str) -> None:
     ("grid", "words"),
     [
         ([], "empty"),
-        ([1.0, -1.0], "above 0"),
-        ([0.0, 1.0], "above 0"),
+        ([1.0, -1.0], "positive"),
+        ([0.0, 1.0], "positive"),
         ([1.0, math.inf], "finite"),
         ([1.0, math.nan], "finite"),
         ([1.0, 2.0, 1.0], "1 more than once"),
         (3.0, "sequence of numbers"),
-        (["a"], "sequence of numbers"),
-        ([[1.0], [2.0]], "sequence of numbers"),
+        (["a"], "grid"),
+        ([[1.0], [2.0]], "grid"),
     ],
 )
 def test_bad_grids(grid, words: str) -> None:
