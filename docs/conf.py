@@ -64,7 +64,7 @@ def leave_importable(app: Any, env: Any, node: Any, content: Any) -> Any:
         return None
     target = node["reftarget"].lstrip(".~")
     home = re.search(
-        r"(blr_analysis/.*?)(/__init__)?\.py:", f"{node.source or node.parent.source}:"
+        r"(blr_analysis(?:/\w+?)*?)(/__init__)?\.py:", f"{node.source or node.parent.source}:"
     )
     own = home.group(1).replace("/", ".") if home else ""
     holders = [own, f"{own}.{node.get('py:class') or ''}", "blr_analysis.errors", *ROOMS]

@@ -84,8 +84,29 @@ def tables() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def training() -> dict[str, Any]:
+    from functools import partial
+
+    from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+    known = digits()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, max_position_embeddings=8,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor(k % 2)} for k in range(6)]
+    arguments = partial(TrainingArguments, "out", max_steps=2, report_to=[], use_cpu=True)
+    ivon = blr.IVON(known["model"].parameters(), lr=0.1, ess=60, steps=6)
+    return {
+        **known, "ivon": ivon, "net": known["model"], "data": rows,
+        "model": BertForSequenceClassification(config), "training_arguments": arguments,
+    }  # fmt: skip
+
+
 WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
     "start.md": dict, "merging.md": merging, "llm.md": language, "ways.md": tables,
+    "training.md": training,
 }  # fmt: skip
 
 

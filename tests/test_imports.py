@@ -32,7 +32,7 @@ LAYERS = (
     {"sensitivity", "merging", "learning_rule"},
     {"memory_map"},
     {"tables", "huggingface"},
-    {"plots"},
+    {"plots", "lightning"},
     {"audit"},
     {"report"},
     {"demo"},
@@ -50,8 +50,12 @@ LOWEST = {"pandas": "tables", "matplotlib": "plots"}
 DEFERRED = {"transformers", "lightning", "pytorch_lightning", "peft"}
 # … except by modules that exist for nothing else, by their full name.
 ADAPTERS = frozenset(
-    f"{PACKAGE}.huggingface.{name}" for name in ("trainer", "training", "lightning")
-)
+    f"{PACKAGE}.{name}"
+    for name in (
+        "huggingface.trainer", "huggingface.training", "huggingface.monitoring",
+        "huggingface.lightning", "lightning.callbacks",
+    )
+)  # fmt: skip
 # Imports by name (`importlib.import_module`) hide from this test: `views` is the one door
 # from results to tables and plots, and the command line loads the user's own script.
 DYNAMIC = {"views", "audit", "cli"}

@@ -18,7 +18,7 @@ from torch import nn
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
 from blr_analysis.files import Folder
-from blr_analysis.posterior import check_dtype, n_data_of, write_captured
+from blr_analysis.posterior import Posterior, check_dtype, n_data_of, write_captured
 from blr_analysis.posterior.capture import (
     HALF,
     HALF_REASON,
@@ -196,3 +196,10 @@ def _check_names(captured: Captured, folder: Path) -> None:
 def _has_weights(folder: Path | None) -> bool:
     names = ("model.safetensors", "model.safetensors.index.json")
     return folder is not None and any((folder / name).is_file() for name in names)
+
+
+def look(monitor: Any, optimizer: Any, epoch: int, known: dict[str, Any]) -> dict[str, float]:
+    """The monitor's losses and accuracies after this epoch; nothing where it is not due."""
+    model = monitor.task.model
+    row = monitor(lambda: Posterior.from_optimizer(optimizer, model, **known), epoch)
+    return {k: v for k, v in (row or {}).items() if k.startswith(("loo_", "test_")) and v == v}

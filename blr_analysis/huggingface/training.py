@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.posterior import Posterior
 
 SMALL = 1e-3
@@ -43,7 +43,11 @@ class VariationalSteps:
             scaled = getattr(self, "compute_loss_func", None) is not None
         count = 1 if scaled else self.current_gradient_accumulation_steps
         with own.sampled_params(train=True, divided_by=count):
-            return super().training_step(model, inputs)  # type: ignore[misc]
+            loss = super().training_step(model, inputs)  # type: ignore[misc]
+        if isinstance(own, BSAM):
+            with own.adversarial_params(divided_by=count):
+                super().training_step(model, inputs)  # type: ignore[misc]
+        return loss
 
 
 class IVONTrainer(VariationalSteps, Trainer):

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import ROWS, make
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
+import blr_analysis as blr
 from blr_analysis import IVON
 from blr_analysis.errors import InputError
-from blr_analysis.huggingface import IVONTrainer
+from blr_analysis.huggingface import IVONTrainer, MonitorCallback
 
 N = 12
 
@@ -99,3 +101,39 @@ def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
         trainer(tmp_path, model, learning_rate=5e-5).create_optimizer()
     with pytest.raises(InputError, match="AdamW draws no weights"):
         trainer(tmp_path, model, torch.optim.AdamW(model.parameters())).train()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_trains_and_is_resumed_to_the_bit(tmp_path: Path, row: str) -> None:
+    def model_of() -> Any:
+        made = bert()
+        if row in ("VOGN", "OGN"):  # all examples share one row of positions: no gradient of each
+            made.bert.embeddings.position_embeddings.requires_grad_(False)
+        return made
+
+    model = model_of()
+    whole = trainer(tmp_path, model, make(row, model, N))
+    whole.train()
+    other = model_of()
+    again = trainer(tmp_path, other, make(row, other, N))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    moved = 0
+    for p, q, start in zip(
+        model.parameters(), other.parameters(), bert().parameters(), strict=True
+    ):
+        assert torch.equal(p, q)
+        assert bool(p.isfinite().all())
+        moved += not torch.equal(p, start)
+    assert moved > 10
+
+
+def test_a_monitor_watches(tmp_path: Path) -> None:
+    model = bert()
+    task = blr.Task(model, torch.utils.data.DataLoader(Alike(), batch_size=3))
+    monitor = blr.Monitor(task, examples=4, progress=False)
+    run = trainer(tmp_path, model, max_steps=-1, num_train_epochs=2, save_strategy="no")
+    run.add_callback(MonitorCallback(monitor))
+    run.train()
+    assert monitor.table["epoch"].tolist() == [1, 2]
+    said = [row["loo_nll"] for row in run.state.log_history if "loo_nll" in row]
+    assert said == monitor.table["loo_nll"].tolist()

@@ -117,6 +117,7 @@ class STE(BinaryOptimizer):
         eps: float = 1e-8,
         mc_samples: int = 1,
         sync: bool = False,
+        foreach: bool | None = None,
     ) -> None:
         self._set_up(self._accepted(row), locals())
 
@@ -221,6 +222,7 @@ class BayesBiNN(BinaryOptimizer):
         mc_samples: int = 1,
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
     ) -> None:
         self._set_up(BAYESBINN, locals())
 

@@ -13,7 +13,7 @@ from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.expectations import adversary
 from blr_analysis.learning_rule.optim.draws import Draw, Group, state_dtype
-from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT
+from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT, NoGradient
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 
@@ -85,6 +85,7 @@ class BSAM(RowOptimizer):
         *,
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
     ) -> None:
         self._set_up(ROWS["bSAM"], locals())
 
@@ -143,7 +144,7 @@ class BSAM(RowOptimizer):
         }
         self._drop(draw)
         if not sampled:
-            raise OptimizerError(NO_GRADIENT)
+            raise NoGradient(NO_GRADIENT)
         self._sampled = sampled
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:

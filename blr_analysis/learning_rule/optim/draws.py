@@ -43,7 +43,7 @@ class Draw:
     ``train`` says whether the gradients there belong to the next step. ``adoptable`` marks the draw
     that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
     that draw instead of making its own. The loss was divided by ``divided_by``. ``given`` holds
-    curvature estimates that are not made of gradient and noise.
+    curvature estimates that are not made of gradient and noise. ``taken``: a parameter has left it.
     """
 
     train: bool
@@ -53,6 +53,7 @@ class Draw:
     given: dict[Tensor, Tensor] = field(default_factory=dict)
     divided_by: float = 1.0
     closed: bool = False
+    taken: bool = False
     generator: torch.Generator | None = None
     params: list[Tensor] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -105,6 +106,21 @@ class Draw:
             source = self.given.get(param) if method in GIVEN else None
             evidence.append((param, method, noises[param] if method == "price" else source))
         return evidence
+
+    def take(self, param: Tensor) -> Draw:
+        """The draw of one parameter, which is at its mean again and belongs to this one no more."""
+        place = next(k for k, p in enumerate(self.params) if p is param)
+        own = Draw(True, noisy=self.noisy, look=self.look, divided_by=self.divided_by)
+        for name in ("params", "groups", "noises", "means"):
+            if held := getattr(self, name):
+                setattr(own, name, [held.pop(place)])
+        if param in self.factors:
+            own.factors[param] = self.factors.pop(param)
+        if own.means:
+            param.copy_(own.means[0])
+        own.carry_gradients()
+        self.taken = True
+        return own
 
     @property
     def numel(self) -> int:

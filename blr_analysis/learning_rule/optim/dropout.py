@@ -91,6 +91,7 @@ class Dropout(RowOptimizer):
         mc_samples: int = 1,
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
     ) -> None:

@@ -35,6 +35,11 @@ NO_GRADIENT = (
     "it, or evaluate inside sampled_params()"
 )
 
+
+class NoGradient(OptimizerError):
+    """A draw without a backward pass."""
+
+
 ROOM = 0.3
 """A gradient's norm stays below the largest number to this power (4e11 in single precision), so
 that curvature estimates, which are squared and multiplied by ess, do not overflow."""
@@ -329,7 +334,7 @@ def _all_were_zeroed(estimates: Any) -> bool:
 
 def _check_gradients(got: Sequence[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
     if not got:
-        raise OptimizerError(NO_GRADIENT)
+        raise NoGradient(NO_GRADIENT)
     for param, grad, _, _ in got:
         if grad.layout is not torch.strided:
             raise OptimizerError(

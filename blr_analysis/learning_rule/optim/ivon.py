@@ -13,6 +13,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning
 from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.ivon_opt import from_ivon_opt, is_ivon_opt, to_ivon_opt
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
 from blr_analysis.learning_rule.optim.settings import POSITIVE
 from blr_analysis.learning_rule.table import ROWS
@@ -115,6 +116,7 @@ class IVON(RowOptimizer):
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
             is left at its default, see :func:`beta2_for`; after the last one a warning where more
             than half of ``hess`` is still its start.
+        foreach: taken as by torch's optimizers, and nothing hangs on it.
 
     Behaviour:
 
@@ -137,7 +139,10 @@ class IVON(RowOptimizer):
       draw and its gradients are dropped. A gradient with NaN or inf makes ``step`` raise and drop
       its draws; weights and state stay. (On a GPU this check waits for the gradients.)
     * *Resuming.* ``state_dict()`` holds everything, draws gathered for the next step included,
-      and ``load_state_dict`` copies it: training goes on with the same bits.
+      and ``load_state_dict`` copies it: training goes on with the same bits. It reads the state of
+      ``ivon-opt`` as well, and :meth:`ivon_opt_state` writes one.
+    * *Fused backward.* :meth:`step_param` in a hook of each parameter moves it during the backward
+      pass and frees its gradient.
 
     Raises:
         InputError: a hyperparameter or parameter is out of range.
@@ -167,11 +172,34 @@ class IVON(RowOptimizer):
         rescale_lr: bool = True,
         *,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
         given = {**locals(), "beta2": beta2 if beta2 != BETA2 else beta2_for(steps, ess, hess_init)}
         self.steps = steps
         self._set_up(ROWS["IVON"], given)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of this class, or of the package ``ivon-opt``.
+
+        ``ivon-opt`` saves no count of its steps: add it, ``{**state, "current_step": t}``. Without,
+        the momentum counts as debiased, which it is after some hundred steps, and a warning
+        says so. Settings that it does not save stay as they are here.
+
+        Raises:
+            OptimizerError: as for the other rows; a state from between two draws of a step.
+        """
+        if is_ivon_opt(state_dict):
+            state_dict = from_ivon_opt(state_dict, self.param_groups)
+        super().load_state_dict(state_dict)
+
+    def ivon_opt_state(self) -> dict[str, Any]:
+        """What ``load_state_dict`` of the package ``ivon-opt`` takes; ``current_step`` beside it.
+
+        Raises:
+            OptimizerError: inside a context, or before the first step.
+        """
+        return to_ivon_opt(self.state_dict(), self.param_groups)
 
     def _update(self, inverse_scale: float) -> None:
         super()._update(inverse_scale)

@@ -34,7 +34,7 @@ from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.draws import state_dtype
-from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT
+from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT, NoGradient
 
 
 class PerExampleSquares:
@@ -105,7 +105,7 @@ class PerExampleSquares:
 
     def _read(self, heard: Sequence[Pass]) -> dict[Tensor, Tensor]:
         if all(p.grad is None for p in self._params.values()):
-            raise OptimizerError(NO_GRADIENT)
+            raise NoGradient(NO_GRADIENT)
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
             raise OptimizerError(

@@ -32,6 +32,7 @@ from blr_analysis.learning_rule.optim.draws import Draw, Group, Look, state_dtyp
 from blr_analysis.learning_rule.optim.gathered import (
     DEGREES,
     Gathered,
+    NoGradient,
     is_distributed,
     true_on_any_rank,
 )
@@ -97,6 +98,8 @@ class RowOptimizer(torch.optim.Optimizer):
             example (OGN, VOGN), which they read from it.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss combines the examples of a minibatch;
             of a sum the gradients are divided by the number of examples. Only with ``model``.
+        foreach: taken as by torch's optimizers, and nothing hangs on it: tensors always move
+            together, in blocks.
 
     Raises:
         InputError: a row that is not elementwise; a setting or parameter out of range; no model
@@ -128,6 +131,7 @@ class RowOptimizer(torch.optim.Optimizer):
         mc_samples: int = 1,
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
         model: nn.Module | None = None,
         loss_reduction: str = "mean",
     ) -> None:
@@ -167,6 +171,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._gathered = Gathered(self._buffers)
         self._open: Draw | None = None
         self._drawn = 0
+        self._fused = False  # parameters were moved by step_param since the last step
 
     # Settings --------------------------------------------------------------------------------
 
@@ -284,6 +289,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def _finish(self, draw: Draw) -> None:
         if draw.closed:
             return
+        if draw.taken and all(p.grad is None for p in draw.params):
+            with torch.inference_mode(False), torch.no_grad():
+                self._restore(draw)
+            return
         with torch.inference_mode(False), torch.no_grad():
             if draw.train and self.examples is not None:
                 draw.given = self.examples.finish()
@@ -347,6 +356,9 @@ class RowOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             try:
                 losses = [] if closure is None else self._losses(closure)
+                if self._fused and not self._gathered.count:
+                    self._fused = False
+                    return None
                 self._check_groups()
                 self._check_draws()
                 if (inverse_scale := self._settled()) is not None:
@@ -355,8 +367,62 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._gathered.clear()
         return sum(losses) / len(losses) if losses and losses[0] is not None else None
 
+    def step_param(self, param: Tensor, group: Group | None = None) -> None:
+        """Move one parameter as soon as its gradient is there, and free the gradient.
+
+        For backward passes that never hold all gradients at once. :meth:`step` then moves what is
+        left, or nothing. One context a step; neither clipping by the whole norm, nor GradScaler.
+
+            >>> from blr_analysis.learning_rule.optim import IVON
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = IVON(model.parameters(), lr=0.1, ess=10)
+            >>> for p in model.parameters():
+            ...     _ = p.register_post_accumulate_grad_hook(optimizer.step_param)
+            >>> with optimizer.sampled_params(train=True):
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model.weight.grad is None, optimizer.state[model.weight]["step"]
+            (True, 1)
+
+        Raises:
+            OptimizerError: outside of a draw, after another draw since the last step, for rows that
+                read single examples or take two passes; a gradient that is not finite.
+        """
+        draw = self._open
+        if draw is None or not draw.train or self._gathered.count or self.sync:
+            raise OptimizerError(
+                "step_param() belongs inside the one `with optimizer.sampled_params(train=True):` "
+                "of a step, without sync"
+            )
+        if self.examples is not None or self._two_looks:
+            raise OptimizerError(f"{self.row.algorithm} needs all gradients before it steps")
+        if param.grad is None:
+            return
+        if group is None:
+            group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        with torch.inference_mode(False), torch.no_grad():
+            self._gathered.add(draw.take(param))
+            try:
+                if self._gathered.find_unusable(1.0) is not None:
+                    raise OptimizerError(
+                        f"the gradient of {self._describe(param)} holds NaN or inf: lower lr"
+                    )
+                self.state[param] = self.state.get(param) or self._start(param, group)
+                self.state[param]["step"] += 1
+                self._move([param], self._law(group), 1.0)
+            finally:
+                self._gathered.clear()
+        param.grad = None
+        self._fused = True
+
     def _losses(self, closure: Callable[[], Any]) -> list[Any]:
-        return [self._loss_at(self._draw(True, True), closure) for _ in range(self.mc_samples)]
+        """Where draws are there already, a closure may be empty: Lightning passes such a one."""
+        drawn = self._gathered.count
+        try:
+            return [self._loss_at(self._draw(True, True), closure) for _ in range(self.mc_samples)]
+        except NoGradient:
+            if not drawn:
+                raise
+            return []
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         with self._at(draw), torch.enable_grad():

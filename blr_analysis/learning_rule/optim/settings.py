@@ -62,7 +62,7 @@ SETTINGS: dict[str, Setting] = {
 }
 OF_THE_OPTIMIZER = (
     *("params", "row", "mc_samples", "sync", "generator"),
-    *("model", "loss_reduction", "steps"),
+    *("model", "loss_reduction", "steps", "foreach"),
 )
 """Arguments that no group has one of its own of."""
 

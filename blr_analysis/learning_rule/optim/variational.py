@@ -87,6 +87,7 @@ class VOGN(RowOptimizer):
         loss_reduction: str = "mean",
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
     ) -> None:
         self._set_up(ROWS[self._algorithm], locals())
 
@@ -151,6 +152,7 @@ class Vadam(RowOptimizer):
         *,
         sync: bool = False,
         generator: torch.Generator | None = None,
+        foreach: bool | None = None,
     ) -> None:
         self._set_up(ROWS[self._algorithm], locals())
 

@@ -12,23 +12,23 @@ from torch import nn
 from blr_analysis.learning_rule import optim
 
 LEARNED = "hess_init=1.0, beta1=0.9, beta2=0.999, weight_decay=0.0001"
-DRAWN = "mc_samples=1, *, sync=False, generator=None"
-READ = "mc_samples=1, *, model, loss_reduction='mean', sync=False, generator=None"
+DRAWN = "mc_samples=1, *, sync=False, generator=None, foreach=None"
+READ = "mc_samples=1, *, model, loss_reduction='mean', sync=False, generator=None, foreach=None"
 ADAMS = "beta1=0.9, beta2=0.999, eps=1e-08"
-TAIL = "sync=False, generator=None, model=None, loss_reduction='mean'"
+TAIL = "sync=False, generator=None, foreach=None, model=None, loss_reduction='mean'"
 SIGNATURES = {
     "BSAM": f"(params, lr, ess, {LEARNED}, radius=0.05, damping=0.1, {DRAWN})",
     "IVON": "(params, lr, ess, hess_init=1.0, beta1=0.9, beta2=0.99999, weight_decay=0.0001, "
     "mc_samples=1, hess_approx='price', clip_radius=inf, sync=False, debias=True, "
-    "rescale_lr=True, *, generator=None, steps=None)",
+    "rescale_lr=True, *, generator=None, foreach=None, steps=None)",
     "OGN": f"(params, lr, ess, {LEARNED}, {READ})",
     "VOGN": f"(params, lr, ess, {LEARNED}, {READ})",
     "Vadam": f"(params, lr, ess, {LEARNED.replace('1.0', '0.0', 1)}, {DRAWN})",
     "Vprop": f"(params, lr, ess, {LEARNED.replace('1.0', '0.0', 1)}, {DRAWN})",
     "STE": f"(params, lr, row='SGD', *, clip=inf, weight_decay=0.0, {ADAMS}, mc_samples=1, "
-    "sync=False)",
+    "sync=False, foreach=None)",
     "BayesBiNN": "(params, lr, ess, *, temperature=1.0, floor=1e-10, beta1=0.0, prior=0.0, "
-    "noise=1.0, mc_samples=1, sync=False, generator=None)",
+    "noise=1.0, mc_samples=1, sync=False, generator=None, foreach=None)",
     "Dropout": "(params, lr, row='SGD', *, keep=1.0, dim=1, ess=1.0, weight_decay=0.0, "
     f"hess_init=0.0, {ADAMS}, mc_samples=1, {TAIL})",
     "Newton": "(params, lr=1.0, ess=1.0, weight_decay=0.0, hess_init=1.0)",

@@ -1,0 +1,155 @@
+"""Parameters that are moved during the backward pass, and states of ivon-opt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ivon
+import pytest
+import torch
+from optimizers import ROWS, make
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis.errors import OptimizerError
+
+N = 20
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(N, 3, generator=G), torch.randint(2, (N,), generator=G)
+ALL_AT_ONCE = ("VOGN", "OGN", "BSAM")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(row: str, fused: Any, steps: int = 5) -> tuple[nn.Module, Any]:
+    """``fused``: the indices of the parameters that are moved in the backward pass."""
+    model = network()
+    optimizer = make(row, model, N)
+    for k, p in enumerate(model.parameters()):
+        if k in fused:
+            p.register_post_accumulate_grad_hook(optimizer.step_param)
+    for _ in range(steps):
+        with optimizer.sampled_params(train=True):
+            nn.functional.cross_entropy(model(X), Y).backward()
+        assert all(p.grad is None for k, p in enumerate(model.parameters()) if k in fused)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("fused", [range(4), (1, 2)])
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in ALL_AT_ONCE])
+def test_the_steps_are_those_of_step(row: str, fused: Any) -> None:
+    (model, one), (other, two) = train(row, fused), train(row, ())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for name, value in two.state[q].items():
+            assert torch.equal(torch.as_tensor(one.state[p][name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("row", ALL_AT_ONCE)
+def test_rows_that_need_all_gradients_refuse(row: str) -> None:
+    with pytest.raises(OptimizerError, match="all gradients"):
+        train(row, range(4))
+
+
+def test_a_second_draw_and_none_are_refused() -> None:
+    model = network()
+    optimizer = make("IVON", model, N)
+    with pytest.raises(OptimizerError, match="inside the one"):
+        optimizer.step_param(model[0].weight)
+    with optimizer.sampled_params(train=True):
+        nn.functional.cross_entropy(model(X), Y).backward()
+    again = optimizer.sampled_params(train=True)
+    with pytest.raises(OptimizerError, match="inside the one"), again:
+        optimizer.step_param(model[0].weight)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
+    model = network()
+    optimizer = make("IVON", model, N)
+    before = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(optimizer.step_param)
+    with pytest.raises(OptimizerError, match="NaN"), optimizer.sampled_params(train=True):
+        (nn.functional.cross_entropy(model(X), Y) * float("nan")).backward()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+# ------------------------------------------------------------------------- ivon-opt's states
+
+
+def theirs(model: nn.Module, steps: int) -> Any:
+    optimizer = ivon.IVON(model.parameters(), lr=0.05, ess=N, beta2=0.9)
+    go_on(model, optimizer, steps)
+    return optimizer
+
+
+def go_on(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
+def test_a_run_of_ivon_opt_goes_on_here() -> None:
+    """Both draw the same noise, so that every later step is the same."""
+    model, other = network(), network()
+    torch.manual_seed(5)
+    whole = theirs(model, 3)
+    torch.manual_seed(5)
+    part = theirs(other, 3)
+    ours = blr.IVON(other.parameters(), lr=1.0, ess=1.0)
+    ours.load_state_dict({**part.state_dict(), "current_step": part.current_step})
+    assert ours.param_groups[0]["lr"] == 0.05 and ours.param_groups[0]["ess"] == N
+    draws = torch.get_rng_state()
+    go_on(model, whole, 3)
+    torch.set_rng_state(draws)
+    go_on(other, ours, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_of_ours_goes_on_there() -> None:
+    model, other = network(), network()
+    torch.manual_seed(5)
+    whole = theirs(model, 3)
+    torch.manual_seed(5)
+    ours = blr.IVON(other.parameters(), lr=0.05, ess=N, beta2=0.9)
+    go_on(other, ours, 3)
+    there = ivon.IVON(other.parameters(), lr=1.0, ess=1.0)
+    state = ours.ivon_opt_state()
+    there.load_state_dict(state)
+    there.current_step = state["current_step"]
+    torch.testing.assert_close(
+        there.param_groups[0]["hess"], whole.param_groups[0]["hess"], rtol=1e-5, atol=0
+    )
+    draws = torch.get_rng_state()
+    go_on(model, whole, 2)
+    torch.set_rng_state(draws)
+    go_on(other, there, 2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_what_their_states_do_not_say() -> None:
+    model = network()
+    there = theirs(model, 2)
+    ours = blr.IVON(model.parameters(), lr=0.05, ess=N, foreach=True)
+    with pytest.warns(UserWarning, match="current_step"):
+        ours.load_state_dict(there.state_dict())
+    assert ours.state[model[0].weight]["step"] > 300
+    ours.load_state_dict(ivon.IVON(model.parameters(), lr=0.1, ess=N).state_dict())
+    assert not ours.state
+    with pytest.raises(OptimizerError, match="groups of"):
+        blr.IVON(network()[0].parameters(), lr=0.1, ess=N).load_state_dict(there.state_dict())
+    with there.sampled_params(train=True):
+        nn.functional.cross_entropy(model(X), Y).backward()
+    with pytest.raises(OptimizerError, match="without a step"):
+        ours.load_state_dict(there.state_dict())
+    with pytest.raises(OptimizerError, match="step"):
+        blr.IVON(model.parameters(), lr=0.1, ess=N).ivon_opt_state()

@@ -1,0 +1,52 @@
+"""The rows of Table 1 that train networks, each with a generator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis.learning_rule.optim import Dropout, RowOptimizer
+
+Make = Callable[[nn.Module, int, torch.Generator], Any]
+
+
+def _of(kind: Any, **options: Any) -> Make:
+    return lambda m, n, g: kind(m.parameters(), lr=0.05, ess=n, generator=g, **options)
+
+
+def _row(name: str) -> Make:
+    return lambda m, n, g: RowOptimizer(m.parameters(), name, lr=0.01)
+
+
+def _dropout(model: nn.Module, n: int, generator: torch.Generator) -> Any:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "keep": 0.8}, {"params": others}]
+    return Dropout(groups, lr=0.05, generator=generator)
+
+
+ROWS: dict[str, Make] = {
+    "IVON": _of(blr.IVON, beta2=0.9),
+    "VOGN": lambda m, n, g: blr.VOGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
+    "OGN": lambda m, n, g: blr.OGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
+    "Vadam": _of(blr.Vadam),
+    "Vprop": _of(blr.Vprop),
+    "BSAM": _of(blr.BSAM),
+    "BayesBiNN": lambda m, n, g: blr.BayesBiNN(m.parameters(), lr=1e-3, ess=n, generator=g),
+    "STE": lambda m, n, g: blr.STE(m.parameters(), lr=1e-3),
+    "Dropout": _dropout,
+    "SGD": _row("SGD"),
+    "RMSprop": _row("RMSprop"),
+    "AdamW": _row("AdamW"),
+}
+
+
+def make(row: str, model: nn.Module, n: int) -> Any:
+    """One of them over all of a model's parameters; "torch" is torch's own AdamW."""
+    if row == "torch":
+        return torch.optim.AdamW(model.parameters())
+    return ROWS[row](model, n, torch.Generator().manual_seed(3))
