@@ -142,6 +142,12 @@ def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
     estimate = loo.losses - loo.losses_before
     assert float(estimate.sum() / rise.sum()) == pytest.approx(1, abs=0.02)
     assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
+    if curved:  # the default is 10 % low, and says so
+        q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+        default = blr.leave_one_out(task, q, progress=False)
+        low = (default.losses - default.losses_before).sum() / rise.sum()
+        assert 0.85 < float(low) < 0.95 and "curvature='exact'" in repr(default)
+    assert ("curvature='exact'" in repr(loo)) is False
 
 
 @pytest.mark.parametrize("weight", [[1.0, 1.0], [15.0, 1.0], [1.0, 15.0]])

@@ -224,7 +224,16 @@ def leave_one_out(
         correction=[WORDS[k] for k in used.tolist()],
         likelihood=likelihood,
         metadata=task.metadata,
-        note="; ".join(filter(None, (caveat_of(q), _rough(used, levers)))),
+        note="; ".join(filter(None, (caveat_of(q), _averaged(task, q), _rough(used, levers)))),
+    )
+
+
+def _averaged(task: Task, q: Posterior) -> str:
+    """What to do where the posterior holds the mean of a Hessian that is another everywhere."""
+    if not task.likelihood.kind.averaged or q.record.get("kind") == "hessian":
+        return ""
+    return (
+        "of a mean Hessian, perhaps 10 % low in total: fit_laplace(curvature='exact') and refine="
     )
 
 
