@@ -746,3 +746,9 @@ def test_running_statistics_that_are_not_the_posteriors(
     code, _, err = run(capsys, "loo", "norm.py:untrained", "-p", "n.safetensors")
     assert code == 0
     assert "load the trained state" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.split()[:2] == ["blr-analysis", blr.__version__]

@@ -221,3 +221,16 @@ def test_resolve() -> None:
     for wrong in ("softmax", None, Gaussian):
         with pytest.raises(InputError, match="'categorical'"):
             resolve(wrong)  # type: ignore[arg-type]
+
+
+def test_outputs_are_checked() -> None:
+    with pytest.raises(DataError, match=r"\[batch, C\].*\(2, 3, 4\)"):
+        Gaussian().check_outputs(torch.zeros(2, 3, 4))
+    with pytest.raises(DataError, match='likelihood="bernoulli"'):
+        Categorical().check_outputs(torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize("variance", [0, -1.0, float("nan"), float("inf"), "one", None])
+def test_noise_must_be_a_positive_number(variance: object) -> None:
+    with pytest.raises(InputError, match="variance"):
+        Gaussian(variance)  # type: ignore[arg-type]

@@ -508,3 +508,26 @@ def test_what_is_no_image(image: Any) -> None:
 def test_examples_of_bad_input(indices: list[int], titles: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plot_examples(IMAGES, indices, titles)
+
+
+def test_a_notebook_shows_a_picture_and_saves_it(tmp_path: Any) -> None:
+    ax = memory_map(scores_of(np.arange(9.0), np.arange(9.0))).plot()
+    assert ax._repr_png_().startswith(b"\x89PNG")
+    ax.savefig(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_map_of_something_else() -> None:
+    with pytest.raises(InputError, match="memory_map"):
+        plot_memory_map(some_scores())  # type: ignore[arg-type]
+
+
+def test_bars_too_low_to_be_seen_say_their_number() -> None:
+    low = pd.DataFrame({"group": range(8), "nll_before": 0.01, "nll_after": range(1, 9)})
+    assert [text.get_text() for text in plot_what_if(low).texts] == ["0.01"] * 8
+    assert not plot_what_if(low.assign(nll_before=1.0)).texts
+
+
+def test_groups_can_be_named() -> None:
+    assert names_of(plot_what_if(each_table(2), names=["cat", "dog"])) == ["cat", "dog"]
+    assert names_of(plot_what_if(each_table(2), names={1: "dog"})) == ["0", "dog"]

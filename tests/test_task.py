@@ -227,3 +227,7 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
         except KeyboardInterrupt:
             pass
         assert [m.training for m in model.modules()] == [True, True, False, True, True]
+
+
+def test_repr() -> None:
+    assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"

@@ -422,3 +422,11 @@ def test_a_config_that_names_no_known_model(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "precision").exists()
     checkpoint_precision(tmp_path, n_data=N, model=trainer.model)
     assert (tmp_path / "precision").is_dir()
+
+
+def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
+    train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
+    checkpoint = tmp_path / "checkpoint-3"
+    assert "prior_outside" not in read_precision_record(checkpoint / "precision")
+    with pytest.raises(PosteriorError, match=r"word_embeddings.*pass prior_precision="):
+        Posterior.load(checkpoint / "precision", model=checkpoint)

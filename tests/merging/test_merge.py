@@ -313,3 +313,12 @@ def test_an_output_named_through_a_link_or_a_dot(
     monkeypatch.chdir(tmp_path / "here")
     blr.merge(**family, out=".")
     assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
+def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
+    report = blr.merge(**write_family(tmp_path), out=tmp_path / "out")
+    table = report.table
+    assert list(table["tensor"]) == list(Folder.open(tmp_path / "base").specs)
+    assert set(table["fate"]) == {"merged"}
+    assert list(report.plan.table["bytes"]) == list(table["bytes"])
+    assert table["bytes"].sum() == report.bytes_written

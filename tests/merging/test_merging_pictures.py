@@ -229,3 +229,20 @@ def test_results_find_their_tables_and_pictures() -> None:
         ["matching", 0.6]
     ]
     assert isinstance(found.plot(), Axes) and isinstance(tried.plot(), Axes)
+
+
+def test_of_many_points_each_task_is_named_where_it_loses_most() -> None:
+    found = mismatch(5)
+    ax = plot_mismatch(found)
+    boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
+    worst = found.table[found.table["merge"] == "merge 4"]
+    assert [b.offsetbox.get_text() for b in boxes] == list(worst.task)
+    np.testing.assert_allclose([b.xy[0] for b in boxes], worst.mismatch_per_example)
+
+
+def test_losses_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
+    wild = curve(SHARED, loss=lambda w: 0.1 * 100 ** w[0])
+    assert plot_merge_curve(wild).get_yscale() == "log"
+    assert plot_merge_curve(wild, measure="accuracy").get_yscale() == "linear"
+    negative = curve(SHARED, loss=lambda w: 10 * 100 ** w[0] - 20)
+    assert plot_merge_curve(negative).get_yscale() == "linear"

@@ -602,3 +602,20 @@ def test_tokens_scale_the_precision_and_sequences_are_counted(kind: Any, tmp_pat
                 Posterior.from_optimizer(optimizer, model, **wrong)
     with pytest.raises(PosteriorError, match="tokens"):
         one_by_one.on(task)
+
+
+def test_ivon_has_one_scaling(flat_ivon: tuple[Net, Any]) -> None:
+    model, optimizer = flat_ivon
+    with pytest.raises(InputError, match="second moments"):
+        from_optimizer(optimizer, model, scaling="squared", batch_size=8)
+
+
+def test_an_optimizer_with_a_known_name_and_another_state() -> None:
+    class Adam(torch.optim.SGD.__mro__[1]):
+        def step(self, closure: None = None) -> None: ...
+
+    model = Net()
+    optimizer = Adam(model.parameters(), {})
+    optimizer.state[model.first.weight] = {"state1": torch.zeros(4, 3)}
+    with pytest.raises(OptimizerError, match=r"'state1'"):
+        from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)

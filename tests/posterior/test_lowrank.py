@@ -315,3 +315,10 @@ def test_a_rank_too_small_for_influence_says_so() -> None:
             q = fitted(task_of(), rank=rank)
         assert any("influence" in str(w.message) for w in said) == short
         assert ("influence" in repr(q)) == short == (q.record["explained"] < 0.9)
+
+
+def test_no_curvature_at_all() -> None:
+    model = nn.Linear(3, 2, bias=False).double()
+    q = fitted(blr.Task(model, (torch.zeros(5, 3).double(), torch.arange(5) % 2)))
+    assert q.record["rank"] == 0
+    assert torch.equal(q.variance("weight"), torch.full((2, 3), 2.0).double())

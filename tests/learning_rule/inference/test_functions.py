@@ -138,6 +138,7 @@ def test_a_smaller_temperature_narrows_the_posterior() -> None:
     [
         lambda: VariationalNewton(rho=2.0),
         lambda: VariationalNewton(samples=0),
+        lambda: VariationalNewton(samples=500),  # more nodes than there are
         lambda: VariationalNewton(temperature=0.0),
         lambda: VariationalNewton().fit(wall, torch.zeros(1)),
         lambda: VariationalNewton().fit(
