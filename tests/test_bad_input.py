@@ -326,29 +326,22 @@ def test_large_inputs_are_not_taken_for_infinite() -> None:
 TARGETS = {
     "categorical": [
         (torch.arange(N) % 4, r"must lie in 0 … 2 \(the model has 3 logits\), found 3"),
-        (torch.arange(N) % 3 - 1, r"must lie in 0 … 2 .*, found -1"),
         (torch.zeros(N), "must be integers, got torch.float32; use y.long()"),
-        (torch.zeros(N, dtype=torch.bool), "must be integers, got torch.bool"),
         (torch.zeros(N, 3), "soft targets"),
         (torch.zeros(N, 2, dtype=torch.long), "one class index per example"),
-        (torch.zeros(N, dtype=torch.complex64), "must be integers, got torch.complex64"),
     ],
     "bernoulli": [
         (torch.full((N,), 2.0), "bernoulli targets must lie in"),
-        (torch.full((N,), 1.5), "bernoulli targets must lie in"),
-        (torch.full((N,), -1), "bernoulli targets must lie in"),
         (torch.full((N,), NAN), "bernoulli targets contain NaN or inf; drop or mend"),
         (torch.zeros(N, 2), r"targets of shape \(.*, 2\) do not fit outputs of shape \(.*, 1\)"),
     ],
     "gaussian": [
         (torch.full((N,), NAN), "gaussian targets contain NaN or inf; drop or mend"),
-        (torch.full((N, 1), INF), "gaussian targets contain NaN or inf"),
         (torch.zeros(N, 3), "do not fit outputs .* give one target per output"),
         (torch.zeros(N, dtype=torch.complex64), "gaussian targets must be real numbers"),
     ],
     "poisson": [
         (torch.full((N,), -1.0), "poisson targets must be counts 0, 1, 2"),
-        (torch.full((N,), 0.5), "poisson targets must be counts 0, 1, 2"),
         (torch.full((N,), INF), "poisson targets contain NaN or inf"),
     ],
 }

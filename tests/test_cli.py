@@ -646,29 +646,6 @@ def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Help
 
 
-def test_help_teaches(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "--help")
-    assert (code, err) == (0, "")
-    for word in (
-        "demo",
-        "audit",
-        "report",
-        "map",
-        "loo",
-        "what-if",
-        "130 interrupted",
-        "from_optimizer",
-    ):
-        assert word in out
-    assert run(capsys)[1] == out
-    for command in ("demo", "audit", "report", "map", "loo", "what-if"):
-        code, out, _ = run(capsys, command, "--help")
-        assert code == 0
-        assert out.count(f"  blr-analysis {command}") >= 2  # examples, as one would type them
-        assert "\x1b" not in out
-        assert "\x08" not in out
-
-
 def test_every_example_of_the_help_is_a_command_line(here: Path) -> None:
     """Every option is known and takes its value; every selection finds examples."""
     pages = [page for page in vars(words).values() if isinstance(page, str)]

@@ -77,7 +77,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "memory_map": lambda c: blr.memory_map(c.scores),
     "calibrate": lambda c: blr.calibrate(c.task, c.q, 2, **QUIET),
     "subset_posterior": lambda c: blr.subset_posterior(c.task, c.q, **QUIET),
-    "select_prior_precision": lambda c: blr.select_prior_precision(c.task, [1.0, 2.0], **QUIET),
+    "select_prior_precision": lambda c: blr.select_prior_precision(c.task, [1.0], **QUIET),
     "what_if": lambda c: blr.what_if(c.task, c.q, remove=[0], relabel={1: 0}, **QUIET),
     "fit_laplace": lambda c: blr.fit_laplace(c.task, structure="kron", prior_precision=1.0),
     "from_optimizer": lambda c: blr.Posterior.from_optimizer(c.optimizer, c.model),

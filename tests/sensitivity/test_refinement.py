@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from oracles_retraining import leave_one_out_weights, retrained, trained, with_ones
@@ -13,6 +15,7 @@ import blr_analysis as blr
 from blr_analysis.errors import InputError
 
 
+@cache
 def breast_cancer(n: int, delta: float) -> tuple[blr.Task, torch.Tensor]:
     """The task, and the true rise of every example's loss when it is left out."""
     data = load_breast_cancer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ def fit(x: Tensor, y: Tensor, seed: int, kind: str = "adam") -> nn.Sequential:
     return model
 
 
+@cache
 def problem(kind: str = "adam") -> tuple[blr.Task, blr.Posterior, blr.Task]:
     task = blr.Task(fit(X[TRAIN], Y[TRAIN], 0, kind), (X[TRAIN], Y[TRAIN]))
     q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
