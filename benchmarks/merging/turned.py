@@ -1,6 +1,6 @@
 """Merging four tasks that are far apart: Fashion-MNIST upright, turned by 90° and 180°, inverted.
 
-    python -m benchmarks.merging.turned | python -m benchmarks.results merging_turned
+    python -m benchmarks.merging.turned | python -m benchmarks.results turned turned_summary
 
 An MLP 784-128-64-10 is trained on 1,000 other images of each task, five epochs (a weak base), then
 fine-tuned on 4,000 images of each task; joint training on all of them from the same base is the
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import pandas as pd
 import torch
@@ -154,22 +152,30 @@ def loaded(state: State) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         c = case(seed, options.epochs)
         own = [c.accuracies(m)[t] for t, m in enumerate(c.models)]
-        rows.append({"merge": "own models", "mean": sum(own) / 4, "worst": min(own)})
-        for name, state in chain([("base", c.base)], merges(c)):
-            reached = c.accuracies(state)
-            print(seed, name, *reached, file=sys.stderr, flush=True)
-            rows.append({"merge": name, "mean": sum(reached) / 4, "worst": min(reached)})
-    table = pd.DataFrame(rows).groupby("merge", sort=False).agg(["mean", "sem"]).round(2)
-    table.columns = ["mean", "± mean", "worst task", "± worst"]
-    print(table.reset_index().to_markdown(index=False))
+        others = ((name, c.accuracies(state)) for name, state in merges(c))
+        for name, reached in [("own models", own), ("base", c.accuracies(c.base)), *others]:
+            each = {t: round(value, 2) for t, value in zip(TASKS, reached, strict=True)}
+            rows.append({"seed": seed, "merge": name, **each})
+    table = pd.DataFrame(rows)
+    print(table.to_markdown(index=False), "", sep="\n")
+    print(summary(table).to_markdown(index=False))
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean and worst task, with standard errors over the seeds."""
+    each = table[list(TASKS)]
+    reached = table.assign(mean=each.mean(axis=1), worst=each.min(axis=1))
+    found = reached.groupby("merge", sort=False)[["mean", "worst"]].agg(["mean", "sem"]).round(2)
+    found.columns = ["mean", "± mean", "worst task", "± worst"]
+    return found.reset_index()
 
 
 if __name__ == "__main__":

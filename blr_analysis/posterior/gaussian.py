@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import instance, path_of, positive_int, whole
+from blr_analysis.checks import instance, one_of, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
@@ -221,6 +221,7 @@ class Posterior:
         model: nn.Module,
         *,
         n_data: int,
+        structure: str = "kron",
         prior_precision: Given | None = None,
         initial: Mapping[str, Tensor] | None = None,
     ) -> Posterior:
@@ -233,6 +234,8 @@ class Posterior:
             recorder: made before training.
             model: what it was made for.
             n_data: N, the number of training examples.
+            structure: "kron", or for merging "gram", the inputs' moments S = N · A ⊗ 1 + δ alone,
+                which needs a ``prior_precision`` (1e-6 will do).
             prior_precision: δ; None: by the evidence of the weights and the factors, which is a
                 guess (``record["prior_choice"]``).
             initial: θ₀, the prior's mean; None: 0.
@@ -247,7 +250,12 @@ class Posterior:
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
         n = n_data_of(n_data)
-        form = recorder.structure(model, n)
+        one_of("structure", structure, ("kron", "gram"))
+        if structure == "gram" and prior_precision is None:
+            raise InputError(
+                'structure="gram" says nothing of δ: give prior_precision, such as 1e-6'
+            )
+        form = recorder.structure(model, n, structure)
         mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         choice: dict[str, Any] = {}
         if prior_precision is None:
@@ -262,9 +270,11 @@ class Posterior:
             prior_precision=prior,
             n_data=n,
             record={
-                "kind": "kron_recorded",
+                "kind": f"{structure}_recorded",
                 "source": "recorder",
-                "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
+                "definition": "S = N * mean of a a^T x "
+                + ("mean of d d^T" if structure == "kron" else "1")
+                + " + diag(prior_precision)",
                 "labels": "of the loss as trained",
                 "recorded": recorder.recorded,
                 "passes": recorder.passes,

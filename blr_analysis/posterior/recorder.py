@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from blr_analysis.backprop.record import Unit
 from blr_analysis.backprop.terms import Term, Tree, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.posterior.structures.gram import Gram
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
 from blr_analysis.task import unwrapped
 
@@ -250,8 +252,8 @@ class KroneckerRecorder:
         self._settle()
         return {k: (self._means[f"{k}.input"], self._means[f"{k}.output"]) for k in self._joints}
 
-    def structure(self, model: nn.Module, n_data: int) -> Kronecker:
-        """N · A ⊗ G / T, without a prior.
+    def structure(self, model: nn.Module, n_data: int, kind: str = "kron") -> Kronecker:
+        """N · A ⊗ G / T, or of kind "gram" N · A ⊗ 1, without a prior.
 
         Raises:
             ModelError: the model is not the one that was recorded, as it was.
@@ -284,6 +286,9 @@ class KroneckerRecorder:
         for block in blocks:
             right, left = factors[block.key]
             across = (block.right.mT @ right.to(block.right) @ block.right).diagonal(0, -2, -1)
+            if kind == "gram":
+                values[block.key] = (n_data * across.clamp_min(0)).unsqueeze(-2).expand(block.shape)
+                continue
             assert block.left is not None
             down = (block.left.mT @ left.to(block.left) @ block.left).diagonal(0, -2, -1)
             scale = n_data / self._positions[block.key]
@@ -293,7 +298,10 @@ class KroneckerRecorder:
         for name, p in own.items():
             if name not in joined:
                 plain[name] = tuple(p.shape)
-                values[name] = n_data * self._means[name].to(p)
+                mean = torch.ones_like(p) if kind == "gram" else self._means[name].to(p)
+                values[name] = n_data * mean
+        if kind == "gram":
+            return Gram(tuple(replace(b, left=None) for b in blocks), values, plain, tuple(own))
         return Kronecker(blocks, values, plain, tuple(own))
 
     def state_dict(self) -> dict[str, Any]:

@@ -259,3 +259,23 @@ def test_an_input_that_is_overwritten_is_refused() -> None:
     blr.KroneckerRecorder(model, every=1)
     with pytest.raises(ModelError, match="in place"):
         cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+
+
+def test_moments_of_inputs_as_they_are_fitted() -> None:
+    """Recorded over one pass at weights that stay, they are those of forward passes alone."""
+    model = mlp()
+    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.arange(N) % 3
+    recorder = blr.KroneckerRecorder(model.train(), every=1)
+    for k in range(0, N, 8):
+        cross_entropy(model(x[k : k + 8]), y[k : k + 8]).backward()
+    q = blr.Posterior.from_recorder(
+        recorder, model, n_data=N, structure="gram", prior_precision=0.1
+    )
+    fitted = blr.fit_laplace(blr.Task(model, (x, y)), structure="gram", prior_precision=0.1)
+    assert q.structure == "gram"
+    v = {n: torch.randn_like(m) for n, m in q.mean.items()}
+    ours, truth = q.precision_product(v), fitted.precision_product(v)
+    assert all(torch.allclose(ours[n], t, rtol=1e-10) for n, t in truth.items())
+    with pytest.raises(InputError, match="prior_precision"):
+        blr.Posterior.from_recorder(recorder, model, n_data=N, structure="gram")
