@@ -165,8 +165,14 @@ def main() -> None:
             each = {t: round(value, 2) for t, value in zip(TASKS, reached, strict=True)}
             rows.append({"seed": seed, "merge": name, **each})
     table = pd.DataFrame(rows)
-    print(table.to_markdown(index=False), "", sep="\n")
-    print(summary(table).to_markdown(index=False))
+    print(markdown(table), markdown(summary(table)), sep="\n\n")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table as results.py reads it."""
+    head = [" | ".join(table.columns), "|".join(["---"] * table.shape[1])]
+    rows = [" | ".join(map(str, row)) for row in table.itertuples(index=False)]
+    return "\n".join(f"| {row} |" for row in [*head, *rows])
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
