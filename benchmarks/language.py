@@ -1,13 +1,19 @@
 """What an audit of a language model costs, in training passes and in loops written by hand.
 
     python -m benchmarks.language [--quick] [--threads 2] [--model FOLDER] [--dtype bfloat16]
+                                  [--texts FILE.jsonl] [--rows "index 32768" search ...]
 
 A **training pass** is a forward and a backward pass that leaves ∂(loss)/∂θ in ``p.grad``, over
 batches of one or of eight sequences, whichever takes less; a **gradient pass** is the same one
 sequence at a time. Times are CPU seconds of the process (user and system, all threads), the least
 of ``--repeats`` runs, peak memory that of the process. Every row runs in a process of its own.
 Without ``--model``, a Llama of 6 layers, 256 wide, over 8,000 words, tied, with random weights;
-sequences of 105 tokens.
+sequences of 105 tokens, random ones without ``--texts``.
+
+``index K`` stores K numbers of every sequence, in two bytes each: its row is the pass over the data
+alone; the rest of a build does not grow with them. ``recall`` is the share of the exact ten most
+helpful sequences of each of 32 questions that are among the index's ten. ``search K`` is one
+question to 100,000 synthetic rows of K numbers, after its own gradient, the files read before.
 """
 
 from __future__ import annotations
@@ -48,12 +54,22 @@ def load(folder: str | None, dtype: torch.dtype) -> Any:
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
-def task_of(model: Any, n: int, seed: int = 0) -> Any:
-    """n sequences of random tokens."""
+def task_of(model: Any, n: int, seed: int = 0, texts: str | None = None) -> Any:
+    """n sequences of random tokens; or the first tokens of every line of ``texts``, from line
+    ``seed`` · n on."""
     import blr_analysis as blr
 
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (n, TOKENS), generator=g)
+    if texts is not None:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model.config.name_or_path)
+        with open(texts, encoding="utf-8") as file:
+            lines = [json.loads(line)["text"] for line in file]
+        held = [tokenizer(line)["input_ids"][:TOKENS] for line in lines]
+        held = [row for row in held if len(row) == TOKENS]
+        ids = torch.tensor([held[i % len(held)] for i in range(seed * 1000, seed * 1000 + n)])
     model.config.use_cache = False
 
     def forward(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -104,8 +120,10 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
     from blr_analysis.posterior import Posterior
 
     dtype = getattr(torch, args.dtype)
+    if what.startswith("search"):
+        return search(int(what.split()[1]), args.repeats)
     model = load(args.model, dtype)
-    task = task_of(model, args.sequences)
+    task = task_of(model, args.sequences, texts=args.texts)
 
     def posterior(task: Any) -> Any:
         precision = {n: torch.full_like(p, 2.0, dtype=torch.float32) for n, p in mean.items()}
@@ -130,8 +148,8 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
             plan_for(task, mean)
 
         return measured(fresh, args.repeats)
-    if what == "fit_laplace diag":
-        kind: dict[str, Any] = {"structure": "diag", "curvature": "mc_fisher"}
+    if what.startswith("fit_laplace"):
+        kind: dict[str, Any] = {"structure": what.split()[1], "curvature": "mc_fisher"}
         blr.fit_laplace(task.subset([0, 1]), prior_precision=1.0, **kind, **quiet)
         from blr_analysis.backprop.plan import plan_for
 
@@ -139,6 +157,15 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
         return measured(
             lambda: blr.fit_laplace(task, prior_precision=1.0, **kind, **quiet), args.repeats
         )
+    if what == "fisher":
+        from blr_analysis.backprop.plan import plan_for
+        from blr_analysis.huggingface.diagonals import fisher_diagonal
+
+        plan_for(task, mean)
+        lengths = [TOKENS] * args.sequences
+        return measured(lambda: fisher_diagonal(task, lengths=lengths, **quiet), args.repeats)
+    if what.startswith("index"):
+        return index(task, task_of(model, QUERIES, seed=1, texts=args.texts), int(what.split()[1]))
     q = posterior(task)
     if what == "sensitivity":
         from blr_analysis.backprop.plan import plan_for
@@ -151,20 +178,71 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
     raise SystemExit(f"no row {what!r}")
 
 
+def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
+    """The pass that stores every sequence under a Kronecker posterior, and what it recalls."""
+    import tempfile
+
+    import blr_analysis as blr
+    from blr_analysis.backprop.engine import QUIET
+    from blr_analysis.sensitivity.influence.index import Sheet, _projected
+
+    quiet: dict[str, Any] = {"progress": False}
+    q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", **quiet)
+    with tempfile.TemporaryDirectory() as folder:
+        built = blr.Index.build(task, q, f"{folder}/index", rank=rank, **quiet)
+        like = next(iter(q.mean.values()))
+        sheets = {n: Sheet(s.left.to(like), s.right.to(like)) for n, s in built._sheets.items()}
+        row = measured(lambda: [z for z in _projected(task, q, sheets, QUIET, None)], 1)
+        found = built.top(questions, 10, **quiet).helpful
+        exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
+        pairs = zip(found.tolist(), exact.tolist(), strict=True)
+        shares = [len(set(ours) & set(theirs)) / 10 for ours, theirs in pairs]
+        return {**row, "recall": sum(shares) / len(shares), "error": built.error.relative_rms}
+
+
+def search(rank: int, repeats: int) -> dict[str, float]:
+    """One question to 100,000 synthetic rows."""
+    import tempfile
+    from pathlib import Path
+
+    from safetensors.torch import save_file
+
+    from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.index import _files
+
+    n = 100_000
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rows in _files(n).items():
+            z = torch.randn(len(rows), rank).half()
+            save_file({"directions": z, "norms": torch.ones(len(rows))}, f"{folder}/{name}")
+        index = object.__new__(Index)
+        for name, value in {"path": Path(folder), "n_data": n}.items():
+            object.__setattr__(index, name, value)
+        asked = torch.randn(1, rank)
+        index._best(asked, 10)
+        return measured(lambda: index._best(asked, 10), repeats)
+
+
 ROWS = (
     "training 1",
     "training 8",
     "by hand",
     "plan",
+    "fisher",
     "fit_laplace diag",
     "sensitivity",
     "influence",
+    "fit_laplace kron",
+    "index 32768",
+    "search 2048",
+    "search 16384",
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language", description=__doc__)
     parser.add_argument("--model", help="a folder of a causal language model")
+    parser.add_argument("--texts", help="a .jsonl file with a text per line, for --model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -184,6 +262,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     options = [f"--{k}={getattr(args, k)}" for k in ("dtype", "sequences", "repeats", "threads")]
     options += [f"--model={args.model}"] if args.model else []
+    options += [f"--texts={args.texts}"] if args.texts else []
     for row in args.rows:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.language", "--row", row]
         done = subprocess.run([*command, *options], capture_output=True, text=True)
@@ -198,11 +277,15 @@ def main() -> None:
     )
     for row, numbers in found.items():
         cpu = numbers["cpu"]
+        if row.startswith("search"):
+            print(f"{row:<18}{numbers['wall']:.2f} s for a question to 100,000 rows")
+            continue
         count = 1 if row == "plan" else args.sequences
         scale = args.sequences if row == "plan" else 1
         print(
             f"{row:<18}{1e3 * cpu / count:>12.1f}{cpu * scale / best:>17.2f}"
             f"{cpu * scale / each:>17.2f}{numbers['peak_mb']:>9.0f}"
+            + (f"  recall {numbers['recall']:.2f}" if "recall" in numbers else "")
         )
 
 

@@ -57,8 +57,10 @@ class MemoryMap(Tabular, Plottable):
     """Error, variance and region of every example, in the order of the dataset.
 
     Attributes:
-        error: [N] Euclidean norm of the prediction error e_i, float64.
-        variance: [N] prediction variance, float64; see ``variance_kind``.
+        error: [N] Euclidean norm of the prediction error e_i, float64; of sequences its root mean
+            square over the tokens.
+        variance: [N] prediction variance, float64, see ``variance_kind``; a trace of sequences is
+            a mean over the tokens, and estimated.
         region: [N] array of strings, each one of :data:`REGIONS`.
         error_threshold: an error above it is high.
         variance_threshold: a variance above it is high.
@@ -131,7 +133,8 @@ def memory_map(
 
     Args:
         scores: what :func:`blr_analysis.sensitivity` returns: ``error`` [N, C],
-            ``variance`` [N, C, C] or None, ``self_influence`` [N].
+            ``variance`` [N, C, C] or None, ``self_influence`` [N]; of sequences with
+            ``variance=True`` ``error`` and ``variance`` [N], and ``tokens`` [N].
         error_threshold: in place of the quantile of the errors.
         variance_threshold: in place of the quantile of the variances.
         quantile: between 0 and 1; a pair sets (error, variance) apart.
@@ -166,6 +169,9 @@ def memory_map(
         variance, kind = variance_size(scores.variance), "trace"
     else:
         variance, kind = variance_along_error(scores.error, scores.self_influence), "along_error"
+    if (tokens := getattr(scores, "tokens", None)) is not None:  # long texts are no other kind
+        error = error / tokens.sqrt()
+        variance = variance / tokens if kind == "trace" else variance
     error, variance = _checked("error", error), _checked("variance", variance)
     error_quantile, variance_quantile = _quantiles(quantile)
     high_error = _threshold("error", error, error_threshold, error_quantile)
@@ -177,11 +183,14 @@ def memory_map(
 
 def error_size(error: Tensor) -> Tensor:
     """[N] ‖e_i‖₂ in float64 (so that small squares do not vanish); |e_i| if C = 1."""
-    return torch.linalg.vector_norm(error.detach().cpu().double(), dim=-1)
+    error = error.detach().cpu().double()
+    return torch.linalg.vector_norm(error.unsqueeze(-1) if error.ndim == 1 else error, dim=-1)
 
 
 def variance_size(variance: Tensor) -> Tensor:
     """[N] tr V_i in float64, from V [N, C, C]; V_i itself if C = 1."""
+    if variance.ndim == 1:
+        return variance.detach().cpu().double()
     return variance.detach().cpu().diagonal(dim1=-2, dim2=-1).double().sum(-1)
 
 

@@ -206,7 +206,7 @@ def memory_map_table(memory: MemoryMap) -> pd.DataFrame:
     table = pd.DataFrame(make_table(memory.scores))
     if "region" in table:
         table = table.rename(columns={"region": _free("region", table)})
-    after = list(table).index("leverage") + 1
+    after = list(table).index("leverage" if "leverage" in table else "self_influence") + 1
     table = table.assign(error=memory.error.numpy(), variance=memory.variance.numpy())
     table.insert(after, "region", pd.Categorical(memory.region, categories=REGIONS))
     return table
@@ -239,8 +239,11 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
     columns = {
         "index": np.arange(n),
         "kind": pd.Categorical(suspicions.kind, categories=[*KINDS, NONE]),
-        "target": suspicions.targets,
-        "prediction": suspicions.predictions,
+        **(
+            {}
+            if suspicions.targets is None
+            else {"target": suspicions.targets, "prediction": suspicions.predictions}
+        ),
         "proposed": suspicions.proposed,
         "gain": suspicions.gain,
         "unfamiliarity": suspicions.unfamiliarity,
@@ -262,7 +265,10 @@ def sequence_scores_table(scores: SequenceScores) -> pd.DataFrame:
     tokens         how many tokens count
     loss           ℓ_i, summed over those tokens, nats                        worse fitted
     loss_per_token loss / tokens, nats                                        worse fitted
+    error          ‖e_i‖₂ over the outputs of all tokens                      more wrong
     self_influence g_iᵀΣg_i, first-order rise of ``loss``, nats               more influential
+    variance       tr V_i, estimated; there if it was asked for               less certain
+    variance_error its standard error
     …              the user's metadata; a name taken above gets the suffix ``_metadata``
     ============== ========================================================== ==============
 
@@ -273,8 +279,11 @@ def sequence_scores_table(scores: SequenceScores) -> pd.DataFrame:
         "tokens": scores.tokens,
         "loss": scores.losses,
         "loss_per_token": scores.losses / scores.tokens,
+        "error": scores.error,
         "self_influence": scores.self_influence,
     }
+    if scores.variance is not None:
+        columns |= {"variance": scores.variance, "variance_error": scores.variance_error}
     return _frame(columns, scores.metadata)
 
 

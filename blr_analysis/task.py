@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
 from blr_analysis.checks import instance, positive_int
@@ -45,6 +46,7 @@ from blr_analysis.estimators import read_estimator
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
 
 HALF = (torch.bfloat16, torch.float16)
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 class Task:
@@ -318,7 +320,8 @@ class Task:
         before = versions(batch)
         try:
             runner = _Runner(self.model, self.forward)
-            outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
+            with _without_checkpoints():
+                outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code
@@ -373,6 +376,38 @@ def unwrapped(model: nn.Module) -> nn.Module:
         return unwrapped(model.module)
     inside = getattr(model, "_orig_mod", None)
     return unwrapped(inside) if isinstance(inside, nn.Module) else model
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what ``torch.compile``, data parallel models and checkpoint
+    wrappers put into it.
+
+    >>> bare_name("module._orig_mod.layers.0._fsdp_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Run what is inside of non-reentrant checkpoints as it is: they would run it again in the
+    backward pass, when the weights that were swapped in are gone."""
+    name = "_checkpoint_without_reentrant_generator"
+    before = getattr(checkpoint, name, None)
+    if before is None:
+        yield
+        return
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    setattr(checkpoint, name, nothing)
+    try:
+        yield
+    finally:
+        setattr(checkpoint, name, before)
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

@@ -1,9 +1,12 @@
-"""``blr-analysis index`` and ``query``: what they print is what the library gives."""
+"""``blr-analysis index``, ``query`` and ``audit`` of language models: what they print is what the
+library gives, and what they read is what trainers make of it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -11,15 +14,20 @@ import tiny_transformers as tiny
 import torch
 
 import blr_analysis as blr
+from blr_analysis.backprop import engine
 from blr_analysis.cli import main
-from blr_analysis.errors import DataError
-from blr_analysis.huggingface.models import load_model
+from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
 
 pytest.importorskip("transformers")
 
 N = 9
 ASKED = [{"prompt": "the film", "answer": " was good"}, {"prompt": "a", "answer": " dull book"}]
+TEMPLATE = (
+    "{% for m in messages %}{{ '[CLS] ' if m.role == 'user' else '' }}{{ m.content }}"
+    "{{ ' [SEP] ' }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +35,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     tiny.save(place, tiny.build("llama", "causal_lm", tie_word_embeddings=True), pairs=False)
     texts = tiny.sentences(N, low=3)
-    (place / "data.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    rows = [{"text": t, "source": "ab"[i % 2]} for i, t in enumerate(texts)]
+    (place / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (place / "asked.jsonl").write_text("\n".join(map(json.dumps, ASKED)))
+    return place
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peft = pytest.importorskip("peft")
+    place = tmp_path_factory.mktemp("adapter")
+    base = load_model(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(base.model, config)
+    for p in (p for p in tuned.parameters() if p.requires_grad):
+        p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    tuned.save_pretrained(str(place))
+    settings = json.loads((place / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(model)
+    (place / "adapter_config.json").write_text(json.dumps(settings))
     return place
 
 
@@ -37,6 +62,12 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
     code = main([str(a) for a in argv])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
 
 
 def test_the_loss_of_a_question_is_that_of_its_answer(model: Path) -> None:
@@ -52,6 +83,43 @@ def test_the_loss_of_a_question_is_that_of_its_answer(model: Path) -> None:
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
+def test_messages_count_in_every_answer(model: Path, tmp_path: Path) -> None:
+    loaded = load_model(model)
+    loaded.tokenizer.chat_template = TEMPLATE
+    turns = [("user", "the film"), ("assistant", "good"), ("user", "a book"), ("assistant", "dull")]
+    messages = [{"role": role, "content": words} for role, words in turns]
+    rows = [{"messages": messages}]
+    tables = {"jsonl": written(tmp_path, rows)}
+    pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    tables["parquet"] = tmp_path / "rows.parquet"
+    split = [{"prompt": messages[:3], "completion": messages[3:]}]
+    (tmp_path / "split.json").write_text(json.dumps(split))
+    for kind, file in {**tables, "split": tmp_path / "split.json"}.items():
+        batch = language_task(loaded, file).fetch(torch.arange(1))
+        words = loaded.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist())
+        assert " ".join(words) == "[CLS] the film [SEP] good [SEP] [CLS] a book [SEP] dull [SEP]"
+        (kept,) = (batch["labels"][0] != -100).nonzero(as_tuple=True)
+        assert kept.tolist() == ([10, 11] if kind == "split" else [4, 5, 10, 11])
+
+
+def test_datasets_are_read_as_their_files_are(model: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    loaded = load_model(model)
+    table = pd.read_json(model / "data.jsonl", lines=True)
+    whole = datasets.Dataset.from_pandas(table)
+    whole.save_to_disk(str(tmp_path / "saved"))
+    table.to_csv(tmp_path / "data.csv", index=False)
+    table.to_json(tmp_path / "data.json", orient="records")
+    truth = language_task(loaded, model / "data.jsonl")
+    every = torch.arange(N)
+    for data in (whole, *(tmp_path / n for n in ("saved", "data.csv", "data.json"))):
+        task = language_task(loaded, data)
+        batch = task.fetch(every)
+        assert all(torch.equal(batch[n], x) for n, x in truth.fetch(every).items())
+        assert task.metadata == truth.metadata
+        assert task.metadata["source"] == table["source"].tolist()
+
+
 def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "index"
     options = ("--prior-precision", 1.0, "--rank", 10**6)
@@ -59,47 +127,163 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0, err
     assert f"sequences  {N}" in out
     found = tmp_path / "found"
-    code, out, err = run(capsys, "query", place, model / "asked.jsonl", "--top", 3, "--out", found)
+    asked = ("query", place, model / "asked.jsonl", "--top", 3, "--out", found, "--tokens")
+    code, out, err = run(capsys, *asked, "--refine", 3)
     assert code == 0, err
     table = pd.read_parquet(found / "sources.parquet")
     loaded = load_model(model)
     task = language_task(loaded, model / "data.jsonl")
     test = language_task(loaded, model / "asked.jsonl")
-    how = {"structure": "diag", "curvature": "empirical_fisher", "prior_precision": 1.0}
+    how = {"structure": "kron", "curvature": "mc_fisher", "prior_precision": 1.0}
     exact = blr.top_influence(
         task, blr.fit_laplace(task, **how, progress=False), test, k=3, progress=False
     )
     assert table["example"].tolist() == exact.helpful.flatten().tolist()
     assert table["influence"].tolist() == pytest.approx(
-        exact.helpful_values.flatten().tolist(), rel=0.01
+        exact.helpful_values.flatten().tolist(), rel=1e-4
     )
     first = int(exact.helpful[0, 0])
     assert task.metadata["text"][first] in out
+    shares = pd.read_parquet(found / "tokens.parquet")
+    sums = shares.groupby(["question", "example"])["influence"].sum()
+    for row in table.itertuples():
+        assert sums[row.question, row.example] == pytest.approx(row.influence, rel=1e-3)
+    words = shares.query("question == 0 and example == @first")["token"].tolist()
+    assert words == task.metadata["text"][first].split()[1:]
+
+
+def test_an_adapter_is_indexed_on_its_base(
+    adapter: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "index"
+    code, _, err = run(capsys, "index", adapter, model / "data.jsonl", "--out", place)
+    assert code == 0, err
+    assert "prior precision" in err  # was found
+    names = set(blr.Index.open(place).posterior.mean)
+    assert names and all("lora_" in name for name in names)
+    code, out, err = run(capsys, "query", place, model / "asked.jsonl", "--top", 1)
+    assert code == 0, err
+    assert out.count("\n\n") <= len(ASKED) and "the film" in out
+
+
+def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "audit"
+    options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--by", "source")
+    code, printed, err = run(capsys, "audit", model, model / "data.jsonl", "-o", out, *options)
+    assert code == 0, err
+    assert "perplexity" in printed
+    table = pd.read_parquet(out / "table.parquet")
+    loaded = load_model(model)
+    task = language_task(loaded, model / "data.jsonl")
+    q = blr.Posterior.load(out / "posterior.safetensors")
+    loo = blr.leave_one_out(task, q, progress=False)
+    assert table["left_out_loss"].tolist() == pytest.approx(loo.losses.tolist(), rel=1e-4)
+    assert table["text"].tolist() == task.metadata["text"]
+    assert pd.read_parquet(out / "removals.parquet")["group"].tolist() == ["a", "b"]
+    page = (out / "report.html").read_text()
+    assert task.metadata["text"][0] in page
+    assert (out / "memory_map.png").is_file()
+
+
+def test_a_dry_run_counts_what_the_run_then_does(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[int] = []
+    true = engine.record
+    monkeypatch.setattr(engine, "record", lambda *a, **k: ran.append(k["size"]) or true(*a, **k))
+    place, argv = tmp_path / "index", ("index", model, model / "data.jsonl", "--rank", 64)
+    for options in (("--prior-precision", 1.0), ("--fit", "diag", "--prior-precision", 1.0), ()):
+        code, out, err = run(capsys, *argv, *options, "--out", place, "--dry-run")
+        assert code == 0 and not place.exists(), err
+        said = float(out.split("passes")[1].split()[0])
+        ran.clear()
+        code, _, err = run(capsys, *argv, *options, "--out", place)
+        assert code == 0, err
+        found = 0 if options else 1  # the gradient of the loss is summed without records
+        assert sum(ran) / N == pytest.approx(said - found, rel=0.05)
+        shutil.rmtree(place)
+
+
+def test_dry_runs_write_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv in (
+        ("audit", model, model / "data.jsonl", "-o", tmp_path / "audit"),
+        ("fisher", model, model / "data.jsonl", "-o", tmp_path / "precision"),
+    ):
+        code, out, err = run(capsys, *argv, "--dry-run")
+        assert code == 0, err
+        assert {line.split()[0] for line in out.splitlines()} == {
+            "passes",
+            "time",
+            "memory",
+            "disk",
+        }
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([{"prompt": "the", "answer": ""}], "row 1 .* empty prompt or answer"),
-        ([{"prompt": " ".join(["the"] * 20), "answer": " book"}], "leaves nothing to predict"),
+        ([{"prompt": " ".join(["the"] * 16), "answer": " book"}], "17 tokens"),
         ([{"text": "the"}], "leaves nothing to predict"),
+        ([{"text": "the book"}, {"text": " "}], "row 2 .* empty text"),
+        ([{"text": " ".join(["the"] * 40)}], "max_length"),
         ([{"other": "the"}], "no column of a usual name"),
+        ([{"messages": "the"}], "no list of messages"),
+        ([{"messages": [{"role": "user", "content": "the"}]}], "leaves nothing to predict"),
     ],
 )
-def test_bad_rows(model: Path, tmp_path: Path, rows: list[dict[str, str]], words: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+def test_bad_rows(model: Path, tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
+    loaded = load_model(model)
+    loaded.tokenizer.chat_template = TEMPLATE
     with pytest.raises(DataError, match=words):
-        language_task(load_model(model), file)
+        language_task(loaded, written(tmp_path, rows))
+
+
+def test_a_prompt_that_leaves_no_room(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "the film was", "answer": " good"}]
+    with pytest.raises(DataError, match="leaves nothing to predict in 3 tokens"):
+        language_task(load_model(model), written(tmp_path, rows), max_length=3)
+
+
+def test_a_chat_without_template(model: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "assistant", "content": "the"}]}]
+    with pytest.raises(InputError, match="no chat template"):
+        language_task(load_model(model), written(tmp_path, rows))
+
+
+def test_a_tokenizer_of_another_model(model: Path, tmp_path: Path) -> None:
+    loaded = load_model(model)
+    loaded.model.resize_token_embeddings(6)
+    with pytest.raises(DataError, match="tokenizer"):
+        language_task(loaded, written(tmp_path, [{"text": "the bright book"}]))
+
+
+def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
+    wide = tiny.save(tmp_path / "wide", tiny.build("llama", "causal_lm", hidden_size=16))
+    other = tiny.save(tmp_path / "other", tiny.build("gpt2", "causal_lm"))
+    for base in (wide, other):
+        with pytest.raises(ModelError, match="another base"):
+            load_language_model(adapter, base=base)
+    with pytest.raises(ModelError, match="--base"):
+        load_language_model(adapter, base=tmp_path / "none")
 
 
 def test_one_line_for_each_failure(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = run(capsys, "index", model, model / "data.jsonl", "--out", tmp_path / "i")
-    assert code == 2
-    assert "--prior-precision" in err
-    code, _, err = run(capsys, "query", tmp_path / "none", model / "asked.jsonl")
-    assert code == 2
-    assert err.count("\n") == 1
-    assert "holds no index" in err
+    for argv, word in (
+        (("query", tmp_path / "none", model / "asked.jsonl"), "holds no index"),
+        (("query", tmp_path / "none", model / "asked.jsonl", "--tokens"), "--out"),
+        (("audit", model), "MODEL DATA"),
+        (("audit", "train.py:task", "--text", "words"), "MODEL DATA"),
+        (("index", model, tmp_path / "none.jsonl", "-o", tmp_path / "i"), "none.jsonl"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2
+        assert err.strip().splitlines()[-1].count(word) == 1, err

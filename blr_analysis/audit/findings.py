@@ -19,6 +19,8 @@ from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
+    SequenceLeaveOneOut,
+    SequenceScores,
     leave_one_out,
     sensitivity,
     what_if_each,
@@ -46,8 +48,8 @@ class Findings:
 
     task: Task
     posterior: Posterior
-    scores: Scores
-    loo: LeaveOneOut
+    scores: Scores | SequenceScores
+    loo: LeaveOneOut | SequenceLeaveOneOut
     memory: MemoryMap
     test: Task | None = None
     on_test: Evaluation | None = None
@@ -62,8 +64,16 @@ class Findings:
         Beyond the columns of ``memory.table``: ``left_out_prediction`` and ``left_out_loss``
         (what the model would say without the example) and, for classification,
         ``label_quality`` (the left-out probability of the label, between 0 and 1, lower is more
-        suspicious) and ``suspicious`` (whether the left-out prediction contradicts the label).
+        suspicious) and ``suspicious`` (whether the left-out prediction contradicts the label). Of
+        sequences ``left_out_loss`` and ``left_out_loss_per_token`` alone.
         """
+        if isinstance(self.loo, SequenceLeaveOneOut):
+            losses = self.loo.losses
+            left_out = {
+                "left_out_loss": losses.numpy(),
+                "left_out_loss_per_token": (losses / self.loo.tokens).numpy(),
+            }
+            return self._beside_the_map(left_out)
         said = self.loo.predictions.flatten(1) if self.loo.predictions.ndim > 1 else None
         columns: dict[str, Any] = {}
         if said is None or said.shape[1] == 1:
@@ -76,6 +86,10 @@ class Findings:
         if right is not None:
             columns["label_quality"] = np.exp(-self.loo.losses.double().numpy())
             columns["suspicious"] = (right == 0).numpy()
+        return self._beside_the_map(columns)
+
+    def _beside_the_map(self, columns: dict[str, Any]) -> pd.DataFrame:
+        """The memory map's table with further columns after the region."""
         table = self.memory.table.rename(columns={n: f"{n}_metadata" for n in (*columns, *JUDGED)})
         after = list(table).index("region") + 1
         for place, (name, column) in enumerate(columns.items()):
@@ -112,7 +126,8 @@ def investigate(
     """
     say = say or (lambda text: None)
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
-    scores = sensitivity(task, posterior, progress=progress)
+    estimated = True if task.likelihood.is_sequence else None
+    scores = sensitivity(task, posterior, variance=estimated, progress=progress)
     say("memory map: prediction error against prediction variance")
     memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
@@ -161,7 +176,8 @@ def _removal(task: Task, posterior: Posterior, passes: int | None) -> tuple[str,
 
 def influence_column(table: pd.DataFrame) -> str:
     """ "deviation"; "self_influence" where there are too many outputs for it."""
-    return "self_influence" if np.isnan(table["deviation"].to_numpy()).all() else "deviation"
+    known = "deviation" in table and not np.isnan(table["deviation"].to_numpy()).all()
+    return "deviation" if known else "self_influence"
 
 
 def most_influential(table: pd.DataFrame, n: int) -> pd.DataFrame:
@@ -173,16 +189,23 @@ def most_influential(table: pd.DataFrame, n: int) -> pd.DataFrame:
 def most_suspicious(table: pd.DataFrame, n: int) -> pd.DataFrame:
     """The labels that the model, without that very example, contradicts most surely.
 
-    For regression: the targets that are worst predicted without the example.
+    For regression: the targets that are worst predicted without the example; of sequences those
+    with the worst loss of a token.
     """
     if "suspicious" in table:
         table = table.loc[table["suspicious"]]
-    return table.sort_values("left_out_loss", ascending=False, kind="stable").head(n)
+    return table.sort_values(suspicion_column(table), ascending=False, kind="stable").head(n)
 
 
-def _groups(scores: Scores) -> str | None:
+def suspicion_column(table: pd.DataFrame) -> str:
+    """By what examples are suspicious whose labels cannot be contradicted."""
+    each = "left_out_loss_per_token"
+    return each if each in table else "left_out_loss"
+
+
+def _groups(scores: Scores | SequenceScores) -> str | None:
     """ "target" where taking out each class is affordable and makes sense."""
-    if not scores.likelihood.is_classification:
+    if isinstance(scores, SequenceScores) or not scores.likelihood.is_classification:
         return None
     targets = scores.targets
     if targets.ndim == 2 and targets.shape[1] > 1:
@@ -190,7 +213,7 @@ def _groups(scores: Scores) -> str | None:
     return "target" if 2 <= len(targets.unique()) <= MOST_GROUPS else None
 
 
-def group_noun(by: str, scores: Scores) -> str:
+def group_noun(by: str, scores: Scores | SequenceScores) -> str:
     """What one group of a column is called."""
     return "class" if by == "target" and scores.likelihood.is_classification else by
 

@@ -20,7 +20,7 @@ from blr_analysis.plots import (
     plot_memory_map,
     plot_what_if,
 )
-from blr_analysis.sensitivity import LeaveOneOut
+from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut
 from blr_analysis.task import Task
 
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture
@@ -83,14 +83,17 @@ def map_picture(memory: MemoryMap, task: Task) -> Figure:
     return figure_of(plot_memory_map(memory, images=images_of(task), labels=labels))
 
 
-def loo_picture(loo: LeaveOneOut, on_test: Evaluation, test_targets: Tensor) -> Figure:
+def loo_picture(
+    loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation, test_targets: Tensor
+) -> Figure:
     """The leave-one-out loss beside the test loss, of all data and of each of a few classes."""
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    flat = loo.targets.ndim == 1 or loo.targets.shape[-1] == 1
-    classes = loo.targets.unique().tolist() if flat and loo.likelihood.is_classification else []
+    targets = test_targets[:0] if isinstance(loo, SequenceLeaveOneOut) else loo.targets
+    flat = targets.ndim == 1 or targets.shape[-1] == 1
+    classes = targets.unique().tolist() if flat and loo.likelihood.is_classification else []
     if 2 <= len(classes) <= MOST_CLASSES:
         for c in classes:
-            here, there = loo.targets.flatten() == c, test_targets.flatten() == c
+            here, there = targets.flatten() == c, test_targets.flatten() == c
             labels.append(plain(c))
             ours.append(float(loo.losses[here].double().mean()))
             theirs.append(float(on_test.losses[there].double().mean()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,20 @@ from blr_analysis.audit.findings import (
     influence_column,
     most_influential,
     most_suspicious,
+    suspicion_column,
 )
 from blr_analysis.audit.pictures import plain
-from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.sensitivity import LeaveOneOut, WhatIf
+from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut, WhatIf
 from blr_analysis.task import Task
 
 SHOWN = 8
 MOST_ROWS = 20
+EXCERPT = 48  # characters of a text
 NOTABLE = 0.01  # of the precision raised to the prior
 DIAGONAL = (
     "This posterior is diagonal, without correlations between weights: for a whole group it can be "
@@ -59,7 +62,7 @@ def summary(
     """
     table = findings.table
     parts = [
-        trust_section(findings.task, findings.posterior, findings.loo.leverage),
+        trust_section(findings.task, findings.posterior, getattr(findings.loo, "leverage", None)),
         influential_section(table, shown),
         suspicious_section(table, shown),
         loo_section(findings.loo, findings.on_test),
@@ -112,15 +115,19 @@ def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
     """The labels, or targets, that the model contradicts when it has not seen them."""
     worst = most_suspicious(table, shown)
     if "suspicious" not in table:
+        measure = suspicion_column(worst)
         rows = grid(
             {
                 "index": worst["index"],
                 **_answers(worst),
-                "left-out loss": [f"{v:.3g}" for v in worst["left_out_loss"]],
+                measure.replace("_", " ").replace("left out", "left-out"): [
+                    f"{v:.3g}" for v in worst[measure]
+                ],
             }
         )
+        what = "texts" if measure != "left_out_loss" else "targets"
         return section(
-            "Most suspicious targets", "Worst predicted without the example itself.", rows
+            f"Most suspicious {what}", "Worst predicted without the example itself.", rows
         )
     count = int(np.count_nonzero(table["suspicious"]))
     lead = (
@@ -141,29 +148,42 @@ def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
     return section("Most suspicious labels", lead, rows)
 
 
-def loo_section(loo: LeaveOneOut, on_test: Evaluation | None) -> RenderableType:
+def loo_section(
+    loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation | None
+) -> RenderableType:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
-    rows = [
-        (
-            "training data",
-            float(loo.losses_before.double().mean()),
-            accuracy_of(loo.predictions_before, loo),
-        ),
-        ("leave-one-out estimate", loo.nll, loo.accuracy),
-    ]
-    if on_test is not None:
-        rows.append(("test data", on_test.nll, on_test.accuracy))
+    rows = expectations(loo, on_test)
+    names = ("training data", "leave-one-out estimate", "test data")
     columns: dict[str, Iterable[Any]] = {
-        "": [name for name, _, _ in rows],
-        "NLL": [f"{nll:.4f}" for _, nll, _ in rows],
+        "": names[: len(rows)],
+        "NLL": [f"{nll:.4f}" for nll, _ in rows],
     }
-    if loo.accuracy is not None:
-        columns["accuracy"] = [f"{accuracy:.1%}" for _, _, accuracy in rows]
+    if rows[1][1] is not None:
+        columns["accuracy"] = [f"{accuracy:.1%}" for _, accuracy in rows]
     lead = "From the training data alone: the mean loss, in nats, of each example when left out."
+    if isinstance(loo, SequenceLeaveOneOut):
+        columns["perplexity"] = [f"{math.exp(nll):.4g}" for nll, _ in rows]
+        lead = "From the training data alone: the mean loss of a token, its text left out, in nats."
     parts: list[RenderableType] = [grid(columns)]
     if on_test is not None:
         parts.append(note(agreement(loo, on_test)))
     return section("How well will it generalise?", lead, *parts)
+
+
+def expectations(
+    loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation | None
+) -> list[tuple[float, float | None]]:
+    """Mean loss and accuracy of the training data, of the leave-one-out estimate, and of the test
+    data if there are any; of sequences the mean loss of a token."""
+    if isinstance(loo, SequenceLeaveOneOut):
+        rows: list[tuple[float, float | None]] = [(loo.nll_per_token_before, None)]
+        rows.append((loo.nll_per_token, None))
+        if isinstance(on_test, SequenceEvaluation):
+            rows.append((on_test.nll_per_token, on_test.accuracy))
+        return rows
+    before = float(loo.losses_before.double().mean())
+    rows = [(before, accuracy_of(loo.predictions_before, loo)), (loo.nll, loo.accuracy)]
+    return rows if on_test is None else [*rows, (on_test.nll, on_test.accuracy)]
 
 
 def map_section(memory: MemoryMap) -> RenderableType:
@@ -341,13 +361,17 @@ def as_text(part: RenderableType, width: int = 100) -> str:
 
 
 def _answers(table: pd.DataFrame) -> dict[str, Iterable[Any]]:
-    """The label and what the model says without the example, where each is one value."""
+    """The label and what the model says without the example, where each is one value; of texts
+    how they begin."""
     names = {"target": "label", "left_out_prediction": "without it"}
     if "suspicious" not in table:
         names["target"] = "target"
-    return {
+    answers: dict[str, Iterable[Any]] = {
         shown: table[name].map(plain).tolist() for name, shown in names.items() if name in table
     }
+    if not answers and "text" in table:
+        answers = {"text": [str(text)[:EXCERPT] for text in table["text"]]}
+    return answers
 
 
 def accuracy_of(predictions: Any, loo: LeaveOneOut) -> float | None:
@@ -358,15 +382,17 @@ def accuracy_of(predictions: Any, loo: LeaveOneOut) -> float | None:
     return float(hits.double().mean())
 
 
-def agreement(loo: LeaveOneOut, on_test: Evaluation) -> str:
+def agreement(loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation) -> str:
     """How far the estimate is from the test data, against the latter's own uncertainty."""
-    gap = loo.nll - on_test.nll
-    m = len(on_test.losses)
+    _, (estimate, accuracy), (nll, hits) = expectations(loo, on_test)
+    gap, m, losses = estimate - nll, len(on_test.losses), on_test.losses.double()
     said = f"The estimate is {abs(gap):.4f} nats {'above' if gap >= 0 else 'below'} the test NLL"
     if m > 1:
-        noise = float(on_test.losses.double().std() / m**0.5)
+        if isinstance(on_test, SequenceEvaluation):  # of a ratio of sums
+            losses = (losses - nll * on_test.tokens) / on_test.tokens.double().mean()
+        noise = float(losses.std() / m**0.5)
         said += f" (whose standard error is {noise:.4f} with {m:,} examples)"
-    if loo.accuracy is not None and on_test.accuracy is not None:
-        points = 100 * (loo.accuracy - on_test.accuracy)
+    if accuracy is not None and hits is not None:
+        points = 100 * (accuracy - hits)
         said += f"; {abs(points):.1f} points {'above' if points >= 0 else 'below'} in accuracy"
     return said + "."

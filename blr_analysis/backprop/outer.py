@@ -186,7 +186,11 @@ class Outer(Term):
             shares.append(seen.mul_(d[at] @ left).sum((1, 2)))
         return torch.cat(shares)
 
-    def factors(self, *, padded: bool = False) -> tuple[Joint, Tensor, Tensor]:
+    def factors(
+        self, *, padded: bool = False, vocabulary: int = 0
+    ) -> tuple[Joint, Tensor, Tensor] | None:
+        if self.layout.rows == vocabulary:
+            return None
         return self.joint, *self.second_moments(padded=padded)
 
     def rotated(self, basis: Basis) -> Term:
@@ -284,14 +288,15 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
 
 def _blocks(term: Outer) -> Iterator[tuple[slice, slice, Tensor]]:
     """G_c ``[b, g, K, rows, I]`` of some examples and some of its rows, small enough to be used
-    while it is in the cache; of several columns, as many rows as a bound for each example says."""
+    while it is in the cache; of several columns, as many rows as a bound for each example says.
+    What belongs to these rows stays there for all examples."""
     b, g, _, i = term.inputs.shape
     k, o = len(term.grads), term.grads[0].shape[-1]
     some, held = (BLOCK // (g * o * i), BLOCK) if k == 1 else (b, EXPLICIT)
-    for examples in slices(b, some):
-        part = term if some >= b else term.part(examples)
-        for rows in slices(o, held // (k * g * i)):
-            yield examples, rows, _of_rows(part, rows).matrices()
+    for rows in slices(o, held // (k * g * i)):
+        block = _of_rows(term, rows)
+        for examples in slices(b, some):
+            yield examples, rows, (block if some >= b else block.part(examples)).matrices()
 
 
 def _of_rows(term: Outer, rows: slice) -> Outer:

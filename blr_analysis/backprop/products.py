@@ -34,11 +34,14 @@ HELD = 512 * 2**20  # bytes of graphs that are kept between products where the u
 class Linearised:
     """Products of one chunk's curvature with vectors, at fixed weights.
 
-    ``multiply`` takes one stacked tensor ``[K, *shape]`` per parameter and returns the same.
-    ``size`` counts the bytes that its graph holds.
+    ``multiply`` takes one stacked tensor ``[K, *shape]`` per parameter and returns the same;
+    ``push`` (of kind "ggn") gives J v ``[K, *outputs]``. ``size`` counts the bytes that its graph
+    holds.
     """
 
     multiply: Product
+    push: Callable[[list[Tensor]], Tensor]
+    outputs: Tensor
     size: int
 
 
@@ -175,13 +178,15 @@ def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: 
             return [torch.zeros_like(x) for x in v]
         return _batched([g for g, _ in live], leaves, [x for _, x in live])
 
-    def ggn_times(v: list[Tensor]) -> list[Tensor]:
+    def push(v: list[Tensor]) -> Tensor:
         live = [(g, x) for g, x in zip(slope, v, strict=True) if g is not None]
-        (forward,) = _batched([g for g, _ in live], [u], [x for _, x in live])
-        return _batched([f], leaves, [likelihood.hessian_times(fixed, y, forward)])
+        return _batched([g for g, _ in live], [u], [x for _, x in live])[0]
+
+    def ggn_times(v: list[Tensor]) -> list[Tensor]:
+        return _batched([f], leaves, [likelihood.hessian_times(fixed, y, push(v))])
 
     multiply = hessian_times if kind == "hessian" else ggn_times
-    return Linearised(multiply, counted.total)
+    return Linearised(multiply, push, fixed, counted.total)
 
 
 def _batched(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:

@@ -146,8 +146,11 @@ class Term(ABC):
         """⟨G_i, r_k s_kᵀ⟩ of one column, ``[B, r]``: r ``[g, O, r]``, s ``[g, I, r]``."""
         return rank_one(joint.join(self.jacobian())[:, 0], left, right, room)
 
-    def factors(self, *, padded: bool = False) -> tuple[Joint, Tensor, Tensor] | None:
-        """Kronecker factors Σ a aᵀ and Σ d dᵀ of the layer's matrices; None: it has none."""
+    def factors(
+        self, *, padded: bool = False, vocabulary: int = 0
+    ) -> tuple[Joint, Tensor, Tensor] | None:
+        """Kronecker factors Σ a aᵀ and Σ d dᵀ of the layer's matrices; None: it has none, or a row
+        for each word of the vocabulary."""
         return None
 
     def rotated(self, basis: Basis) -> Term:

@@ -13,21 +13,30 @@ from blr_analysis.cli.index import index as _index
 from blr_analysis.cli.index import query as _query
 from blr_analysis.cli.merging import merge as _merge
 from blr_analysis.cli.options import (
+    Base,
     By,
     Calibrate,
     Correction,
+    Data,
+    DryRun,
     Fit,
+    Length,
     Out,
     Passes,
     PosteriorFile,
     PriorPrecision,
     Solver,
     TaskName,
+    TaskOrModel,
     Teller,
     Test,
+    TextColumn,
+    Texts,
     Way,
+    audit_forecast,
     job,
     paper,
+    show_forecast,
 )
 from blr_analysis.cli.words import (
     ALGORITHMS,
@@ -98,7 +107,8 @@ def demo(
 
 @app.command(help=AUDIT)
 def audit(
-    task: TaskName,
+    task: TaskOrModel,
+    data: Data = None,
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
@@ -106,6 +116,10 @@ def audit(
     test: Test = None,
     by: By = "auto",
     passes: Passes = None,
+    base: Base = None,
+    text: TextColumn = None,
+    max_length: Length = None,
+    dry_run: DryRun = False,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
     ] = Path("blr-audit"),
@@ -125,7 +139,13 @@ def audit(
 
     column = None if by == "none" else by
     way = Way(posterior, fit, prior_precision, calibrate)
-    with job(task, way, test, out, check=lambda ours: check_column(column, ours)) as at:
+    texts = Texts.of(task, data, base, text, max_length)
+    if dry_run:
+        show_forecast(audit_forecast(task, way, texts))
+        return
+    with job(
+        task, way, test, out, check=lambda ours: check_column(column, ours), texts=texts
+    ) as at:
         findings = investigate(
             at.task, at.posterior, test=at.test, by=column, passes=passes, say=at.say
         )
@@ -133,7 +153,8 @@ def audit(
         files = write(findings, at.out, say=at.say)
         files.append(write_text(as_text(printed), at.out, "summary.txt"))
         at.say("writing the page")
-        files.append(write_report(findings, at.out / "report.html"))
+        shown = at.task.metadata["text"] if texts else None
+        files.append(write_report(findings, at.out / "report.html", texts=shown))
     show(printed, paper())
     show(files_section(at.out, files), paper())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blr_analysis.cli.options import Teller, paper
+from blr_analysis.cli.options import DryRun, Teller, paper, show_forecast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -150,26 +150,35 @@ def fisher(
             "whatever it needs.",
         ),
     ] = "256MiB",
+    dry_run: DryRun = False,
 ) -> None:
     """Load, pass over the data once, write."""
     import torch
 
     from blr_analysis.cli.sizes import read_size
     from blr_analysis.huggingface.fisher import fisher as compute
+    from blr_analysis.huggingface.fisher import fisher_cost
 
     say = Teller()
     say(f"loading {model}")
+    asked = {"text": text or None, "examples": examples, "max_length": max_length}
+    if dry_run:
+        half = dtype is StoredDtype.bfloat16
+        kinds = None if task is None else task.value.replace("-", "_")
+        cost = fisher_cost(
+            model, data, samples=samples, task=kinds, half=half, device=device, **asked
+        )
+        show_forecast(cost)
+        return
     result = compute(
         model,
         data,
         kind=kind.value.replace("-", "_"),
         structure=structure.value,
         samples=samples,
-        text=text or None,
         label=label,
         task=None if task is None else task.value.replace("-", "_"),
-        examples=examples,
-        max_length=max_length,
+        **asked,
         batch_size=batch_size,
         seed=seed,
         out=out,

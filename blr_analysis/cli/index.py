@@ -3,70 +3,73 @@ to it. What only these commands need is imported inside of them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Teller, paper
+from blr_analysis.cli.options import (
+    Base,
+    DryRun,
+    Fit,
+    Length,
+    PosteriorFile,
+    PriorPrecision,
+    Teller,
+    TextColumn,
+    Texts,
+    Way,
+    paper,
+    show_forecast,
+)
 
-MODEL = "model.txt"
-Length = Annotated[
-    int | None,
-    typer.Option(metavar="TOKENS", min=2, help="Tokens read of a text; otherwise at most 512."),
-]
+SOURCE = "source.json"  # where model and data were
 
 
 def index(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A folder with a causal language model.")
+        Path,
+        typer.Argument(metavar="MODEL", help="A causal language model, or a LoRA adapter on one."),
     ],
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA", help="What it was trained on: .jsonl, .csv, .txt, ..."),
+        typer.Argument(metavar="DATA", help="What it was trained on: .jsonl, .csv, .parquet, ..."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
-    prior_precision: Annotated[
-        float | None,
-        typer.Option(
-            metavar="D",
-            help="Of the posterior that is fitted: N times the L2 penalty of a mean loss.",
-        ),
-    ] = None,
-    posterior: Annotated[
-        Path | None,
-        typer.Option("--posterior", "-p", metavar="FILE", help="Instead: one that was saved."),
-    ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")] = None,
+    posterior: PosteriorFile = None,
+    fit: Fit = None,
+    prior_precision: PriorPrecision = None,
+    base: Base = None,
+    text: TextColumn = None,
     rank: Annotated[
         int, typer.Option(metavar="K", min=1, help="Numbers kept of every example, 2 bytes each.")
     ] = 16384,
     max_length: Length = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Fit a posterior, pass over the data once, write."""
-    from blr_analysis.errors import InputError
     from blr_analysis.files import drafted
-    from blr_analysis.huggingface.models import load_model
-    from blr_analysis.huggingface.questions import language_task
-    from blr_analysis.posterior import Posterior, fit_laplace
     from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.index import build_cost
 
-    if (posterior is None) == (prior_precision is None):
-        raise InputError("name the posterior (-p FILE), or --prior-precision D to fit one")
+    texts = Texts(data, base, text, max_length)
+    way = texts.fitting(Way(posterior, fit, prior_precision))
+    way.check()
     say = Teller()
     say(f"loading {model}")
-    task = language_task(load_model(model), data, text=text, max_length=max_length)
-    if posterior is None:
-        say(f"fitting a diagonal posterior to {task.n_data:,} sequences")
-        q = fit_laplace(
-            task, structure="diag", curvature="empirical_fisher", prior_precision=prior_precision
-        )
-    else:
-        q = Posterior.load(posterior)
+    task, _ = texts.tasks(str(model))
+    if dry_run:
+        show_forecast(build_cost(task, way.stages(task), rank))
+        return
+    q = way.posterior_of(task, say)
     say("indexing")
     built = Index.build(task, q, out, rank=rank)
-    with drafted(out / MODEL) as draft:
-        draft.write_text(str(model.expanduser().absolute()), encoding="utf-8")
+    about = {"model": model, "data": data, "base": base}
+    about = {n: p and str(p.expanduser().absolute()) for n, p in about.items()}
+    with drafted(out / SOURCE) as draft:
+        record = {**about, "text": text, "max_length": max_length}
+        draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
     say("done")
     console = paper()
     for name, value in {
@@ -86,15 +89,26 @@ def query(
         Path,
         typer.Argument(
             metavar="QUESTIONS",
-            help="Rows with a prompt and an answer, or texts: .jsonl, .csv, ...",
+            help="Rows with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
         ),
     ],
     top: Annotated[int, typer.Option(metavar="K", min=1, help="Sources shown of each.")] = 5,
+    refine: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Recompute the best N exactly.")
+    ] = 0,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
+    ] = False,
     model: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="Where the model is now, if it was moved."),
     ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DATA", help="Where the training data are now, if they were moved."),
+    ] = None,
+    base: Base = None,
+    text: TextColumn = None,
     max_length: Length = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the table here.")
@@ -104,17 +118,33 @@ def query(
     import pandas as pd
 
     from blr_analysis.errors import InputError
-    from blr_analysis.huggingface.models import load_model
+    from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
     from blr_analysis.sensitivity import Index
     from blr_analysis.tables import write_table
 
+    if tokens and out is None:
+        raise InputError("--tokens writes a table: say where with --out DIR")
     opened = Index.open(index)
-    if model is None and not (index / MODEL).is_file():
+    about = _source(index)
+    given = {"model": model, "data": data, "base": base}
+    about |= {n: str(p) for n, p in given.items() if p is not None}
+    if not about.get("model"):
         raise InputError(f"{str(index)!r} does not say where its model is: name it with --model")
-    where = model or Path((index / MODEL).read_text(encoding="utf-8"))
-    task = language_task(load_model(where), questions, text=text, max_length=max_length)
-    matches = opened.top(task, min(top, opened.n_data))
+    loaded = load_language_model(about["model"], base=about.get("base"))
+    task = language_task(loaded, questions, text=text, max_length=max_length)
+    trained = None
+    if refine or tokens:
+        if not about.get("data"):
+            raise InputError("name the training data with --data")
+        trained = language_task(
+            loaded, about["data"], text=about.get("text"), max_length=about.get("max_length")
+        )
+        opened = Index.open(index, task=trained)
+    count = min(top, opened.n_data)
+    matches = opened.top(
+        task, count, refine=min(max(refine, count), opened.n_data) if refine else 0
+    )
     known = opened.examples.get("text", [""] * opened.n_data)
     rows = [
         {
@@ -131,9 +161,21 @@ def query(
     ]
     if out is not None:
         write_table(pd.DataFrame(rows), out, "sources")
+    if out is not None and trained is not None and tokens:
+        from blr_analysis.sensitivity.tokens import token_influence
+
+        shares = token_influence(trained, opened.posterior, task, matches.helpful)
+        shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
+        write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()
     for row in rows:
         if row["rank"] == 1:
             console.print(f"\n{row['question']}  {task.metadata['text'][row['question']]}")
         line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row['text'][:90]}"
         console.print(line, soft_wrap=True)
+
+
+def _source(index: Path) -> dict[str, Any]:
+    """Where the index says that its model and data are."""
+    place = index / SOURCE
+    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}

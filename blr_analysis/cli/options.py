@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
+    from blr_analysis.posterior.forecast import Forecast, Stage
     from blr_analysis.task import Task
 
 
@@ -55,6 +56,41 @@ TaskName = Annotated[
         show_default=False,
     ),
 ]
+TaskOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT.py:TASK|MODEL",
+        help="A function of your script that returns a Task; or the folder of a causal language "
+        "model, or of a LoRA adapter on its base.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DATA",
+        help="What MODEL was trained on: .jsonl, .json, .csv, .parquet, .txt, or a folder of "
+        "Dataset.save_to_disk.",
+        show_default=False,
+    ),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(metavar="MODEL", help="Of an adapter: where its base is, if it was moved."),
+]
+TextColumn = Annotated[
+    str | None, typer.Option("--text", metavar="COLUMN", help="The texts' column.")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what it would cost, from three timed chunks; no file."),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS", min=2, help="Tokens kept of longer texts, which are refused otherwise."
+    ),
+]
 PosteriorFile = Annotated[
     Path | None,
     typer.Option(
@@ -78,7 +114,8 @@ PriorPrecision = Annotated[
 Test = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="A function in the same script that returns a Task with test data."
+        metavar="NAME",
+        help="A function in the same script that returns a Task with test data; of a MODEL a file.",
     ),
 ]
 Calibrate = Annotated[
@@ -154,6 +191,15 @@ class Way:
         if self.fit is None and self.prior_precision is not None:
             raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
 
+    def stages(self, task: Task) -> list[Stage]:
+        """The sweeps over the data that this takes."""
+        from blr_analysis.posterior.forecast import fit_stages
+
+        if self.posterior is not None:
+            return []
+        found = self.prior_precision is None and task.prior_precision is None
+        return fit_stages(task, str(self.fit), found=found)
+
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
         from blr_analysis.posterior import Posterior, fit_laplace
@@ -165,10 +211,61 @@ class Way:
         else:
             structure = str(self.fit)
             say(f"fitting a Laplace posterior, structure {structure}")
-            q = fit_laplace(task, structure=structure, prior_precision=self.prior_precision)
+            if task.likelihood.is_sequence and structure == "diag":
+                say("note: a diagonal posterior is weak for influence; --fit kron is better")
+            curvature = "mc_fisher" if task.likelihood.is_sequence else "ggn"
+            q = fit_laplace(
+                task,
+                structure=structure,
+                curvature=curvature,
+                prior_precision=self.prior_precision,
+            )
             if choice := q.record.get("prior_choice"):
                 say(f"prior precision {choice['delta']:.3g}, found by {choice['rule']}")
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The options that lead from a model's folder and files of texts to tasks."""
+
+    data: Path
+    base: Path | None = None
+    text: str | None = None
+    max_length: int | None = None
+
+    @classmethod
+    def of(
+        cls, task: str, data: Path | None, base: Path | None, text: str | None, length: int | None
+    ) -> Texts | None:
+        """None where the task is one of a script.
+
+        Raises:
+            InputError: a model without data, or options of texts beside a script.
+        """
+        if data is not None:
+            return cls(data, base, text, length)
+        if Path(task).expanduser().is_dir():
+            raise InputError(f"{task!r} is a model: name what it was trained on, MODEL DATA")
+        if (base, text, length) != (None, None, None):
+            raise InputError("--base, --text and --max-length belong to MODEL DATA")
+        return None
+
+    @staticmethod
+    def fitting(way: Way) -> Way:
+        """A Kronecker posterior is fitted where nobody names one."""
+        return replace(way, fit=way.fit or (None if way.posterior else StructureName.kron))
+
+    def tasks(self, model: str, test: str | None = None) -> tuple[Task, Task | None]:
+        """The task of the data, and that of the test file."""
+        from blr_analysis.huggingface.models import load_language_model
+        from blr_analysis.huggingface.questions import language_task
+
+        loaded = load_language_model(model, base=self.base)
+        paths = [self.data] if test is None else [self.data, Path(test)]
+        how: dict[str, Any] = {"text": self.text, "max_length": self.max_length}
+        made = [language_task(loaded, path, **how) for path in paths]
+        return made[0], made[1] if test is not None else None
 
 
 @dataclass(frozen=True)
@@ -190,19 +287,56 @@ def job(
     out: Path | None = None,
     *,
     check: Callable[[Task], None] | None = None,
+    texts: Texts | None = None,
 ) -> Iterator[Inputs]:
-    """Options, folder, script and posterior, in the order in which their faults cost least."""
+    """Options, folder, script (or model and texts) and posterior, in the order in which their
+    faults cost least."""
     from blr_analysis.audit import folder_for
     from blr_analysis.cli.script import load_tasks
 
+    way = way if texts is None else texts.fitting(way)
     way.check()
     say = Teller()
     with nullcontext(Path()) if out is None else folder_for(out) as folder:
         say(f"loading {task}")
-        ours, theirs = load_tasks(task, test)
+        ours, theirs = load_tasks(task, test) if texts is None else texts.tasks(task, test)
         if check is not None:
             check(ours)
         yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
+
+
+def audit_forecast(task: str, way: Way, texts: Texts | None) -> Forecast:
+    """What the analyses of an audit cost, groups that are taken out apart."""
+    from blr_analysis.backprop.engine import n_outputs
+    from blr_analysis.cli.script import load_tasks
+    from blr_analysis.posterior.forecast import Stage, forecast
+    from blr_analysis.sensitivity.sequences import DRAWS
+
+    way = way if texts is None else texts.fitting(way)
+    way.check()
+    ours, _ = load_tasks(task) if texts is None else texts.tasks(task)
+    size = sum(p.nbytes for p in ours.parameters().values())
+    n, some = ours.n_data, min(ours.n_data, 256)
+    outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())
+    stages = [*way.stages(ours), Stage("sensitivity", n, outputs, rotated=way.fit == "kron")]
+    if not ours.likelihood.is_sequence:
+        stages.append(Stage("leave one out", n, outputs, rotated=way.fit == "kron"))
+    if not any(stage.name == "gradient of the loss" for stage in stages):
+        stages += [Stage("stationarity", n), Stage("gradients of some", some)]
+    return forecast(ours, stages, disk=2 * size)
+
+
+def show_forecast(cost: Forecast) -> None:
+    """Passes, time, memory and disk, a line each."""
+    console = paper()
+    hours, rest = divmod(round(cost.seconds), 3600)
+    for name, value in {
+        "passes": f"{cost.passes:.2f} over the data",
+        "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
+        "memory": f"about {cost.memory / 2**30:.1f} GiB",
+        "disk": f"{cost.disk / 2**20:,.1f} MiB",
+    }.items():
+        console.print(f"{name:<11}{value}", soft_wrap=True)
 
 
 def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:

@@ -87,6 +87,12 @@ AUDIT = flowed(
       blr-analysis audit train.py:make_task -p FILE --by source --out audit
       blr-analysis audit train.py:make_task --fit kron --prior-precision 5 --calibrate 32
 
+    Or the audit of a causal language model, a folder as save_pretrained leaves it (or a LoRA
+    adapter), and of its texts, prompts with answers, or messages:
+
+      blr-analysis audit ./llm train.jsonl
+      blr-analysis audit ./adapter train.jsonl --test held-out.jsonl --by source
+
     Writes the tables table (every example), leave_one_out and removals as CSV and Parquet,
     report.html (one page with all of it, for a browser), summary.txt, the posterior, and the
     pictures memory_map, deviations, leave_one_out, suspicious and removals, as far as the task
@@ -193,11 +199,16 @@ INDEX = flowed(
     """
     An index of what a language model was trained on: asked later without another pass.
 
-    MODEL is a folder as save_pretrained leaves it; DATA has a text per row, or a prompt and an
-    answer, whose loss is that of the answer alone:
+    MODEL is a folder as save_pretrained leaves it, or a LoRA adapter on its base; DATA has a text
+    per row, a prompt and an answer, or messages; of the last two the answers alone count:
 
-      blr-analysis index ./llm train.jsonl --out INDEX --prior-precision 100
+      blr-analysis index ./llm train.jsonl --out INDEX
+      blr-analysis index ./adapter chats.parquet --out INDEX --max-length 512
       blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
+
+    Without -p a Kronecker posterior is fitted: labels drawn from the model, both factors of every
+    layer but the vocabulary's. A diagonal one (--fit diag) takes less time and memory, and is weak
+    for influence.
 
     Kept of every sequence: its gradient in the leading directions of the posterior, K numbers. How
     far their influence is from the exact one is measured and said. A run that was killed goes on
@@ -210,10 +221,13 @@ QUERY = flowed(
     Which training examples a model's answers rest on.
 
       blr-analysis query INDEX questions.jsonl --top 20
-      blr-analysis query INDEX questions.jsonl --out DIR
+      blr-analysis query INDEX questions.jsonl --out DIR --tokens
+      blr-analysis query INDEX questions.jsonl --refine 50
 
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
-    the loss of the answer would rise most, by how many nats, to first order.
+    the loss of the answer would rise most, by how many nats, to first order. --tokens writes how
+    much of that each token of these examples makes up; it and --refine read the training data
+    again, where the index was told they are.
     """
 )
 

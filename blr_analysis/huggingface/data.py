@@ -1,4 +1,4 @@
-"""Texts and their labels from a file: .jsonl, .csv, .tsv, .parquet or .txt, and nothing guessed.
+"""Texts and labels from a file: .jsonl, .json, .csv, .tsv, .parquet, .txt, and nothing guessed.
 
 Columns that are not named are looked for under the names that datasets commonly give them; where
 several or none are there, the error says which columns the file has.
@@ -69,7 +69,8 @@ def read_texts(
 ) -> Texts:
     """The texts of a file in UTF-8, and their labels if ``labelled``.
 
-    ``.jsonl``: an object per line. ``.csv``: a header, commas, double quotes around fields.
+    ``.jsonl``: an object per line. ``.json``: a list of them. ``.csv``: a header, commas, double
+    quotes around fields.
     ``.tsv``: a header, tabs, no quotes. ``.parquet``. ``.txt``: a text per line, without labels;
     blank lines are passed over.
 
@@ -96,7 +97,7 @@ def read_texts(
     table = read_file(place)
     if not len(table):
         raise DataError(f"{str(place)!r} holds no examples")
-    columns = _text_columns(place, table, text)
+    columns = text_columns(table, repr(str(place)), text)
     labels = None
     if labelled:
         label = _label_column(place, table, label)
@@ -171,9 +172,9 @@ def _separated(path: Path, sep: str, quoting: int) -> pd.DataFrame:
     return rows.set_axis(names, axis=1)
 
 
-def _json_lines(path: Path) -> pd.DataFrame:
-    how: Any = {"dtype": False, "convert_axes": False}  # the values as they stand
-    return pd.read_json(path, lines=True, encoding=ENCODING, **how)
+def _json(path: Path, lines: bool) -> pd.DataFrame:
+    how: Any = {"dtype": False, "convert_axes": False, "convert_dates": False}  # as they stand
+    return pd.read_json(path, lines=lines, encoding=ENCODING, **how)
 
 
 def _lines(path: Path) -> pd.DataFrame:
@@ -182,12 +183,39 @@ def _lines(path: Path) -> pd.DataFrame:
 
 
 READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
-    ".jsonl": _json_lines,
+    ".jsonl": partial(_json, lines=True),
+    ".json": partial(_json, lines=False),
     ".csv": partial(_separated, sep=",", quoting=csv.QUOTE_MINIMAL),
     ".tsv": partial(_separated, sep="\t", quoting=csv.QUOTE_NONE),
     ".parquet": pd.read_parquet,
     ".txt": _lines,
 }
+
+
+def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
+    """The rows of a file, of a folder that ``datasets`` saved, or of a ``datasets.Dataset``, and
+    what to call them.
+
+    Raises:
+        DataError: no rows can be read from it, or several splits at once.
+        StorageError: it is not there.
+    """
+    if hasattr(data, "to_pandas"):
+        return data.to_pandas(), "the dataset"
+    place = Path(path_of(data)).expanduser()
+    if not place.is_dir():
+        return read_file(place), repr(str(place))
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        saved = load_from_disk(str(place))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(place)!r} is no folder of Dataset.save_to_disk: {error}") from error
+    if isinstance(saved, DatasetDict):
+        first = place / str(next(iter(saved)))
+        raise DataError(f"{str(place)!r} holds several splits: name one, {str(first)!r}")
+    table: Any = saved.to_pandas()
+    return table, repr(str(place))
 
 
 def read_file(path: Path) -> pd.DataFrame:
@@ -208,43 +236,44 @@ def read_file(path: Path) -> pd.DataFrame:
         raise DataError(f"{str(path)!r} is no {path.suffix} that can be read: {said}") from error
 
 
-def _text_columns(
-    path: Path, table: pd.DataFrame, text: str | Sequence[str] | None
+def text_columns(
+    table: pd.DataFrame, where: str, text: str | Sequence[str] | None
 ) -> tuple[str, ...]:
+    """The column of the texts, or the two of pairs: those named, or those of a usual name."""
     if text is not None:
         named = (text,) if isinstance(text, str) else tuple(text)
         if not 1 <= len(named) <= 2:
             raise DataError(f"a text has one column, or two for a pair, got {list(named)}")
-        return _held(path, table, named)
+        return _held(where, table, named)
     matches = [names for names in TEXT_NAMES if set(names) <= set(table)]
     # A pair that contains a lone name (question + sentence) is what is meant.
     matches = [m for m in matches if not any(set(m) < set(other) for other in matches)]
-    return _only(matches, path, table, "text", "text= (--text), two for a pair")
+    return _only(matches, where, table, "text", "text= (--text), two for a pair")
 
 
 def _label_column(path: Path, table: pd.DataFrame, label: str | None) -> str:
     if path.suffix.lower() == ".txt":
         raise DataError(f"{str(path)!r} is plain text without labels: use .jsonl, or kind='mc'")
     if label is not None:
-        return _held(path, table, (label,))[0]
+        return _held(repr(str(path)), table, (label,))[0]
     matches = [name for name in LABEL_NAMES if name in table]
-    return _only(matches, path, table, "label", "label= (--label)")
+    return _only(matches, repr(str(path)), table, "label", "label= (--label)")
 
 
-def _only(matches: Sequence[Any], path: Path, table: pd.DataFrame, what: str, how: str) -> Any:
+def _only(matches: Sequence[Any], where: str, table: pd.DataFrame, what: str, how: str) -> Any:
     if len(matches) != 1:
         count = "several columns that could be" if matches else "no column of a usual name for"
         raise DataError(
-            f"{str(path)!r} has {count} the {what}; its columns are {some(list(table), 12)}: name "
+            f"{where} has {count} the {what}; its columns are {some(list(table), 12)}: name "
             f"it with {how}"
         )
     return matches[0]
 
 
-def _held(path: Path, table: pd.DataFrame, asked: tuple[str, ...]) -> tuple[str, ...]:
+def _held(where: str, table: pd.DataFrame, asked: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in asked if name not in table]
     if missing:
         raise DataError(
-            f"{str(path)!r} has no column {some(missing)}; its columns are {some(list(table), 12)}"
+            f"{where} has no column {some(missing)}; its columns are {some(list(table), 12)}"
         )
     return asked

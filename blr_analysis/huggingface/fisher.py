@@ -26,6 +26,7 @@ from blr_analysis.posterior import (
     write_precision,
 )
 from blr_analysis.posterior.capture import tied_names
+from blr_analysis.posterior.forecast import Forecast, Stage, forecast
 from blr_analysis.task import Task
 
 KINDS = {
@@ -226,6 +227,27 @@ def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str])
     loaded = load_model(Path(path_of(model)).expanduser(), task=None, device="cpu")
     encoded, _ = _read(loaded, data, "fisher_emp", None, None, None, None, 0)
     return task_of(encoded, loaded)
+
+
+def fisher_cost(
+    model: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    *,
+    samples: int = 1,
+    text: str | Sequence[str] | None = None,
+    task: str | None = None,
+    examples: int | None = None,
+    max_length: int | None = None,
+    half: bool = False,
+    device: str | torch.device = "cpu",
+) -> Forecast:
+    """What :func:`fisher` would cost, with labels drawn ``samples`` times; nothing is written."""
+    loaded = load_model(model, task=task, device=device)
+    encoded, _ = _read(loaded, data, "fisher_mc", text, None, examples, max_length, 0)
+    ours = task_of(encoded, loaded)
+    size = sum(p.numel() for p in ours.parameters().values())
+    stages = [Stage("precision", len(encoded), float(samples))]
+    return forecast(ours, stages, disk=size * (2 if half else 4))
 
 
 def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:

@@ -9,10 +9,12 @@ Two kinds are known, by the last words of the architecture in ``config.json`` or
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ ENDINGS = {
     "LMHeadModel": "causal_lm",
 }
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+ADAPTER = "adapter_config.json"
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
 
@@ -113,6 +116,73 @@ def load_model(
     return Pretrained(place, kind, model, tokenizer, specs, pad, inputs, bound)
 
 
+def load_language_model(
+    folder: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+) -> Pretrained:
+    """A causal language model with its tokenizer; or a LoRA adapter on its base, whose own weights
+    alone are the parameters.
+
+    Args:
+        base: where the adapter's base is, unless its configuration names a folder here.
+
+    Raises:
+        ModelError: a base that is not there, or is another than the adapter was made for; and as
+            :func:`load_model`.
+    """
+    place = Path(path_of(folder)).expanduser()
+    if not (place / ADAPTER).is_file():
+        return load_model(place, device=device)
+    if find_spec("peft") is None:
+        raise InputError("a LoRA adapter needs peft: pip install 'blr-analysis[hf]'")
+    loaded = load_model(_base_of(place, base), device=device)
+    with _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is missing is raised below
+        model = _adapted(loaded, place)
+        own = any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        tokenizer = _load_tokenizer(place) if own else loaded.tokenizer
+    return replace(loaded, folder=place, model=model.eval(), tokenizer=tokenizer)
+
+
+def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:
+    """The folder of an adapter's base."""
+    try:
+        named = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
+        name = str(named["base_model_name_or_path"] if base is None else path_of(base))
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"cannot read {ADAPTER} in {str(place)!r}: {_said(error)}.") from error
+    tried = [Path(name).expanduser(), place / name]
+    found = next((p for p in tried if p.is_dir()), None)
+    if found is None:
+        raise ModelError(
+            f"{str(place)!r} is an adapter of {name!r}, no folder here: name its base (--base)"
+        )
+    return found
+
+
+def _adapted(loaded: Pretrained, place: Path) -> Any:
+    """The base with the adapter, all of whose tensors must find their place."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
+    stored = Folder.open(place, stem="adapter_model").specs
+    try:
+        model = PeftModel.from_pretrained(loaded.model, str(place), is_trainable=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # peft raises of every kind
+        raise ModelError(f"{wrong}: {_said(error)}") from error
+    taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
+    if taken != {n: tuple(spec.shape) for n, spec in stored.items()}:
+        differing = sorted(set(taken) ^ set(stored)) or sorted(taken)
+        raise ModelError(f"{wrong}: {some(differing)}")
+    for part in model.parameters():
+        part.data = part.data.float()
+    return model
+
+
 def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
     """The name that each parameter has in the folder's files, by its name in the model.
 
@@ -157,7 +227,7 @@ def read_config(folder: Path) -> Any:
             f"there is no folder {str(folder)!r}: name one that model.save_pretrained wrote."
         )
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
+        if (folder / ADAPTER).is_file():
             raise ModelError(
                 f"{str(folder)!r} is a PEFT adapter: merge it into its base first "
                 "(model.merge_and_unload())"

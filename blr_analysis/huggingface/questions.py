@@ -1,43 +1,50 @@
-"""Texts, and questions with their answers, as the task of a language model, in the file's order."""
+"""Texts, questions with their answers, and conversations as the task of a language model, in the
+order of their rows.
+
+What has an answer is scored on the answer alone, as trainers mask prompts: the tokens of
+"prompt" + "answer" after those of "prompt"; of "messages", written by the tokenizer's chat
+template, those of every assistant's turn.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from blr_analysis.checks import path_of
+from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.data import read_file, read_texts
-from blr_analysis.huggingface.models import LONGEST, Pretrained
+from blr_analysis.huggingface.data import read_rows, text_columns
+from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.tokens import IGNORED
 from blr_analysis.task import Task
 
+MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "completion", "response", "output")
 SHOWN = 200  # characters of a text that are kept beside its example
+Ids = list[int]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Rows of token ids and labels, padded batch by batch."""
+    """Rows of token ids and labels, padded batch by batch; ``cut``: how many were longer."""
 
-    rows: list[dict[str, list[int]]]
+    rows: list[dict[str, Ids]]
     pad_id: int
+    cut: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> dict[str, list[int]]:
+    def __getitem__(self, i: int) -> dict[str, Ids]:
         return self.rows[i]
 
-    def collate(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[dict[str, Ids]]) -> dict[str, Tensor]:
         """A batch padded on the right.
 
         >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
@@ -57,69 +64,180 @@ class Tokens:
 
 def language_task(
     loaded: Pretrained,
-    path: str | os.PathLike[str],
+    data: Any,
     *,
     text: str | None = None,
     max_length: int | None = None,
     batch_size: int = 8,
 ) -> Task:
-    """A file of texts, or of prompts and answers, whose loss is that of the answer alone.
+    """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
-    Columns "prompt" (question, instruction) and "answer" (completion, response, output) make pairs;
-    otherwise the texts are read as :func:`blr_analysis.huggingface.data.read_texts` does.
+    Columns "messages" (conversations) hold lists of {"role": …, "content": …}; "prompt" (question,
+    instruction) and "answer" (completion, response, output) are texts, or both such lists;
+    otherwise the texts are read as :func:`blr_analysis.huggingface.data.read_texts` does. Other
+    columns of words and numbers are the task's metadata.
 
     Args:
+        data: a file, a folder of ``Dataset.save_to_disk``, or a ``datasets.Dataset``.
         text: the column of the texts.
-        max_length: tokens that are kept; None: what the model reads, at most 512.
+        max_length: tokens that are kept of longer rows; None: all, and a row that is longer than
+            what the model reads is an error.
 
     Raises:
         InputError: the model is no language model; a ``max_length`` that it cannot read.
-        DataError: the file, its columns; an empty text or answer; a prompt that leaves no room for
-            its answer.
+        DataError: the file, its columns; an empty text or answer; a row that is too long, or whose
+            prompt leaves no room for its answer; ids that the model does not have; messages that
+            the chat template does not take.
         StorageError: the file is not there.
     """
     if loaded.task != "causal_lm":
         raise InputError(f"{str(loaded.folder)!r} is no causal language model: give its Task")
-    most = max_length or min(loaded.longest, LONGEST)
-    if most > loaded.longest:
-        raise InputError(f"max_length={most} is more than the {loaded.longest} that it reads")
-    pairs = None if text is not None else _pairs(Path(path_of(path)).expanduser())
-    if pairs is None:
-        texts = read_texts(path, text=text)
-        pairs = [("", row[0]) for row in texts.texts]
-    rows = [_row(loaded, *pair, most, place=f"row {i}") for i, pair in enumerate(pairs, start=1)]
-    tokens = Tokens(rows, loaded.pad_id)
+    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
+        raise InputError(f"max_length={max_length} is more than the {loaded.longest} that it reads")
+    table, where = read_rows(data)
+    if not len(table):
+        raise DataError(f"{where} holds no examples")
+    columns, encode = _reader(loaded, table, where, text)
+    rows, shown, cut = [], [], 0
+    for i, values in enumerate(zip(*(table[c].tolist() for c in columns), strict=True), start=1):
+        place = f"row {i} of {where}"
+        words, row, start = encode(values, place)
+        length = len(row["input_ids"])
+        _check(loaded, row, start, max_length, place)
+        cut += max_length is not None and length > max_length
+        rows.append({n: ids[:max_length] for n, ids in row.items()})
+        shown.append(" ".join(words.split())[:SHOWN])
+    tokens = Tokens(rows, loaded.pad_id, cut)
     loader = DataLoader(tokens, batch_size=batch_size, collate_fn=tokens.collate)  # type: ignore[arg-type]
-    shown = {"text": [" ".join((a + b).split())[:SHOWN] for a, b in pairs]}
-    return Task(loaded.model, loader, likelihood="causal_lm", batch_size=batch_size, metadata=shown)
+    metadata = {"text": shown, **_others(table, {*columns, "text"})}
+    return Task(
+        loaded.model, loader, likelihood="causal_lm", batch_size=batch_size, metadata=metadata
+    )
 
 
-def _pairs(path: Path) -> list[tuple[str, str]] | None:
-    table = read_file(path)
-    names = [next((n for n in usual if n in table), None) for usual in (PROMPTS, ANSWERS)]
-    if None in names:
-        return None
-    rows = list(zip(*(table[name].tolist() for name in names), strict=True))
-    for i, row in enumerate(rows, start=1):
+Encoded = tuple[str, dict[str, Ids], int]  # the words, ids with labels, where labels begin
+
+
+def _reader(
+    loaded: Pretrained, table: Any, where: str, text: str | None
+) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...], str], Encoded]]:
+    """The columns that are read, and what makes ids of a row of them."""
+    if text is None:
+        held = next((name for name in MESSAGES if name in table), None)
+        if held is not None:
+            return (held,), lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
+        pair = tuple(next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
+        if all(pair):
+            return pair, lambda row, place: _answered(loaded, row, pair, place)
+    columns = text_columns(table, where, text)
+    if len(columns) > 1:
+        raise DataError(f"a language model reads one text, not {', '.join(columns)}: name it")
+    return columns, lambda row, place: _text(loaded, row[0], place)
+
+
+def _text(loaded: Pretrained, text: Any, place: str) -> Encoded:
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{place} has an empty text ({text!r}): drop it")
+    return text, *_labelled(loaded, text, "")
+
+
+def _answered(
+    loaded: Pretrained, row: tuple[Any, ...], names: tuple[str, ...], place: str
+) -> Encoded:
+    if any(isinstance(value, str) for value in row):
         if not all(isinstance(value, str) and value.strip() for value in row):
-            raise DataError(f"row {i} of {str(path)!r} has an empty {names[0]} or {names[1]}")
-    return rows
+            raise DataError(f"{place} has an empty {' or '.join(names)}")
+        return row[0] + row[1], *_labelled(loaded, row[0] + row[1], row[0])
+    asked, answers = (_turns(value, place) for value in row)
+    return _chat(loaded, [*asked, *answers], len(asked), place)
 
 
-def _row(
-    loaded: Pretrained, prompt: str, answer: str, most: int, *, place: str
-) -> dict[str, list[int]]:
-    """Ids of prompt and answer together, and labels of the answer alone."""
-    encoded: Any = loaded.tokenizer(prompt + answer, verbose=False)
-    ids = list(encoded["input_ids"])
-    start = 0
-    if prompt:
-        before = list(loaded.tokenizer(prompt, verbose=False)["input_ids"])
-        start = next((k for k, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), 0)
-        start = start or min(len(before), len(ids))
-    if len(ids) < 2 or start >= min(len(ids), most):
-        raise DataError(f"{place} leaves nothing to predict in {most} tokens; drop or shorten it")
-    if max(ids) >= loaded.config.vocab_size:
-        raise DataError(f"{place} has token {max(ids)}, which the model does not have")
-    row = {n: list(encoded[n])[:most] for n in loaded.inputs if n in encoded}
-    return {**row, "labels": ([IGNORED] * start + ids[start:])[:most]}
+def _labelled(loaded: Pretrained, whole: str, prompt: str) -> tuple[dict[str, Ids], int]:
+    """Ids of the whole text; labels after what it has in common with the prompt's ids."""
+    encoded: Any = loaded.tokenizer(whole, verbose=False)
+    row = {n: list(encoded[n]) for n in loaded.inputs if n in encoded}
+    before = list(loaded.tokenizer(prompt, verbose=False)["input_ids"]) if prompt else []
+    start = _common(before, row["input_ids"])
+    return _with_labels(row, [(start, len(row["input_ids"]))]), start
+
+
+def _turns(value: Any, place: str) -> list[dict[str, Any]]:
+    """The messages of a row, as JSON or Parquet give them."""
+    turns = [] if value is None or isinstance(value, str | float) else list(value)
+    if not turns or not all(isinstance(t, Mapping) and "role" in t for t in turns):
+        raise DataError(f"{place} holds no list of messages with role and content")
+    return [dict(turn) for turn in turns]
+
+
+def _chat(loaded: Pretrained, turns: list[dict[str, Any]], first: int, place: str) -> Encoded:
+    """Every assistant's turn from ``first`` on counts, from its header to its end."""
+    if not getattr(loaded.tokenizer, "chat_template", None):
+        raise InputError("the tokenizer has no chat template: give prompt and answer, or text")
+
+    def ids(upto: int, prompt: bool = False) -> Ids:
+        how: dict[str, Any] = {"tokenize": True, "return_dict": True}
+        try:
+            given = loaded.tokenizer.apply_chat_template(
+                turns[:upto], add_generation_prompt=prompt, **how
+            )
+        except Exception as error:  # of jinja, or raised by the template
+            raise DataError(f"{place}: the chat template does not take it: {error}") from error
+        return list(given["input_ids"])
+
+    whole = ids(len(turns))
+    spans = []
+    for k, turn in enumerate(turns):
+        if turn["role"] == "assistant" and k >= first:
+            if not str(turn.get("content") or "").strip():
+                raise DataError(f"{place} has an empty answer")
+            before, after = ids(k, prompt=True), ids(k + 1)
+            if whole[: len(after)] != after or after[: len(before)] != before:
+                raise DataError(f"{place}: the chat template rewrites earlier turns; give the text")
+            spans.append((len(before), len(after)))
+    row = {"input_ids": whole, "attention_mask": [1] * len(whole)}
+    words = " ".join(str(turn.get("content") or "") for turn in turns)
+    start = spans[0][0] if spans else len(whole)
+    return words, _with_labels({n: row[n] for n in row if n in loaded.inputs}, spans), start
+
+
+def _with_labels(row: dict[str, Ids], spans: Sequence[tuple[int, int]]) -> dict[str, Ids]:
+    labels = [IGNORED] * len(row["input_ids"])
+    for start, stop in spans:
+        labels[start:stop] = row["input_ids"][start:stop]
+    return {**row, "labels": labels}
+
+
+def _common(one: Ids, two: Ids) -> int:
+    """How many ids at the start are the same."""
+    pairs = zip(one, two, strict=False)
+    same = min(len(one), len(two))
+    return next((k for k, (a, b) in enumerate(pairs) if a != b), same)
+
+
+def _check(
+    loaded: Pretrained, row: dict[str, Ids], start: int, most: int | None, place: str
+) -> None:
+    ids = row["input_ids"]
+    if most is None and len(ids) > loaded.longest:
+        raise DataError(
+            f"{place} has {len(ids):,} tokens, the model reads {loaded.longest:,}: cut with "
+            "max_length (--max-length)"
+        )
+    if len(ids) < 2 or max(start, 1) >= min(len(ids), most or len(ids)):
+        kept = f" in {most} tokens" if most else ""
+        raise DataError(f"{place} leaves nothing to predict{kept}; drop or shorten it")
+    words = loaded.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if max(ids) >= words:
+        raise DataError(
+            f"{place} has token {max(ids)}, the model {words}: the tokenizer is another's"
+        )
+
+
+def _others(table: Any, used: set[str]) -> dict[str, list[Any]]:
+    """Columns of words and numbers that describe the rows."""
+    plain = (str, int, float, bool)
+    return {
+        str(name): table[name].tolist()
+        for name in table
+        if name not in used and all(isinstance(v, plain) for v in table[name].tolist())
+    }

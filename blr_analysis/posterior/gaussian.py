@@ -23,8 +23,9 @@ from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
+from blr_analysis.posterior.structures.contract import renamed
 from blr_analysis.posterior.structures.lowrank import ENOUGH
-from blr_analysis.task import Task, find_device, unwrapped
+from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
@@ -482,6 +483,8 @@ class Posterior:
     def on(self, task: Task, *, same_data: bool = True) -> Posterior:
         """This posterior, checked against a task and moved to its device and dtype.
 
+        Where one of the two models was compiled or wrapped, its parameters have the task's names.
+
         Raises:
             PosteriorError: it belongs to another model (names and shapes are listed) or, with
                 ``same_data``, to another number of examples.
@@ -489,7 +492,11 @@ class Posterior:
         """
         instance("task", task, Task, "a blr_analysis.Task")
         parameters = dict(task.model.named_parameters())
-        fixed = self.record.get("fixed", ())
+        places = {bare_name(n): n for n in parameters}
+        names = {n: places.get(bare_name(n), n) for n in self.mean}
+        if any(old != new for old, new in names.items()):
+            return self._renamed(names).on(task, same_data=same_data)
+        fixed = [places.get(bare_name(n), n) for n in self.record.get("fixed", ())]
         mine = {n: tuple(m.shape) for n, m in self.mean.items()}
         theirs = {
             n: tuple(p.shape)
@@ -509,6 +516,18 @@ class Posterior:
                 "tokens=tokens)"
             )
         return self.to(task.device, task.check_parameters(mine))
+
+    def _renamed(self, names: Mapping[str, str]) -> Posterior:
+        """The same with parameters of other names."""
+        initial = self.initial and {names[n]: t for n, t in self.initial.items() if n in names}
+        entries = {k if k is None else names.get(k, k): v for k, v in self.prior.entries.items()}
+        return Posterior(
+            {names[n]: m for n, m in self.mean.items()},
+            self.form.renamed(names),
+            prior_precision=Prior(entries, initial or None),
+            n_data=self.n_data,
+            record=renamed(self.record, names),
+        )
 
     def save(
         self,

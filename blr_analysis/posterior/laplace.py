@@ -30,6 +30,7 @@ from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.expected import check, expected_root
 from blr_analysis.posterior.fingerprint import fingerprint
@@ -48,6 +49,7 @@ RECORDED = {  # in records
     "exact": "hessian",
 }
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
+SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
 Columns = Callable[[Chunk], Tensor]
 
@@ -140,8 +142,8 @@ def fit_laplace(
     chunking = Chunking(chunk_size, memory_budget, progress)
     columns, count = _columns(task, curvature, samples, generator, expected)
 
-    def passes(label: str) -> Iterator[list[Term]]:
-        swept = chunks(task, params, chunking, columns=count, label=label)
+    def passes(label: str, indices: Tensor | None = None) -> Iterator[list[Term]]:
+        swept = chunks(task, params, chunking, columns=count, indices=indices, label=label)
         return (chunk.terms(columns(chunk)) for chunk in swept)
 
     fit = Fit(
@@ -155,6 +157,8 @@ def fit_laplace(
         padded=task.likelihood.is_sequence,
         rank=rank,
         tolerance=tolerance,
+        vocabulary=vocabulary_of(task, params),
+        sample=sampled_examples(task),
     )
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}
@@ -238,6 +242,23 @@ def _exact(
     return form, {"floored": floored}
 
 
+def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
+    """The outputs at a token of a causal language model; 0 for other models."""
+    if not isinstance(task.likelihood, CausalLM):
+        return 0
+    first = torch.zeros(1, dtype=torch.long)
+    with torch.no_grad(), task.evaluation():
+        return task.run(task.fetch(first), params, first)[0].shape[-1]
+
+
+def sampled_examples(task: Task) -> Tensor | None:
+    """Sequences at random; None: all. Their tokens are many more than the directions."""
+    if not task.likelihood.is_sequence or task.n_data <= SAMPLE:
+        return None
+    drawn = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+    return drawn[:SAMPLE].sort().values
+
+
 def curvature_root(chunk: Chunk) -> Tensor:
     """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
 
@@ -264,17 +285,17 @@ def _columns(
         return lambda chunk: chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
 
     source = torch.Generator() if generator is None else generator
-    drawn: dict[int, list[Tensor]] = {}
+    drawn: dict[tuple[int, ...], list[Tensor]] = {}
 
     def sampled(chunk: Chunk) -> Tensor:
         # Labels are kept by example, so that a second pass sees those of the first.
-        first = int(chunk.indices[0])
-        if first not in drawn:
+        which = tuple(chunk.indices.tolist())
+        if which not in drawn:
             outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
-            drawn[first] = [likelihood.resample(outputs, targets, source) for _ in range(samples)]
+            drawn[which] = [likelihood.resample(outputs, targets, source) for _ in range(samples)]
         errors = [
             chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y.to(chunk.outputs.device))
-            for y in drawn[first]
+            for y in drawn[which]
         ]
         return torch.stack(errors, dim=1) / samples**0.5
 

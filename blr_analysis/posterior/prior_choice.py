@@ -27,6 +27,8 @@ from blr_analysis.posterior.structures.contract import Spectral, Tree
 
 LEAST = 1e-7  # of the largest curvature: a smaller prior is lost in rounding
 HALVINGS = 60
+SINGLE = 2**22  # directions that are looked at one by one
+BINS, OCTAVES = 2**14, 60  # of the curvature, below the largest
 
 
 def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[float, dict[str, Any]]:
@@ -51,9 +53,8 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
         >>> round(delta, 4), about["rule"]
         (3.0, 'stationarity')
     """
-    curved = _flat(form.values, form.values).clamp_min(0)
-    d = _flat(form.forward(gap), form.values)
-    size, top = float(d.square().sum()), float(curved.max())
+    curved, count, dd, dg, gg = _directions(form, gap, gradient)
+    size, top = float(dd.sum()), float(curved.max())
     if not (size > 0 and top > 0):
         raise PosteriorError(
             "the weights are the initial ones, or the data have no curvature: prior_precision "
@@ -61,17 +62,16 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
         )
 
     def excess(delta: float) -> float:
-        return delta * size - float((curved / (curved + delta)).sum())
+        return delta * size - float((count * curved / (curved + delta)).sum())
 
-    evidence = _crossing(excess, low=0.0, high=len(curved) / size)
+    evidence = _crossing(excess, low=0.0, high=float(count.sum()) / size)
     if gradient is None:
         return evidence, {"rule": "evidence", "stationarity": None, "evidence": evidence}
-    g = _flat(form.forward(gradient), form.values)
 
     def left(delta: float) -> float:
-        return float((d * (g + delta * d) / (curved + delta)).sum())
+        return float(((dg + delta * dd) / (curved + delta)).sum())
 
-    high = max(top, evidence, abs(float(g @ d)) / size)
+    high = max(top, evidence, abs(float(dg.sum())) / size)
     while left(high) <= 0:
         high *= 2
     low = high
@@ -79,8 +79,7 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
         low /= 2
     stationary = _crossing(left, low=low, high=2 * low) if left(low) <= 0 else None
     delta = evidence if stationary is None else stationary
-    slope, pull = (float((x.square() / (curved + delta)).sum()) for x in (g, d))
-    across = float((g * d / (curved + delta)).sum())
+    slope, pull, across = (float((x / (curved + delta)).sum()) for x in (gg, dd, dg))
     return delta, {
         "rule": "evidence" if stationary is None else "stationarity",
         "stationarity": stationary,
@@ -90,8 +89,30 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     }
 
 
-def _flat(tree: Tree, order: Tree) -> Tensor:
-    return torch.cat([tree[k].double().flatten() for k in order])
+def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> list[Tensor]:
+    """λ of the directions, how many have it, and their sums of d², g d and g²; of a large model
+    directions of nearly the same λ together, under its mean."""
+    d = form.forward(gap)
+    g = {k: torch.zeros(()) for k in d} if gradient is None else form.forward(gradient)
+    few = sum(s.numel() for s in form.values.values()) <= SINGLE
+    top = max(float(s.max()) for s in form.values.values())
+    parts: list[list[Tensor]] = []
+    sums = torch.zeros(5, BINS, dtype=torch.float64)
+    for key, values in form.values.items():
+        curved = values.double().clamp_min(0).flatten()
+        x, y = d[key].double().flatten(), g[key].double().expand_as(values).flatten()
+        rows = [curved, torch.ones_like(curved), x * x, x * y, y * y]
+        if few:
+            parts.append(rows)
+        elif top > 0:
+            octaves = (curved / top).clamp_min(2.0**-OCTAVES).log2() / OCTAVES + 1
+            place = (octaves * (BINS - 1)).round().long()
+            for k, row in enumerate(rows):
+                sums[k] += torch.bincount(place, row, BINS).cpu()
+    if few:
+        return [torch.cat(row) for row in zip(*parts, strict=True)]
+    curved, count, *rest = sums[:, sums[1] > 0] if top > 0 else sums
+    return [curved / count.clamp_min(1), count, *rest]
 
 
 def _crossing(f: Callable[[float], float], low: float, high: float) -> float:

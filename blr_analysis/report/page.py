@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from blr_analysis.audit import Findings
-from blr_analysis.audit.summary import DIAGONAL, accuracy_of, agreement, how, trust_notes
+from blr_analysis.audit.summary import DIAGONAL, agreement, expectations, how, trust_notes
 from blr_analysis.files import drafted
 from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
 from blr_analysis.report.contents import (
@@ -128,7 +128,8 @@ def grouped(findings: Findings) -> str:
 
 def trust(findings: Findings, removals: pd.DataFrame | None) -> list[str]:
     """How far the answers hold: what the reader must know before the first number."""
-    said = trust_notes(findings.task, findings.posterior, findings.loo.leverage)
+    leverage = getattr(findings.loo, "leverage", None)
+    said = trust_notes(findings.task, findings.posterior, leverage)
     record = findings.posterior.record
     calibration = record.get("calibration")
     if calibration is None:
@@ -164,22 +165,19 @@ def trust(findings: Findings, removals: pd.DataFrame | None) -> list[str]:
 
 def judged(findings: Findings) -> list[dict[str, str]]:
     """Loss and accuracy of the training data, the leave-one-out estimate, the test data."""
-    loo, n = findings.loo, findings.task.n_data
-    before = float(loo.losses_before.double().mean())
-    hits = accuracy_of(loo.predictions_before, loo)
-    rows = [("training data, as fitted", n, before, hits)]
-    rows.append(("estimate for new data (leave-one-out)", n, loo.nll, loo.accuracy))
-    if findings.on_test is not None:
-        on_test = findings.on_test
-        rows.append(("test data", len(on_test.losses), on_test.nll, on_test.accuracy))
+    names = ("training data, as fitted", "estimate for new data (leave-one-out)", "test data")
+    n, tested = findings.task.n_data, findings.on_test
+    many = (n, n, 0 if tested is None else len(tested.losses))
     return [
         {
             "what": what,
-            "n": f"{many:,}",
+            "n": f"{count:,}",
             "nll": f"{nll:.4f}",
             "accuracy": "" if accuracy is None else f"{accuracy:.1%}",
         }
-        for what, many, nll, accuracy in rows
+        for what, count, (nll, accuracy) in zip(
+            names, many, expectations(findings.loo, tested), strict=False
+        )
     ]
 
 

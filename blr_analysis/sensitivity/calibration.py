@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fingerprint import passed_on
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.sensitivity.corrections import bound_of, left_out_by, prediction_variance, taken
+from blr_analysis.sensitivity.corrections import (
+    bound_of,
+    left_out_by,
+    prediction_variance,
+    self_influence,
+    taken,
+)
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.removal import Removals, descended_removals, exact_removals
 from blr_analysis.sensitivity.scores import Scores, fitted
@@ -108,8 +115,8 @@ def calibrate(
         :func:`blr_analysis.tables.calibration_table` puts the probe into a table.
 
     Raises:
-        InputError: a probe of less than 1 or more than N examples, indices named twice,
-            sequences (whose outputs have no V_i).
+        InputError: a probe of less than 1 or more than N examples, indices named twice, the cavity
+            of sequences, whose r_i(τ) is τ g_iᵀ Σ g_i.
         PosteriorError: a probe that says nothing about the scale (no prediction error), or none
             of whose solves can be used.
         DataError, ModelError: NaN in the data or outputs, as :func:`blr_analysis.sensitivity`.
@@ -135,9 +142,10 @@ def calibrate(
         instance("generator", generator, torch.Generator, "a torch.Generator")
     q = fitted(task, posterior)
     chunking = Chunking(None, memory_budget, progress)
-    if task.likelihood.is_sequence:
-        raise InputError("calibrate needs V_i, which the outputs of sequences do not have")
-    word = taken(q, correction)
+    sequential = task.likelihood.is_sequence
+    word = taken(q, "first_order" if sequential and correction == "auto" else correction)
+    if sequential and word == "cavity":
+        raise InputError('sequences have no cavity; use correction="first_order"')
     if indices is None:
         if probe > task.n_data:
             raise InputError(f"probe={probe} of {task.n_data} examples; ask for as many at most")
@@ -169,7 +177,8 @@ def calibrate(
             max_iterations=max_iterations,
             chunking=chunking,
         )
-    estimate = Estimate(task, q, chosen, word, chunking.quiet)
+    kept = SequenceEstimate if sequential else Estimate
+    estimate = kept(task, q, chosen, word, chunking.quiet)
     rise = estimate.rise(exact.outputs)
     usable = _usable(exact, rise, estimate(1.0))
     scale = matching(estimate, weight, rise, usable)
@@ -257,19 +266,47 @@ class Estimate:
         self._word, self._bound = word, bound_of(q)
         self._before = self._likelihood.nll(self._outputs, self._targets)
 
-    def rise(self, outputs: Tensor) -> Tensor:
+    def rise(self, outputs: Sequence[Tensor]) -> Tensor:
         """The loss at these outputs over the one before, in nats."""
-        return self._likelihood.nll(outputs.double(), self._targets) - self._before
+        f = torch.cat(list(outputs)).double()
+        return self._likelihood.nll(f, self._targets) - self._before
 
     def __call__(self, scale: float) -> Tensor:
         v = scale * self._variance
         after, _, _ = left_out_by(
             self._word, self._outputs, self._targets, v, self._likelihood, self._bound
         )
-        return self.rise(after)
+        return self.rise([after])
 
 
-def matching(estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor) -> float:
+class SequenceEstimate:
+    """The same of sequences, r_i(τ) = τ g_iᵀ Σ g_i."""
+
+    def __init__(
+        self, task: Task, q: Posterior, chosen: Tensor, word: str, chunking: Chunking
+    ) -> None:
+        self._likelihood = task.likelihood
+        swept = chunks(task, q.mean, Chunking(1, progress=False), columns=1, indices=chosen)
+        self._targets, before, influence = [], [], []
+        for chunk in swept:
+            error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+            influence.append(self_influence(q, chunk, error).cpu().double())
+            before.append(chunk.likelihood.nll(chunk.outputs.double(), chunk.targets).cpu())
+            self._targets.append(chunk.targets.cpu())
+        self._before, self._influence = torch.cat(before), torch.cat(influence)
+
+    def rise(self, outputs: Sequence[Tensor]) -> Tensor:
+        pairs = zip(outputs, self._targets, strict=True)
+        return torch.cat([self._likelihood.nll(f.double(), y) for f, y in pairs]) - self._before
+
+    def __call__(self, scale: float) -> Tensor:
+        return scale * self._influence
+
+
+Estimates = Estimate | SequenceEstimate
+
+
+def matching(estimate: Estimates, weight: Tensor, rise: Tensor, usable: Tensor) -> float:
     """τ with Σ w_i r_i(τ) ψ(log r_i − log r_i(τ)) = 0, by bisection on log τ.
 
     Raises:
@@ -296,7 +333,7 @@ def matching(estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor) -
 
 
 def _pulls(
-    estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
+    estimate: Estimates, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
 ) -> Tensor:
     """w_i r_i(τ) ψ(log r_i − log r_i(τ)) of the usable examples."""
     now = estimate(scale)[usable]
@@ -337,7 +374,7 @@ def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
 
 
 def _errors(
-    estimate: Estimate, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
+    estimate: Estimates, weight: Tensor, rise: Tensor, usable: Tensor, scale: float
 ) -> dict[str, float | None]:
     """Spread of the single examples, standard errors of log τ and of the total."""
     k = int(usable.sum())

@@ -104,7 +104,7 @@ def leave_one_out(
     posterior: Posterior,
     *,
     correction: str = "auto",
-    scores: Scores | None = None,
+    scores: Any = None,
     refine: int = 0,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
@@ -124,7 +124,7 @@ def leave_one_out(
     posterior: Any = None,
     *,
     correction: str = "auto",
-    scores: Scores | None = None,
+    scores: Any = None,
     refine: int = 0,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
@@ -143,7 +143,7 @@ def leave_one_out(
             the leverage is too close to 1 for the cavity (0.999, or 0.9 for "diag" and "kron"),
             the row is "bounded"; the table's ``correction`` column says so.
         scores: what ``sensitivity(task, posterior)`` gave for the same posterior, with its
-            variance; V_i is then not computed again.
+            variance (of sequences with or without); V_i is then not computed again.
         refine: how many examples, those whose loss is estimated to change most, are left out by
             quasi-Newton moves on the others and a real forward pass instead, some 12 passes over
             the data each: rows "descent". For a model at the minimum of its own objective;
@@ -187,7 +187,7 @@ def leave_one_out(
     if task.likelihood.is_sequence:
         if refine:
             raise InputError("refine= leaves single examples out, not sequences; use refine=0")
-        return sequence_leave_one_out(task, q, correction, chunking)
+        return sequence_leave_one_out(task, q, correction, chunking, scores)
     word = taken(q, correction)
     likelihood = task.likelihood
     if scores is None:
@@ -203,7 +203,7 @@ def leave_one_out(
         rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
         alone = descended_removals(task, q, rows, progress=progress)
         done = rows[~alone.indefinite]
-        after[done] = alone.outputs[~alone.indefinite]
+        after[done] = torch.cat(alone.outputs)[~alone.indefinite]
         if len(done) < refine:
             warnings.warn(
                 f"{refine - len(done)} of {refine} examples keep their estimate: the model is too "

@@ -37,7 +37,8 @@ from blr_analysis.sensitivity.corrections import (
     taken,
 )
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
-from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_outputs, check_test, fitted
+from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_test, fitted
+from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular, make_table
 
@@ -81,7 +82,7 @@ class Monitor(Plottable):
         indices: the watched examples, ``[n]``.
 
     Raises:
-        InputError: a task of sequences, ``every`` below 1, an unknown measure or correction,
+        InputError: ``every`` below 1, an unknown measure or correction,
             impossible examples, a test task of another likelihood.
         PosteriorError: a test task of a model with other parameters.
         DataError: test targets that the model has no outputs for.
@@ -120,7 +121,7 @@ class Monitor(Plottable):
         memory_budget: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        check_outputs(task, "Monitor")
+        instance("task", task, Task, "a blr_analysis.Task")
         self.task = task
         self.every = positive_int("every", every)
         self.test = None if test is None else _test_task(test, task)
@@ -333,7 +334,8 @@ class Observation:
     """Measures ``[n]`` of the examples, on the CPU; as in :class:`Scores` and :class:`LeaveOneOut`.
 
     Where there are too many outputs for V_i, deviation and leverage are NaN, and the left-out loss
-    is ℓ_i + g_iᵀ Σ g_i, to first order, without hits.
+    is ℓ_i + g_iᵀ Σ g_i, to first order, without hits. So it is of sequences, whose losses are sums
+    over their tokens.
     """
 
     before: Evaluation
@@ -370,6 +372,11 @@ def observe(
     chunking: Chunking,
 ) -> Observation:
     """Watch these examples of the task at the posterior's mean."""
+    if task.likelihood.is_sequence:
+        scores = sequence_scores(task, q, chunking, indices=indices)
+        rise, unknown = scores.self_influence, torch.full_like(scores.losses, torch.nan)
+        before, left_out = Evaluation(scores.losses, None), Evaluation(scores.losses + rise, None)
+        return Observation(before, left_out, unknown, rise, unknown)
     variance = (c := n_outputs(task, q.mean)) <= MOST_OUTPUTS
     word = taken(q, correction)
     columns = c if variance else 1

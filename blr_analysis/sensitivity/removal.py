@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Curvature
-from blr_analysis.backprop.terms import products
+from blr_analysis.backprop.products import Curvature, linearised
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Tree
@@ -40,10 +39,10 @@ VECTORS = 8  # of the size of the parameters, per example: what conjugate gradie
 
 @dataclass(frozen=True)
 class Removals:
-    """Some examples, each left out; ``[K]``, on the CPU.
+    """K examples, each left out; ``[K]``, on the CPU.
 
     Attributes:
-        outputs: of each without it, ``[K, C]``.
+        outputs: of each without it, ``[1, C]``, of a sequence ``[1, T, C]``.
         residual: of the conjugate gradients, in the preconditioner's norm, or what one more move
             of the descent would be; relative to the first.
         converged: whether the residual fell below the tolerance.
@@ -55,7 +54,7 @@ class Removals:
         passes: sweeps over the training data.
     """
 
-    outputs: Tensor
+    outputs: list[Tensor]
     residual: Tensor
     converged: Tensor
     indefinite: Tensor
@@ -77,6 +76,7 @@ def exact_removals(
     size = sum(m.numel() * m.element_size() for m in q.mean.values())
     together = max(1, (chunking.memory_budget or HELD) // (VECTORS * size))
     precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=chunking.memory_budget)
+    outputs: list[Tensor] = []
     solutions: list[tuple[Tensor, ...]] = []
     iterations = 0
     groups = indices.split(together)
@@ -102,10 +102,10 @@ def exact_removals(
             progress=chunking.progress,
         )
         iterations += solved.iterations
-        outputs = _moved(task, q, group, solved.x)
-        parts = (outputs, solved.residual, solved.converged, solved.indefinite)
+        outputs += _moved(task, q, group, solved.x)
+        parts = (solved.residual, solved.converged, solved.indefinite)
         solutions.append(tuple(t.cpu() for t in parts))
-    outputs, residual, converged, indefinite = (torch.cat(p) for p in zip(*solutions, strict=True))
+    residual, converged, indefinite = (torch.cat(p) for p in zip(*solutions, strict=True))
     passes = precision.curvature.passes
     return Removals(outputs, residual, converged, indefinite, iterations, passes)
 
@@ -134,14 +134,13 @@ def descended_removals(
             f, _ = task.run(task.fetch(alone), params, alone)
         outputs.append(f.cpu())
     residual = left.sqrt()
-    return Removals(torch.cat(outputs), residual, residual <= ROUGH, drifting, passes, spent)
+    return Removals(outputs, residual, residual <= ROUGH, drifting, passes, spent)
 
 
-def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> Tensor:
-    """f_i + J_i move_i, ``[K, C]``."""
+def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> list[Tensor]:
+    """f_i + J_i move_i."""
     rows = []
-    for k, chunk in enumerate(chunks(task, q.mean, Chunking(1, progress=False), indices=group)):
-        move = {n: x[k : k + 1] for n, x in moves.items()}
-        change = products(chunk.jacobian_terms(), move, dtype=chunk.outputs.dtype)
-        rows.append(chunk.outputs + change.squeeze(-1))
-    return torch.cat(rows)
+    for k, index in enumerate(group):
+        own = linearised(task, q.mean, index.reshape(1), "ggn")
+        rows.append((own.outputs + own.push([moves[n][k : k + 1] for n in q.mean])[0]).cpu())
+    return rows

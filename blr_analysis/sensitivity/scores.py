@@ -119,17 +119,17 @@ def sensitivity(
             self-influence are means over them, each at its own weights; outputs, losses and
             predictions are the last one's.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
-            one backward pass gives the self-influence.
+            one backward pass gives the self-influence. Of sequences: whether to estimate tr V_i,
+            by four more backward passes.
         chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
         progress: None shows a bar on a terminal when the work is long.
 
     Returns:
         The scores; of sequences (likelihood "tokens", "causal_lm")
-        :class:`~blr_analysis.sensitivity.sequences.SequenceScores`, without V_i; of a sum of sites
+        :class:`~blr_analysis.sensitivity.sequences.SequenceScores`; of a sum of sites
         :class:`~blr_analysis.sensitivity.sites.SiteScores`.
 
     Raises:
-        InputError: ``variance=True`` for sequences.
         PosteriorError: a posterior of another model, or of another number of examples.
         ModelError: NaN or inf outputs, BatchNorm in training mode, half precision.
         DataError: NaN or inf inputs, targets out of range.
@@ -158,9 +158,7 @@ def sensitivity(
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
     if task.likelihood.is_sequence:
-        if variance:
-            raise InputError("sequences have no V_i; leave variance= out, and see self_influence")
-        return sequence_scores(task, q, chunking)
+        return sequence_scores(task, q, chunking, variance=bool(variance))
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)

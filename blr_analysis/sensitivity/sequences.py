@@ -5,19 +5,26 @@ For a sequence i with loss ℓ_i = Σ_t ℓ_it and gradient g_i = Σ_t ∇ℓ_it
     self-influence      g_iᵀ Σ g_i             the first-order rise of ℓ_i without the sequence
     leave-one-out loss  ℓ_i + g_iᵀ Σ g_i
 
-from one backward pass per sequence. Nothing of size T·C outlives its chunk: what is kept is three
-numbers per sequence.
+from one backward pass per sequence. Nothing of size T·C outlives its chunk: what is kept is a few
+numbers per sequence. The trace of the prediction variance is estimated with random signs z_k at the
+outputs of the tokens that count (Hutchinson, 1990), one backward pass each:
+
+    tr V_i ≈ 1/K Σ_k z_kᵀ V_i z_k,    V_i = J_i Σ J_iᵀ
+
+its standard error by the spread of the K terms.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.backprop.loss import loss_per_token, perplexity
+from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
@@ -25,6 +32,8 @@ from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeftOut, NetworkScores
 from blr_analysis.task import Task
+
+DRAWS = 4  # random cotangents of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +45,21 @@ class SequenceScores(NetworkScores):
         self_influence: g_iᵀ Σ g_i, ``[N]``: the first-order rise of ℓ_i, in nats, when the
             sequence is left out; larger is more influential. Like ℓ_i it grows with the length.
         tokens: how many tokens count, ``[N]``.
+        error: ‖e_i‖₂ over the outputs of all tokens, ``[N]``.
+        variance: tr V_i over them, estimated, ``[N]``; None where it was not asked for.
+        variance_error: its standard error, ``[N]``, or None.
         loss_per_token, perplexity: Σ losses / Σ tokens, and exp of it.
-        table: one row per sequence: index, tokens, loss, loss_per_token, self_influence, and the
-            task's metadata columns.
+        table: one row per sequence: index, tokens, loss, loss_per_token, error, self_influence,
+            variance and variance_error where they were asked for, and the task's metadata columns.
 
-    Errors, variances and outputs have T·C numbers per sequence and are not held; see
-    :func:`blr_analysis.token_sensitivity` for single tokens.
+    The T·C outputs of a sequence are not held; see :func:`blr_analysis.token_sensitivity` for
+    single tokens.
     """
 
     tokens: Tensor
+    error: Tensor
+    variance: Tensor | None = None
+    variance_error: Tensor | None = None
 
     @property
     def loss_per_token(self) -> float:
@@ -108,25 +123,37 @@ def sequence_scores(
     task: Task,
     q: Posterior,
     chunking: Chunking,
+    *,
+    variance: bool = False,
+    indices: Tensor | None = None,
 ) -> SequenceScores:
     """Losses, self-influences and token counts of a task's sequences, chunk by chunk.
+
+    Args:
+        variance: whether tr V_i is estimated.
+        indices: the sequences; None: all.
 
     Raises:
         ModelError, DataError: as :func:`blr_analysis.sensitivity`; also a sequence without a
             single token that counts.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for chunk in chunks(task, q.mean, chunking, columns=1, label="sequences"):
+    for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="sequences"):
         losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         influence = self_influence(q, chunk, error)
         tokens = tokens_of(task, chunk.targets)
-        parts.append((losses.cpu(), influence.cpu(), tokens.cpu()))
-    losses, influence, tokens = (torch.cat(p) for p in zip(*parts, strict=True))
+        size = torch.linalg.vector_norm(error.flatten(1), dim=1)
+        estimate = trace(q, chunk, signs) if variance else ()
+        parts.append(tuple(t.cpu() for t in (losses, influence, tokens, size, *estimate)))
+    losses, influence, tokens, size, *estimate = (torch.cat(p) for p in zip(*parts, strict=True))
     return SequenceScores(
         losses=losses,
         self_influence=influence,
         tokens=tokens,
+        error=size,
+        variance=estimate[0] if variance else None,
+        variance_error=estimate[1] if variance else None,
         likelihood=task.likelihood,
         metadata=task.metadata,
         note=caveat_of(q),
@@ -138,18 +165,23 @@ def sequence_leave_one_out(
     q: Posterior,
     correction: str,
     chunking: Chunking,
+    scores: SequenceScores | None = None,
 ) -> SequenceLeaveOneOut:
     """Every sequence's loss as if the model had been trained without it, to first order.
 
     Raises:
-        InputError: the cavity is asked for, which needs V_i.
+        InputError: the cavity is asked for, which needs V_i; scores of other data.
     """
     if correction == "cavity":
         raise InputError(
             'correction="cavity" needs the variance of all T·C outputs of a sequence; use '
             '"first_order"'
         )
-    scores = sequence_scores(task, q, chunking)
+    if scores is None:
+        scores = sequence_scores(task, q, chunking)
+    instance("scores", scores, SequenceScores, "what blr_analysis.sensitivity(...) returns")
+    if len(scores) != task.n_data:
+        raise InputError(f"scores of {len(scores)} sequences for a task of {task.n_data}")
     return SequenceLeaveOneOut(
         losses=scores.losses + scores.self_influence,
         losses_before=scores.losses,
@@ -159,6 +191,34 @@ def sequence_leave_one_out(
         metadata=task.metadata,
         note=scores.note,
     )
+
+
+def trace(
+    q: Posterior, chunk: Chunk, draw: Callable[[Chunk, torch.Generator], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """1/K Σ_k z_kᵀ V_i z_k for z_k that ``draw`` gives, and its standard error, ``[B]`` each."""
+    first = int(chunk.indices[0])
+    drawn = []
+    for k in range(DRAWS):
+        generator = torch.Generator().manual_seed(DRAWS * first + k)
+        drawn.append(self_influence(q, chunk, draw(chunk, generator)))
+    each = torch.stack(drawn)
+    return each.mean(0), each.std(0) / DRAWS**0.5
+
+
+def signs(chunk: Chunk, generator: torch.Generator) -> Tensor:
+    """±1 at every output of the tokens that count, whose mean square is the identity."""
+    counted = chunk.likelihood.counted(chunk.targets)
+    assert counted is not None
+    z = torch.empty(chunk.outputs.shape, dtype=torch.int8).random_(2, generator=generator)
+    return z.to(chunk.outputs).mul_(2).sub_(1).mul_(counted.unsqueeze(-1))
+
+
+def drawn_errors(chunk: Chunk, generator: torch.Generator) -> Tensor:
+    """The errors of labels that the model itself draws, whose mean square is Λ."""
+    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
+    labels = chunk.likelihood.resample(outputs, targets, generator).to(chunk.targets)
+    return chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, labels)
 
 
 def tokens_of(task: Task, targets: Tensor) -> Tensor:

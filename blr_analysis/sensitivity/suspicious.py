@@ -12,7 +12,7 @@ and what is learned by heart at the end was contradicted before (Pleiss et al., 
 example i's outputs move when the weights move as the posterior lets them: the predictions of two
 copies always move together. For many samples corr is tr(J_i Σ J_jᵀ) scaled to 1 for an example with
 itself: likeness as the model sees it, for any kind of input, where pixels have a distance and
-sentences have none.
+sentences have none. Of sequences δf_i is the change of the loss, one number for each θ_s.
 
 A twin must be nearer than chance has it. Around an example of a cloud of any local dimension m the
 log spacings of its neighbours' distances, k log(d_k+1 / d_k), are independent and exponential with
@@ -24,7 +24,7 @@ mean 1/m (Rényi, 1953; Levina & Bickel, 2004), so that m cancels in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blr_analysis import checks
-from blr_analysis.backprop.engine import predict
+from blr_analysis.backprop.engine import Chunking, chunks, predict
+from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
@@ -40,6 +41,11 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.scores import Scores, all_fitted, sensitivity
+from blr_analysis.sensitivity.sequences import (
+    drawn_errors,
+    sequence_leave_one_out,
+    trace,
+)
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -65,16 +71,18 @@ class Suspicions(Tabular, Plottable):
     Attributes:
         gain: how many nats the example's own loss would fall by if its label were the best other
             one, for a model that never saw it, ``[N]``, a mean over the posteriors; above 0 the
-            label is contradicted. For regression: the left-out loss.
-        proposed: the label that would gain most, as the targets; None for regression.
+            label is contradicted. For regression: the left-out loss; of sequences that of a token.
+        proposed: the label that would gain most, as the targets; None for regression, sequences.
         unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
             (in parameters), whatever its label: the rise of its own loss without it that one
-            expects of a label drawn from the model's own prediction.
+            expects of a label drawn from the model's own prediction. Of sequences estimated with
+            four such draws.
         closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
             copy. None where twins were not asked for.
         twin: index of the nearest other example, ``[N]``, or None.
         kind: "label", "unfamiliar", "duplicate" or "none": the fault that is suspected.
         order: indices, the most suspicious first, ``[N]``.
+        targets, predictions: None of sequences.
         n_posteriors: K.
         table: one row per example, the most suspicious first.
     """
@@ -86,8 +94,8 @@ class Suspicions(Tabular, Plottable):
     twin: Tensor | None
     kind: list[str]
     order: Tensor
-    targets: Tensor
-    predictions: Tensor
+    targets: Tensor | None
+    predictions: Tensor | None
     likelihood: Likelihood
     n_posteriors: int = 1
     metadata: Mapping[str, list[Any]] = field(default_factory=dict)
@@ -147,7 +155,7 @@ def suspicious(
 
     Raises:
         InputError: no posterior, a share that is not between 0 and 1, fewer than one sample, fewer
-            than three examples to find twins among, sequences (whose outputs have no V_i).
+            than three examples to find twins among.
         PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
 
     Source: left-out predictions, Nickl et al., NeurIPS 2023, Eq. 12; margins averaged over
@@ -177,34 +185,16 @@ def suspicious(
     instance("duplicates", duplicates, bool, "True or False")
     checks.share("share", share)
     positive_int("samples", samples)
-    if task.likelihood.is_sequence:
-        raise InputError("suspicious needs V_i, which the outputs of sequences do not have")
-    gains: list[Tensor] = []
-    scores: Scores | None = None  # those of the last posterior, in the end
-    for q in qs:
-        scores = sensitivity(
-            task,
-            q,
-            variance=True,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
-        loo = leave_one_out(task, q, scores=scores)
-        gains.append(relabelling(task.likelihood.plain, loo.logits, loo.targets))
-    assert scores is not None and scores.variance is not None
-    gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
-    rows = torch.arange(task.n_data).split(4096)
-    heights = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
-    pieces = zip(heights, scores.variance.split(4096), strict=True)
-    unfamiliarity = torch.cat([(height * v).sum((1, 2)) for height, v in pieces])
+    chunking = Chunking(chunk_size, memory_budget, progress)
+    sequential = task.likelihood.is_sequence
+    judgement = (_of_sequences if sequential else _of_outputs)(task, qs, chunking)
+    gain, proposed, unfamiliarity, targets, predictions = judgement
     closeness, twin, distinct = None, None, None
     if duplicates:
         closeness, twin, told = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
         distinct = closeness.where(told, 0)
-    kind, order = judged(
-        gain, unfamiliarity, distinct, share, contradicts=task.likelihood.is_classification
-    )
+    contradicts = task.likelihood.is_classification and not sequential
+    kind, order = judged(gain, unfamiliarity, distinct, share, contradicts=contradicts)
     return Suspicions(
         gain=gain,
         proposed=proposed,
@@ -213,12 +203,42 @@ def suspicious(
         twin=twin,
         kind=kind,
         order=order,
-        targets=scores.targets,
-        predictions=scores.predictions,
+        targets=targets,
+        predictions=predictions,
         likelihood=task.likelihood,
         n_posteriors=len(qs),
         metadata=task.metadata,
     )
+
+
+def _of_outputs(
+    task: Task, qs: Sequence[Posterior], chunking: Chunking
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Gain, proposed label, unfamiliarity, targets and predictions."""
+    gains: list[Tensor] = []
+    scores: Scores | None = None  # those of the last posterior, in the end
+    for q in qs:
+        scores = sensitivity(task, q, variance=True, **asdict(chunking))
+        loo = leave_one_out(task, q, scores=scores)
+        gains.append(relabelling(task.likelihood.plain, loo.logits, loo.targets))
+    assert scores is not None and scores.variance is not None
+    gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
+    rows = torch.arange(task.n_data).split(4096)
+    heights = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
+    pieces = zip(heights, scores.variance.split(4096), strict=True)
+    unfamiliarity = torch.cat([(height * v).sum((1, 2)) for height, v in pieces])
+    return gain, proposed, unfamiliarity, scores.targets, scores.predictions
+
+
+def _of_sequences(
+    task: Task, qs: Sequence[Posterior], chunking: Chunking
+) -> tuple[Tensor, None, Tensor, None, None]:
+    """The same of sequences: the left-out loss of a token, and E_ŷ ĝᵀ Σ ĝ = tr ΛV, estimated."""
+    each = [sequence_leave_one_out(task, q, "auto", chunking) for q in qs]
+    gain = torch.stack([loo.losses / loo.tokens for loo in each]).mean(0)
+    swept = chunks(task, qs[-1].mean, chunking, columns=1, label="unfamiliarity")
+    unfamiliarity = torch.cat([trace(qs[-1], chunk, drawn_errors)[0].cpu() for chunk in swept])
+    return gain, None, unfamiliarity, None, None
 
 
 def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -298,17 +318,23 @@ def twins(
 def responses(
     task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """δf_i of every example, ``[N, S·C]``, with many outputs random mixtures of them; and the
-    distance, relative to ‖δf_i‖, that rounding leaves between two copies, ``[N]``."""
+    """δf_i of every example, ``[N, S·C]``, with many outputs random mixtures of them, of sequences
+    δℓ_i; and the distance, relative to ‖δf_i‖, that rounding leaves between two copies, ``[N]``."""
     generator = torch.Generator().manual_seed(seed + OWN_SEED)
-    before, _ = predict(task, q.mean, progress=False)
+
+    def seen(params: Mapping[str, Tensor]) -> Tensor:
+        if task.likelihood.is_sequence:
+            return evaluated(task, params, progress=False)[0].losses.unsqueeze(1)
+        return predict(task, params, progress=False)[0]
+
+    before = seen(q.mean)
     c = before.shape[1]
     kept = max(1, min(c, WIDTH // samples))
     parts = []
     for _ in track(range(samples), total=samples, label="twins", show=progress):
         drawn = q.sample(generator=generator)
         near = {name: m + STEP * (drawn[name] - m) for name, m in q.mean.items()}
-        moved = (predict(task, near, progress=False)[0] - before) / STEP
+        moved = (seen(near) - before) / STEP
         if kept < c:
             mix = torch.randn(c, kept, generator=generator, dtype=torch.float64)
             moved = moved @ mix.to(moved.dtype)

@@ -11,7 +11,9 @@ one backward pass through that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +24,10 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import TokenCategorical
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, preconditioned
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, select
@@ -110,7 +114,7 @@ def token_sensitivity(
         order = select(sequences, task, q, name="sequences")
     parts = []
     for i in track(order, total=len(order), label="tokens", show=progress):
-        targets, losses, change = _tokens(task, q, task.likelihood, i.view(1))
+        targets, losses, change = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
         (kept,) = (targets != task.likelihood.ignore_index).nonzero(as_tuple=True)
         parts.append((i.expand(len(kept)), kept, targets[kept], losses[kept], change[kept]))
     sequence, position, target, losses, change = (
@@ -128,10 +132,42 @@ def token_sensitivity(
     )
 
 
+def token_influence(
+    task: Task, posterior: Posterior, test_task: Task, sources: Tensor
+) -> dict[str, Any]:
+    """g_tᵀ Σ g_j of every token of the training sequences ``sources`` ``[M, k]`` on the M test
+    sequences: what each token of a source makes up of its influence, which is their sum.
+
+    Returns:
+        Columns: question, example, position, target (token id), influence (nats).
+    """
+    q = fitted(task, posterior)
+    assert isinstance(task.likelihood, TokenCategorical)
+    budget = Budget.of(None, q, 1)
+    parts: list[tuple[Tensor, ...]] = []
+    for j, row in enumerate(sources):
+        held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
+        direction = {n: x[0] for n, x in held.items()}
+        for i in row:
+            targets, _, change = _tokens(
+                task, q, task.likelihood, i.view(1), lambda _, held=direction: held
+            )
+            (kept,) = (targets != task.likelihood.ignore_index).nonzero(as_tuple=True)
+            question = torch.full_like(kept, j)
+            parts.append((question, i.expand(len(kept)), kept, targets[kept], change[kept]))
+    names = ("question", "example", "position", "target", "influence")
+    columns = (torch.cat([t.cpu() for t in part]).numpy() for part in zip(*parts, strict=True))
+    return dict(zip(names, columns, strict=True))
+
+
 def _tokens(
-    task: Task, q: Posterior, likelihood: TokenCategorical, index: Tensor
+    task: Task,
+    q: Posterior,
+    likelihood: TokenCategorical,
+    index: Tensor,
+    direction_of: Callable[[Tree], Tree],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Targets, losses and g_tᵀ Σ g_i of one sequence's tokens, ``[T]`` each."""
+    """Targets, losses and g_tᵀ u of one sequence's tokens, ``[T]`` each, with u made of g_i."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
@@ -148,7 +184,7 @@ def _tokens(
                 materialize_grads=True,
             )
             named = dict(zip(leaves, grads, strict=True))
-            direction = q.form.solve({n: g.detach() for n, g in named.items()})
+            direction = direction_of({n: g.detach() for n, g in named.items()})
             along = torch.stack([(g * direction[n]).sum() for n, g in named.items()]).sum()
             (change,) = torch.autograd.grad(along, weights)
             _check_linear(change, along)

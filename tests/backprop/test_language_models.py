@@ -12,6 +12,7 @@ from oracles import relative
 from readings import jacobian_of, ways
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import blr_analysis as blr
 from blr_analysis.errors import ModelError, PosteriorError
@@ -95,6 +96,29 @@ def test_norms_of_every_name_are_read_by_what_they_compute() -> None:
     assert read["curved.weight"] == "curved"  # by torch.func
     for chunk_size in (1, 4):
         assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Cohere"])
+def test_models_whose_norms_are_in_single_precision_run_in_double(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "use_cache": False}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**small, **heads, **ends)
+    with seeded(0):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+        randomised(model)
+    ids = torch.randint(1, 16, (5, 7), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    q = fitted(Task(model, DataLoader(rows, batch_size=2), likelihood="causal_lm"), "diag")
+    sums = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    for row in ids:
+        model.zero_grad()
+        logits = model(row.unsqueeze(0)).logits[0, :-1]
+        nn.functional.cross_entropy(logits, row[1:], reduction="sum").backward()
+        for name, p in model.named_parameters():
+            sums[name] += p.grad.square()
+    assert all(relative(q.precision(n), s) < 1e-5 for n, s in sums.items())
 
 
 @cache

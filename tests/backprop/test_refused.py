@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from models import seeded
 from parts import Graph, graph, normal
 from torch import Tensor, nn
 
@@ -73,19 +75,34 @@ def test_what_autograd_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
+def test_checkpointing_works_where_nothing_is_run_again() -> None:
     """It runs the forward pass again with the model's own weights, after the swap is over."""
+    plain, checkpointed = (checkpointed_task(use_reentrant=k) for k in (False, True))
+    with pytest.raises(ModelError, match="checkpointing"):
+        fit_laplace(checkpointed, prior_precision=1.0, progress=False)
+    plain.model.use = lambda inner, x: inner(x)
+    ours = checkpointed_task(use_reentrant=False)
+    elsewhere = {n: p + 0.1 for n, p in ours.parameters().items()}  # not the model's own weights
+    for way in (lambda t: fit_laplace(t, **FIT).precision("two.weight"),
+                lambda t: loss_and_gradient(t, elsewhere)[0]["two.weight"]):  # fmt: skip
+        assert torch.equal(way(ours), way(plain))
+
+
+FIT: dict[str, Any] = dict(prior_precision=1.0, structure="diag", progress=False)
+
+
+def checkpointed_task(use_reentrant: bool) -> Task:
     from torch.utils.checkpoint import checkpoint
 
     def call(m: Graph, x: Tensor) -> Tensor:
         inner = lambda h: torch.tanh(m.two(h))  # noqa: E731
-        return m.out(checkpoint(inner, torch.tanh(m.one(x)), use_reentrant=reentrant))
+        return m.out(m.use(inner, torch.tanh(m.one(x))))
 
-    parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
-    task = Task(graph(call, **parts), (normal(6, 3), torch.arange(6) % 2))
-    with pytest.raises(ModelError, match="checkpointing"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+    with seeded(0):
+        parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
+    model = graph(call, **parts)
+    model.use = partial(checkpoint, use_reentrant=use_reentrant)
+    return Task(model, (normal(6, 3), torch.arange(6) % 2))
 
 
 class Recomputed(torch.autograd.Function):

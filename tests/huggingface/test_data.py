@@ -127,6 +127,7 @@ def test_labels_out_of_range_are_named(label: object, tmp_path: Path) -> None:
 
 BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
     ("d.xlsx", "", DataError, r"none of \.jsonl"),
+    ("d.json", "[]", DataError, "no examples"),
     ("d.jsonl", "", DataError, "no examples"),
     ("d.txt", "\n \n", DataError, "no examples"),
     ("d.csv", "tekst,label\na,1\n", DataError, r"'tekst', 'label'.*--text"),

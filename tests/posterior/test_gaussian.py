@@ -13,6 +13,7 @@ from torch import nn
 
 from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.sensitivity import sensitivity
 from blr_analysis.task import Task
 
 MEAN = {"w": torch.tensor([[1.0, -2.0]]), "b": torch.tensor(0.5)}  # a scalar parameter too
@@ -27,6 +28,37 @@ def posterior(**changes) -> Posterior:
 
 def task_for(model: nn.Module, n: int = 8) -> Task:
     return Task(model, (normal(n, 4), torch.arange(n) % 3))
+
+
+class Wrapped(nn.Module):
+    """As torch.compile, FSDP and checkpoint wrappers name what is inside of them."""
+
+    def __init__(self, name: str, inside: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, inside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.name)(x)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
+@pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module", "module"])
+def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) -> None:
+    bare = mlp()
+    inside = nn.Sequential(*bare) if name == "module" else nn.Sequential(
+        Wrapped(name, bare[0]), *bare[1:]
+    )  # fmt: skip
+    wrapped = Wrapped(name, inside) if name == "module" else inside
+    tasks = [task_for(bare), task_for(wrapped)]
+    assert list(tasks[0].parameters()) != list(tasks[1].parameters())
+    how = dict(structure=structure, progress=False, prior_precision=0.7)
+    for one, other in (tasks, tasks[::-1]):
+        q = fit_laplace(one, initial={n: p + 0.1 for n, p in one.parameters().items()}, **how)
+        own = sensitivity(one, q, progress=False).self_influence
+        assert relative(sensitivity(other, q, progress=False).self_influence, own) < 1e-10
+        moved = q.on(other)
+        assert list(moved.mean) == list(moved.initial) == list(other.parameters())
 
 
 def test_nothing_of_the_callers_is_kept_attached() -> None:

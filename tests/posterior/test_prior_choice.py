@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import OptimizerError, PosteriorError
+from blr_analysis.posterior import prior_choice
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
 
@@ -78,6 +79,24 @@ def test_both_rules_against_dense_algebra() -> None:
     assert evidence * float(d @ d) == pytest.approx(float((h / (h + evidence)).sum()))
     assert about["apart"] == pytest.approx(max(delta / evidence, evidence / delta))
     assert 0 < about["explained"] < 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_directions_taken_together_give_the_same(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [torch.randn(4000, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    form = Diagonal({"w": (3 * drawn[0]).exp(), "v": torch.tensor([0.0, 1e-9])})
+    d = {"w": drawn[1], "v": torch.ones(2)}
+    g = {n: -0.7 * x for n, x in d.items()}
+    g["w"] = g["w"] + 0.3 * drawn[2]
+    one_by_one = chosen_prior(form, d, g if known else None)
+    monkeypatch.setattr(prior_choice, "SINGLE", 0)
+    together = chosen_prior(form, d, g if known else None)
+    assert together[0] == pytest.approx(one_by_one[0], rel=1e-4)
+    for name, value in one_by_one[1].items():
+        exact = value if value is None or isinstance(value, str) else pytest.approx(value, rel=1e-4)
+        assert together[1][name] == exact
 
 
 def test_without_a_pull_of_the_prior_the_evidence_decides() -> None:

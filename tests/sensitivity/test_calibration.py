@@ -170,7 +170,7 @@ def test_exact_solves_against_dense_matrices() -> None:
             if kind == "hessian" and float(torch.linalg.eigvalsh(rest)[0]) <= 0:
                 continue
             move = torch.linalg.solve(rest, jacobian[i].T @ e[i])
-            torch.testing.assert_close(row, f[i] + jacobian[i] @ move, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(row[0], f[i] + jacobian[i] @ move, rtol=1e-7, atol=1e-9)
         assert bool(found.converged.all()) or kind == "hessian"
         assert found.passes == 1 + 2 * 3 * found.iterations
     torch.testing.assert_close(

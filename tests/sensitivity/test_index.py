@@ -54,6 +54,23 @@ def test_with_room_for_everything_it_is_exact(tmp_path: Path, structure: str) ->
         assert top.table[column].equals(truth.table[column])
 
 
+@pytest.mark.parametrize("few", [0, 8])
+def test_a_search_in_half_precision_finds_the_same(
+    few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
+    monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(module, "SPARE", 2)
+    monkeypatch.setattr(module, "CACHED", 200)
+    index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
+    values = index.influence(test, **QUIET)
+    top = index.top(test, 3, **QUIET)
+    for side, largest in (("helpful", True), ("harmful", False)):
+        truth, rows = values.topk(3, dim=0, largest=largest)
+        assert torch.equal(getattr(top, side), rows.mT)
+        assert relative(getattr(top, f"{side}_values"), truth.mT) < 1e-6
+
+
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)

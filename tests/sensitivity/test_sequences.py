@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from blr_analysis.backprop.loss import evaluated
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.posterior import Posterior, laplace
+from blr_analysis.posterior.structures import Diagonal, Kronecker
+from blr_analysis.sensitivity import sequences as sequences_module
 from blr_analysis.task import Task
 
+influence_module = sys.modules["blr_analysis.sensitivity.influence.influence"]
 N, PRIOR, EXACT = 8, 0.7, 1e-10
 MODELS = {
     "plain": dict(),
@@ -90,6 +93,152 @@ def test_empirical_fisher_is_the_sum_of_squared_sequence_gradients(name: str) ->
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = world.gradients.square().sum(0) + PRIOR
     assert relative(flatten({n: q.precision(n) for n in q.mean}), truth) < EXACT
+
+
+@each_model
+@pytest.mark.parametrize("sample", [3, 256])
+def test_kronecker_of_all_but_the_vocabulary(
+    name: str, sample: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laplace, "SAMPLE", sample)
+    world = World(tiny_lm(**MODELS[name]))
+    q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
+    assert isinstance(q.form, Kronecker)
+    like = {n: p.detach() for n, p in world.model.named_parameters()}
+    gradients = unflatten(world.gradients, like)
+    for block in q.form.blocks:
+        turned = block.left.mT @ block.join(gradients) @ block.right
+        assert relative(q.form.values[block.key], turned.square().sum(0) + PRIOR) < EXACT
+    for plain in q.form.plain:
+        squares = gradients[plain].square().sum(0) + PRIOR
+        assert relative(q.form.values[plain], squares) < EXACT
+    factored = {block.key for block in q.form.blocks}
+    assert {"up.weight", "down.weight"} <= factored
+    assert {n for n in like if n.startswith(("words", "places", "read"))} <= set(q.form.plain)
+
+
+class Dense:
+    """J_i and Λ_i of every sequence at the tokens that count, and what follows from them."""
+
+    def __init__(self, world: World, q: Posterior) -> None:
+        self.sigma = world.covariance(q)
+        self.jacobians, self.heights, self.errors, self.outputs, self.targets = [], [], [], [], []
+        names = [n for n, _ in world.model.named_parameters()]
+        for ids, labels in zip(world.ids, world.labels, strict=True):
+            kept = labels[1:] != IGNORED
+
+            def logits(flat: Tensor, ids: Tensor = ids, kept: Tensor = kept) -> Tensor:
+                like = {n: p.detach() for n, p in world.model.named_parameters()}
+                params = {n: x[0] for n, x in unflatten(flat.unsqueeze(0), like).items()}
+                out = torch.func.functional_call(world.model, params, (ids.unsqueeze(0),))
+                return out.logits[0, :-1][kept]
+
+            at = torch.cat([q.mean[n].flatten() for n in names])
+            f, y = logits(at), labels[1:][kept]
+            p = f.softmax(-1)
+            self.outputs.append(f)
+            self.targets.append(y)
+            self.errors.append((p - torch.nn.functional.one_hot(y, f.shape[-1])).flatten())
+            blocks = [x.diag() - torch.outer(x, x) for x in p]
+            self.heights.append(torch.block_diag(*blocks))
+            self.jacobians.append(torch.func.jacrev(logits)(at).flatten(0, 1))
+
+    @property
+    def variances(self) -> list[Tensor]:
+        return [j @ self.sigma @ j.T for j in self.jacobians]
+
+
+def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    dense = Dense(world, q)
+    truth = torch.stack([v.trace() for v in dense.variances])
+    monkeypatch.setattr(sequences_module, "DRAWS", 300)
+    scores = blr.sensitivity(world.task, q, variance=True, progress=False)
+    apart = (scores.variance - truth) / scores.variance_error
+    assert float(apart.abs().max()) < 4
+    assert float((scores.variance_error / truth).max()) < 0.2
+    assert relative(scores.error, torch.stack([e.norm() for e in dense.errors])) < EXACT
+    memory = blr.memory_map(scores)
+    assert relative(memory.variance, scores.variance / scores.tokens) < EXACT
+    assert {"region", "variance_error", "tokens"} <= set(memory.table)
+    along = blr.memory_map(blr.sensitivity(world.task, q, progress=False))
+    ratio = scores.self_influence / scores.error.square()
+    assert along.variance_kind == "along_error" and relative(along.variance, ratio) < EXACT
+
+
+def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(influence_module, "TOLERANCE", 1e-10)
+    world = World(tiny_lm(tied=True))
+    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    dense = Dense(world, q)
+    whole = sum(j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True))
+    exact = whole + PRIOR * torch.eye(len(whole), dtype=torch.float64)
+    test = world.task.subset([1, 4])
+    found = blr.influence(world.task, q, test, solver="cg", progress=False)
+    truth = world.gradients @ torch.linalg.solve(exact, world.gradients[[1, 4]].T)
+    assert relative(found, truth) < 1e-7
+    top = blr.top_influence(world.task, q, test, k=1, solver="cg", progress=False)
+    assert top.helpful.flatten().tolist() == truth.argmax(0).tolist()
+    monkeypatch.setattr(influence_module, "ITERATIONS", 1)
+    with pytest.warns(RuntimeWarning, match="rough"):
+        blr.influence(world.task, q, test, solver="cg", progress=False)
+    with pytest.raises(InputError, match="solver"):
+        blr.influence(world.task, q, test, solver="cg", normalize=True, progress=False)
+
+
+def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tiny_lm())
+    monkeypatch.setattr(sequences_module, "DRAWS", 300)
+    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    dense = Dense(world, q)
+    wrong = blr.suspicious(world.task, q, samples=8, progress=False)
+    pairs = zip(dense.heights, dense.variances, strict=True)
+    truth = torch.stack([(height * v).sum() for height, v in pairs])
+    assert relative(wrong.unfamiliarity, truth) < 0.1
+    loo = blr.leave_one_out(world.task, q, progress=False)
+    assert relative(wrong.gain, loo.losses / loo.tokens) < EXACT
+    assert "target" not in wrong.table and wrong.targets is None
+    ids = [*world.ids, world.ids[2]]
+    labels = [*world.labels, world.labels[2]]
+    again = task_of(world.model, ids, labels)
+    q = blr.fit_laplace(again, structure="kron", curvature="mc_fisher", **FIT)
+    found = blr.suspicious(again, q, samples=8, progress=False)
+    assert found.twin[2] == N and found.twin[N] == 2
+    assert float(found.closeness[2]) == pytest.approx(1, abs=1e-6)
+
+
+def test_monitored_sequences() -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="diag", curvature="mc_fisher", **FIT)
+    monitor = blr.Monitor(world.task, examples=[1, 3], test=world.task, progress=False)
+    row = monitor(q, 1)
+    loo = blr.leave_one_out(world.task, q, progress=False)
+    assert row["loo_nll"] == pytest.approx(float(loo.losses[[1, 3]].mean()), rel=EXACT)
+    assert row["test_nll"] == pytest.approx(float(world.losses.mean()), rel=EXACT)
+    assert math.isnan(row["max_leverage"])
+
+
+def test_calibrated_on_sequences_left_out() -> None:
+    world = World(tiny_lm())
+    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    dense = Dense(world, q)
+    fixed = dict(kind="ggn", indices=[0, 3, 5], tolerance=1e-10, progress=False)
+    better = blr.calibrate(world.task, q, **fixed)
+    shares = [j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True)]
+    whole = sum(shares) + PRIOR * torch.eye(len(shares[0]), dtype=torch.float64)
+    for i, exact in zip([0, 3, 5], better.record["calibration"]["exact"], strict=True):
+        move = torch.linalg.solve(whole - shares[i], dense.jacobians[i].T @ dense.errors[i])
+        f = dense.outputs[i] + (dense.jacobians[i] @ move).view_as(dense.outputs[i])
+        after = torch.nn.functional.cross_entropy(f, dense.targets[i], reduction="sum")
+        assert exact == pytest.approx(float(after - world.losses[i]), rel=1e-6)
+    wrong = Posterior(
+        q.mean, q.form.plus(q.form, 2.0), prior_precision=PRIOR, n_data=N, record=q.record
+    )
+    again = blr.calibrate(world.task, wrong, **fixed)
+    scale = better.record["calibration"]["scale"]
+    assert again.record["calibration"]["scale"] == pytest.approx(3 * scale, rel=1e-6)
+    assert better.record["calibration"]["correction"] == "first_order"
 
 
 def test_taggers_without_a_shift() -> None:
@@ -272,7 +421,7 @@ def test_tables_and_groups() -> None:
     q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
     scores = blr.sensitivity(task, q, progress=False)
     table = scores.table
-    names = ["index", "tokens", "loss", "loss_per_token", "self_influence", "speaker"]
+    names = ["index", "tokens", "loss", "loss_per_token", "error", "self_influence", "speaker"]
     assert list(table) == names
     total = table.groupby("speaker").self_influence.sum()
     assert total["b"] == pytest.approx(float(scores.self_influence[2:4].sum()), rel=EXACT)
@@ -312,7 +461,7 @@ def test_units() -> None:
     assert loo.perplexity == pytest.approx(math.exp(total / count), rel=EXACT)
     assert f"{loo.perplexity:.4g}" in repr(loo)
     assert f"{scores.perplexity:.4g}" in repr(scores)
-    assert not hasattr(scores, "variance") and not hasattr(loo, "leverage")
+    assert scores.variance is None and not hasattr(loo, "leverage")
 
 
 def test_ivon_gives_a_posterior_of_sequences() -> None:
@@ -350,9 +499,9 @@ class TestRefused:
         with pytest.raises(InputError, match="first_order"):
             blr.leave_one_out(world.task, q, correction="cavity", progress=False)
 
-    def test_variance(self, world: World, q: Posterior) -> None:
-        with pytest.raises(InputError, match="self_influence"):
-            blr.sensitivity(world.task, q, variance=True, progress=False)
+    def test_calibrating_for_the_cavity(self, world: World, q: Posterior) -> None:
+        with pytest.raises(InputError, match="first_order"):
+            blr.calibrate(world.task, q, probe=2, correction="cavity", progress=False)
 
     def test_relabelling(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match=r"remove= and add="):
@@ -370,10 +519,6 @@ class TestRefused:
         chunk = next(chunks(world.task, q.mean, QUIET, columns=1))
         with pytest.raises(InputError, match="one gradient per sequence"):
             chunk.jacobian_terms()
-
-    def test_memory_maps(self, world: World, q: Posterior) -> None:
-        with pytest.raises(InputError, match="error"):
-            blr.memory_map(blr.sensitivity(world.task, q, progress=False))
 
     def test_single_tokens_of_other_likelihoods(self) -> None:
         task = Task(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3))

@@ -33,7 +33,7 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
-Passes = Callable[[str], Iterator[list[Term]]]
+Passes = Callable[..., Iterator[list[Term]]]
 HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
 
 
@@ -43,13 +43,16 @@ class Fit:
 
     Attributes:
         params: the weights, by name.
-        passes: label → one sweep over the data: per chunk the terms of the columns G_i.
+        passes: label, indices=None → one sweep over the data (or ``indices`` of it): per chunk the
+            terms of the columns G_i.
         prior: δ.
         label: of the sweeps.
         inputs: what the layers see, over one sweep of forward passes.
         gradients: how many G_ic there are.
         n_data: the number of examples.
         padded: whether some positions are padding.
+        vocabulary: words that a language model tells apart; 0 for other models.
+        sample: examples whose gradients tell the directions; None: all.
         rank, tolerance: of low rank.
     """
 
@@ -63,6 +66,8 @@ class Fit:
     padded: bool
     rank: int | None
     tolerance: float | None
+    vocabulary: int = 0
+    sample: Tensor | None = None
 
 
 class Structure(ABC):
@@ -114,6 +119,16 @@ class Structure(ABC):
     def record(self) -> dict[str, Any]:
         """What :meth:`read` needs beside the tensors, JSON-able."""
         return {"shapes": {n: list(s) for n, s in self.shapes.items()}}
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same matrix over parameters of other names, as it is stored."""
+
+        def key(stored: str) -> str:
+            own = next((n for n in names if stored == n or stored.startswith(f"{n}.")), None)
+            return stored if own is None else names[own] + stored.removeprefix(own)
+
+        tensors = {key(k): t for k, t in self.tensors().items()}
+        return type(self).read(tensors, renamed(self.record(), names), list(names.values()))
 
     @property
     def per_weight(self) -> Tree | None:
@@ -239,6 +254,13 @@ class Spectral(Structure):
         turned = self.forward(v)
         return self.backward({k: turned[k] * s**power for k, s in self.values.items()})
 
+    def summed(self, fit: Fit) -> Self:
+        sums = {n: s.clone() for n, s in self.values.items()}
+        for terms in fit.passes(f"{self.kind} {fit.label}"):
+            for term, basis in self.paired(terms):
+                (term if basis is None else term.rotated(basis)).add_square_sum(sums)
+        return self.with_values(sums)
+
     def times(self, v: Tree) -> Tree:
         return self._power(v, 1.0)
 
@@ -317,6 +339,15 @@ class Spectral(Structure):
                     f"the precision of {name!r} must be positive, its smallest value is "
                     f"{float(s.min()):.3g}; give a prior_precision above 0"
                 )
+
+
+def renamed(entry: Any, names: Mapping[str, str]) -> Any:
+    """Something JSON-able with other names in the place of these."""
+    if isinstance(entry, Mapping):
+        return {names.get(k, k): renamed(v, names) for k, v in entry.items()}
+    if isinstance(entry, list | tuple):
+        return [renamed(v, names) for v in entry]
+    return names.get(entry, entry) if isinstance(entry, str) else entry
 
 
 def unit_products(

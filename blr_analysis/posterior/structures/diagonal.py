@@ -28,13 +28,6 @@ class Diagonal(Spectral):
     def fitted(cls, fit: Fit) -> tuple[Diagonal, dict[str, Any]]:
         return cls({n: torch.zeros_like(p) for n, p in fit.params.items()}).summed(fit), {}
 
-    def summed(self, fit: Fit) -> Diagonal:
-        sums = {n: s.clone() for n, s in self.values.items()}
-        for terms in fit.passes(f"{self.kind} {fit.label}"):
-            for term in terms:
-                term.add_square_sum(sums)
-        return Diagonal(sums)
-
     @classmethod
     def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Diagonal:
         diagonal = [

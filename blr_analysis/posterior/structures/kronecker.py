@@ -23,7 +23,8 @@ LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a hea
 class Kronecker(Spectral):
     """Eigenvalue-corrected K-FAC (George et al., 2018): per layer S = (U_G ⊗ U_A) diag(s) (·)ᵀ.
 
-    Layers that are no matrix products (norms, embeddings, unknown modules) keep a diagonal.
+    Layers that are no matrix products (norms, embeddings, unknown modules) keep a diagonal, and so
+    does the read-out of a language model, whose factor would have the vocabulary's square.
     ``values`` are keyed by the block's weight, ``[g, O, I']``, or by parameter name.
     """
 
@@ -35,7 +36,8 @@ class Kronecker(Spectral):
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
-        """The eigenvectors of the factors in one sweep, the eigenvalues in another."""
+        """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
+        all data."""
         blocks = eigenbases(factor_sums(fit), fit.params)
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
@@ -161,32 +163,36 @@ class Kronecker(Spectral):
         return replace(self, blocks=blocks, values=values)
 
 
-Moments = Mapping[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
+Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
 
 
 def factor_sums(fit: Fit) -> Moments:
-    """Each layer's Σ a aᵀ and Σ d dᵀ, in float64, over one sweep of the data."""
+    """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
+    where they take more memory than the weights, as the gradients are."""
     moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
-    for terms in fit.passes("Kronecker factors"):
+    for terms in fit.passes("Kronecker factors", fit.sample):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
                 continue
-            factors = term.factors(padded=fit.padded)
+            factors = term.factors(padded=fit.padded, vocabulary=fit.vocabulary)
             if factors is None:
                 continue
-            joint, right, left = factors[0], factors[1].double(), factors[2].double()
+            joint, *pair = factors
+            right, left = pair if fit.vocabulary else (m.double() for m in pair)
             if joint.key in moments:
-                _, r, d = moments[joint.key]
-                right, left = r + right, d + left
-            moments[joint.key] = (joint, right, left)
+                moments[joint.key][1].add_(right)
+                moments[joint.key][2].add_(left)
+            else:
+                moments[joint.key] = (joint, right, left)
     return moments
 
 
 def eigenbases(moments: Moments, params: Mapping[str, Tensor]) -> tuple[Basis, ...]:
-    """The eigenvectors of each layer's factors."""
+    """The eigenvectors of each layer's factors, which are let go one after the other."""
     blocks = []
-    for joint, *pair in moments.values():
+    for key in list(moments):
+        joint, *pair = moments.pop(key)
         like = params[joint.key].detach()
         right, left = (torch.linalg.eigh(m.double())[1].to(like) for m in pair)
         known = float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory
+from blr_analysis.backprop.engine import QUIET, Chunk, Chunking, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products, slices
 from blr_analysis.checks import positive_int
@@ -86,12 +86,14 @@ def pieces(
     test_indices: Tensor | None = None,
     memory_budget: int | None = None,
     folder: Path | None = None,
+    solve: Callable[[Tree], Tree] | None = None,
     progress: bool | None = None,
 ) -> Iterator[Piece]:
     """Influence of one training chunk after the other, on all test examples.
 
     Values are on the task's device; nothing is held beyond a piece. ``folder``: where the test
-    gradients are put that memory does not hold. (Of another device than the CPU, they are held
+    gradients are put that memory does not hold. ``solve``: g ↦ S⁻¹ g for stacked gradients, in
+    place of the posterior's own. (Of another device than the CPU, they are held
     there, and the training data pass by once for each block that the budget allows.)
 
     Raises:
@@ -100,14 +102,18 @@ def pieces(
     order = torch.arange(test_task.n_data) if test_indices is None else test_indices
     n_train = task.n_data if indices is None else len(indices)
     budget = Budget.of(memory_budget, q, len(order))
-    turn = _turns(q, n_train, len(order))
+    turn = solve is None and _turns(q, n_train, len(order))
     blocks = (order,) if task.device.type == "cpu" else order.split(budget.vectors)
     shown = track(blocks, total=len(blocks), label="test blocks", show=progress)
     for block in blocks if len(blocks) == 1 else shown:
         with held_for(q, len(block), budget, folder, turned=turn) as held:
             for rows in slices(len(block), budget.vectors):
                 into = {n: h[rows] for n, h in held.items()}
-                precondition(test_task, q, block[rows], cotangent, budget, into, turned=turn)
+                if solve is None:
+                    precondition(test_task, q, block[rows], cotangent, budget, into, turned=turn)
+                    continue
+                for name, part in solve(gradients(test_task, q, block[rows], cotangent)).items():
+                    into[name].copy_(part)
             mapped = len(block) > budget.vectors
             size = chunk_size(task, q, budget, n_train, len(block), mapped=mapped)
             chunking = Chunking(size, progress=progress)
@@ -168,6 +174,18 @@ def chunk_size(
 def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
     """∇ℓ_i of a chunk in factored form, one column."""
     return chunk.terms(cotangent(task, chunk).unsqueeze(1))
+
+
+def gradients(task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent) -> Tree:
+    """∇q_j of these examples, ``[M, ...]`` by name."""
+    each: dict[str, list[Tensor]] = {n: [] for n in q.mean}
+    for chunk in chunks(task, q.mean, QUIET, columns=1, indices=indices):
+        terms = loss_terms(task, chunk, cotangent)
+        reached = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
+        for name, m in q.mean.items():
+            none = m.new_zeros((len(chunk.indices), *m.shape))
+            each[name].append(reached.get(name, none))
+    return {n: torch.cat(parts) for n, parts in each.items()}
 
 
 def preconditioned(

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
+from blr_analysis.posterior.forecast import Forecast, Stage, forecast
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
@@ -54,7 +55,9 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.f
 SAMPLE = 64  # training examples that the directions are found in
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
-ROWS = 4096  # stored examples that are multiplied at once
+CACHED = 2**18  # stored numbers that are multiplied at once, so that they stay in the cache
+FEW = 8  # questions that are asked one by one in half precision
+SPARE = 64  # examples beyond those asked for, whose rank half precision could have changed
 
 
 @dataclass(frozen=True)
@@ -220,10 +223,8 @@ class Index:
         check_k(k, self.n_data)
         if refine and (refine < k or self._task is None):
             raise InputError("refine= is k or more, of an index opened with task=")
-        best = Best(min(max(k, refine), self.n_data))
-        for rows, values in self._products(self._project(test_task, progress)):
-            best.add(rows, values)
-        (high, helpful), (low, harmful) = best.sides()
+        asked = self._project(test_task, progress)
+        (high, helpful), (low, harmful) = self._best(asked, min(max(k, refine), self.n_data))
         if refine:
             high, low = (self._exact(test_task, names) for names in (helpful, harmful))
         sides = []
@@ -253,14 +254,44 @@ class Index:
         sheets = {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in self._sheets.items()}
         return torch.cat([z for z, _ in _projected(task, q, sheets, chunking, None)]).cpu()
 
-    def _products(self, asked: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their values, file by file, read by memory map."""
+    def _products(self, asked: Tensor, *, rough: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and their values, file by file, read by memory map; ``rough``: in half precision."""
+        sizes = asked.norm(dim=1).clamp_min(torch.finfo(asked.dtype).tiny)
+        halves = (asked / sizes.unsqueeze(1)).half().unbind()
         for name, rows in _files(self.n_data).items():
             stored = load_file(self.path / name)
-            for part in torch.arange(len(rows)).split(ROWS):
-                z = stored["directions"][part].to(asked.dtype)
-                values = (z @ asked.mT) * stored["norms"][part].to(asked.dtype).unsqueeze(1)
-                yield rows[part], values
+            z, norms = stored["directions"], stored["norms"].to(asked.dtype).unsqueeze(1)
+            if rough:
+                values = torch.stack([torch.mv(z, q) for q in halves], dim=1).to(asked) * sizes
+            else:
+                some = z.split(max(1, CACHED // z.shape[1]))
+                values = torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
+            yield rows, values * norms
+
+    def _best(self, asked: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+        """Values and rows ``[k, M]`` of the largest, then of the smallest. Of a few questions they
+        are looked for in half precision, with some to spare, whose values are then computed."""
+        first = load_file(self.path / next(iter(_files(self.n_data))))["directions"]
+        rough = first.dtype == torch.float16 and len(asked) <= FEW
+        best = Best(min(k + SPARE if rough else k, self.n_data))
+        for rows, values in self._products(asked, rough=rough):
+            best.add(rows, values)
+        if not rough:
+            return best.sides()
+        sides = []
+        for (_, names), largest in zip(best.sides(), (True, False), strict=True):
+            union, places = names.unique(return_inverse=True)
+            z = torch.stack([self._stored(int(row)) for row in union]).to(asked.dtype)
+            exact = (z @ asked.mT).gather(0, places.view_as(names))
+            values, chosen = exact.topk(k, dim=0, largest=largest)
+            sides.append((values, names.gather(0, chosen)))
+        return sides
+
+    def _stored(self, row: int) -> Tensor:
+        """What is kept of one example, in double precision."""
+        names = list(_files(self.n_data))
+        stored, place = load_file(self.path / names[row // SHARD]), row % SHARD
+        return stored["directions"][place].double() * stored["norms"][place].double()
 
     def _exact(self, test_task: Task, names: Tensor) -> Tensor:
         """The exact influence of these candidates ``[r, M]`` on each question."""
@@ -270,6 +301,20 @@ class Index:
         found = pieces(self._task, self.posterior, where, indices=union, progress=False)
         exact = torch.cat([piece.values.cpu() for piece in found])
         return exact.gather(0, places.view_as(names))
+
+
+def build_cost(task: Task, fit: Sequence[Stage], rank: int, dtype: str = "float16") -> Forecast:
+    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any."""
+    n, probe = task.n_data, sum(min(task.n_data, count) for count in PROBE)
+    stages = [
+        *fit,
+        Stage("directions", 2 * min(n, SAMPLE), rotated=True),  # how large, and which
+        Stage("index", n, rotated=True),
+        Stage("error", probe, rotated=True),
+    ]
+    each = rank * DTYPES[dtype].itemsize
+    posterior = 2 * sum(p.nbytes for p in task.parameters().values())
+    return forecast(task, stages, disk=n * each + posterior)
 
 
 def fingerprint(q: Posterior) -> str:
@@ -316,13 +361,20 @@ def _claim(place: Path, described: dict[str, Any]) -> None:
     _write_json(place / PLAN, described)
 
 
-def _scaled(q: Posterior, terms: list[Term]) -> Iterator[tuple[str, Tensor]]:
-    """Σ^½ G of every matrix in the posterior's basis, ``[B, g, O, I]``, layer by layer."""
+def _roots(q: Posterior) -> Mapping[str, Tensor]:
+    """Σ^½ in the posterior's basis, by name."""
     assert isinstance(q.form, Spectral)
+    return {name: s.rsqrt() for name, s in q.form.values.items()}
+
+
+def _scaled(
+    q: Posterior, terms: list[Term], roots: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Σ^½ G of every matrix in the posterior's basis, ``[B, g, O, I]``, layer by layer."""
     for term, basis in q.form.paired(terms):
         turned = term if basis is None else term.rotated(basis)
         for name, gradients in turned.jacobian().items():
-            scaled = gradients[:, 0] / q.form.values[name].sqrt()
+            scaled = gradients[:, 0].mul_(roots[name])  # nobody else reads these
             if basis is None:
                 rows = scaled.shape[1] if scaled.ndim > 1 else 1
                 scaled = scaled.reshape(len(scaled), 1, rows, -1)
@@ -343,13 +395,14 @@ def _projected(
     indices: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """z ``[B, K]`` and the exact ‖Σ^½ g‖² ``[B]`` of each chunk."""
+    roots = _roots(q)
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         rows, squares = [], []
         for terms in _parts(loss_terms(task, chunk)):
             found = {name: s.left.new_zeros(1, s.size) for name, s in sheets.items()}
             square = torch.zeros((), dtype=torch.float64)
-            for name, w in _scaled(q, terms):
-                square += w.square().sum().cpu()
+            for name, w in _scaled(q, terms, roots):
+                square += torch.linalg.vector_norm(w).double().square().cpu()
                 sheet = sheets[name]
                 found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
             rows.append(torch.cat(list(found.values()), dim=1))
@@ -385,10 +438,12 @@ def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dic
     energy: dict[str, float] = {}
     shapes: dict[str, torch.Size] = {}
 
+    roots = _roots(q)
+
     def sweep() -> Iterator[tuple[str, Tensor]]:
         for chunk in chunks(task, q.mean, chunking, columns=1, indices=some):
             for terms in _parts(loss_terms(task, chunk)):
-                yield from _scaled(q, terms)
+                yield from _scaled(q, terms, roots)
 
     for name, w in sweep():
         energy[name] = energy.get(name, 0.0) + float(w.square().sum())
