@@ -18,8 +18,7 @@ from tqdm import tqdm
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
-    from blr_analysis.posterior import Posterior
-    from blr_analysis.posterior.forecast import Forecast, Stage
+    from blr_analysis.posterior import Forecast, Posterior, Stage
     from blr_analysis.task import Task
 
 
@@ -193,7 +192,7 @@ class Way:
 
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
-        from blr_analysis.posterior.forecast import fit_stages
+        from blr_analysis.posterior import fit_stages
 
         if self.posterior is not None:
             return []
@@ -309,7 +308,7 @@ def audit_forecast(task: str, way: Way, texts: Texts | None) -> Forecast:
     """What the analyses of an audit cost, groups that are taken out apart."""
     from blr_analysis.backprop.engine import n_outputs
     from blr_analysis.cli.script import load_tasks
-    from blr_analysis.posterior.forecast import Stage, forecast
+    from blr_analysis.posterior import Forecast, Stage
     from blr_analysis.sensitivity.sequences import DRAWS
 
     way = way if texts is None else texts.fitting(way)
@@ -323,7 +322,7 @@ def audit_forecast(task: str, way: Way, texts: Texts | None) -> Forecast:
         stages.append(Stage("leave one out", n, outputs, rotated=way.fit == "kron"))
     if not any(stage.name == "gradient of the loss" for stage in stages):
         stages += [Stage("stationarity", n), Stage("gradients of some", some)]
-    return forecast(ours, stages, disk=2 * size)
+    return Forecast.of(ours, stages, disk=2 * size)
 
 
 def show_forecast(cost: Forecast) -> None:

@@ -20,13 +20,14 @@ from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_m
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
 from blr_analysis.posterior import (
     FACTORED,
+    Forecast,
+    Stage,
     check_dtype,
     fit_laplace,
     write_factors,
     write_precision,
 )
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.forecast import Forecast, Stage, forecast
 from blr_analysis.task import Task
 
 KINDS = {
@@ -247,7 +248,7 @@ def fisher_cost(
     ours = task_of(encoded, loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     stages = [Stage("precision", len(encoded), float(samples))]
-    return forecast(ours, stages, disk=size * (2 if half else 4))
+    return Forecast.of(ours, stages, disk=size * (2 if half else 4))
 
 
 def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:

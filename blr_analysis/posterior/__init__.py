@@ -1,6 +1,7 @@
 """What was learned: the posterior, where it comes from, and how it is kept."""
 
 from blr_analysis.posterior.checks import n_data_of
+from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root, fit_laplace
 from blr_analysis.posterior.precision_files import (
@@ -16,12 +17,15 @@ from blr_analysis.posterior.stored import check_dtype
 
 __all__ = [
     "FACTORED",
+    "Forecast",
     "KroneckerRecorder",
     "Posterior",
     "Prior",
+    "Stage",
     "check_dtype",
     "curvature_root",
     "fit_laplace",
+    "fit_stages",
     "n_data_of",
     "read_precision_record",
     "take_off",

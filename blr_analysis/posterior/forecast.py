@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -19,7 +20,7 @@ from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
-from blr_analysis.posterior.laplace import curvature_root, sampled_examples, vocabulary_of
+from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
 from blr_analysis.task import Task
 
 CHUNKS = 3
@@ -54,6 +55,25 @@ class Forecast:
     memory: int
     disk: int
 
+    @classmethod
+    def of(cls, task: Task, stages: Sequence[Stage], *, disk: int = 0) -> Forecast:
+        """The cost of these sweeps; the plan and three chunks are run to find out."""
+        params = task.parameters()
+        seen = _seen(task, params, rotated=any(stage.rotated for stage in stages))
+        seconds = seen.plan
+        for stage in stages:
+            each = seen.gradient + (seen.rotation if stage.rotated else 0.0)
+            seconds += stage.examples * stage.gradients * each
+        itemsize = next(iter(params.values())).element_size()
+        held = 2 * sum(p.numel() for p in params.values()) * itemsize
+        if seen.sides:
+            seconds += _eigh_seconds() * sum((s / TRIAL) ** 3 for s in seen.sides)
+            held += itemsize * sum(s * s for s in seen.sides)
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        passes = sum(stage.examples for stage in stages) / task.n_data
+        return cls(passes, seconds, peak + held, disk)
+
 
 @dataclass
 class Seen:
@@ -81,25 +101,6 @@ def fit_stages(task: Task, structure: str, samples: int = 1, *, found: bool = Fa
     return [*before, *own, Stage("gradient of the loss", n), single]
 
 
-def forecast(task: Task, stages: list[Stage], *, disk: int = 0) -> Forecast:
-    """The cost of these sweeps; the plan and three chunks are run to find out."""
-    params = task.parameters()
-    seen = _seen(task, params, rotated=any(stage.rotated for stage in stages))
-    seconds = seen.plan
-    for stage in stages:
-        each = seen.gradient + (seen.rotation if stage.rotated else 0.0)
-        seconds += stage.examples * stage.gradients * each
-    itemsize = next(iter(params.values())).element_size()
-    held = 2 * sum(p.numel() for p in params.values()) * itemsize
-    if seen.sides:
-        seconds += _eigh_seconds() * sum((s / TRIAL) ** 3 for s in seen.sides)
-        held += itemsize * sum(s * s for s in seen.sides)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    passes = sum(stage.examples for stage in stages) / task.n_data
-    return Forecast(passes, seconds, peak + held, disk)
-
-
 def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Seen:
     seen = Seen()
     start = perf_counter()
@@ -109,7 +110,8 @@ def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Seen:
     sums = {n: torch.zeros_like(p) for n, p in params.items()}
     examples, start = 0, perf_counter()
     for k, chunk in enumerate(chunks(task, params, QUIET, columns=1)):
-        terms = chunk.terms(curvature_root(chunk))
+        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+        terms = chunk.terms(error.unsqueeze(1))
         for term in terms:
             term.add_square_sum(sums)
         examples += len(chunk.indices)

@@ -33,7 +33,7 @@ from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
-from blr_analysis.posterior.forecast import Forecast, Stage, forecast
+from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
@@ -314,7 +314,7 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, dtype: str = "float1
     ]
     each = rank * DTYPES[dtype].itemsize
     posterior = 2 * sum(p.nbytes for p in task.parameters().values())
-    return forecast(task, stages, disk=n * each + posterior)
+    return Forecast.of(task, stages, disk=n * each + posterior)
 
 
 def fingerprint(q: Posterior) -> str:
