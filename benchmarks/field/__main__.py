@@ -1,13 +1,14 @@
 """Models as people train them: minibatches, a fixed number of epochs, AdamW, IVON or SGD.
 
     python -m benchmarks.field [--case NAME ...] [--table NAME ...] [--peers DIR] [--quick]
-        [--cache FOLDER] | python -m benchmarks.results field_groups field_relabelled field_halves
+        [--models 3] [--cache FOLDER]
+        | python -m benchmarks.results field_groups field_relabelled field_halves
 
 Truth is retraining by the same recipe (benchmarks/field/cases.py), the mean over five seeds (three
 for halves); the ceiling is one seed against the mean of the others. It is kept in FOLDER, one file
 per seed, so that an interrupted run goes on where it stopped. Nothing is told to the package but
 the model, its data and its loss: ``prior_precision=None``, kron, defaults. Figures are means over
-the models of the first three seeds, every one compared with the mean of the retrainings.
+the models of the first seeds, every one compared with the mean of the retrainings.
 
 * Groups: the test loss without each class (of the table: six ranges of its first column; of the
   regression: six ages; of the texts: six domains), by ``what_if_each``. r is Pearson's over the
@@ -48,11 +49,12 @@ def main() -> None:
     parser.add_argument("--table", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
     parser.add_argument("--cache", type=Path, default=store.root() / "field")
+    parser.add_argument("--models", type=int, default=3, help="how many are analysed")
     parser.add_argument("--quick", action="store_true", help="two seeds of a small case")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # what they warn of shows in the figures
-    names, seeds, models = args.case, 5, 3
+    names, seeds, models = args.case, 5, args.models
     if args.quick:
         names, seeds, models = ["table, class weights"], 2, 1
     for name in names:

@@ -149,13 +149,13 @@ CASES = {
 }
 
 
-EachEpoch = Callable[[int, nn.Module], None]
+EachEpoch = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
 def train(
     case: Case, x: Tensor, y: Tensor, seed: int, each_epoch: EachEpoch | None = None
 ) -> nn.Module:
-    """An ordinary loop; ``each_epoch`` is called with the epochs done (from 0) and the model."""
+    """An ordinary loop; ``each_epoch`` gets the epochs done (from 0), model and optimizer."""
     torch.manual_seed(seed)
     model, loss = build(case.network), case.loss()
     weights, decay = model.parameters(), case.weight_decay
@@ -175,7 +175,7 @@ def train(
         loss(model(x[chosen]), y[chosen]).backward()
 
     look = each_epoch or (lambda *_: None)
-    look(0, model)
+    look(0, model, optimizer)
     for epoch in range(1, case.epochs + 1):
         for chosen in torch.randperm(len(x)).split(case.batch):
             if case.cosine:
@@ -189,7 +189,7 @@ def train(
                 backward(chosen)
             optimizer.step()
             step += 1
-        look(epoch, model)
+        look(epoch, model, optimizer)
     optimizer.zero_grad()
     return model.eval()
 

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -191,11 +191,15 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
     yield ("kron", *mean(posteriors))
     yield ("kron, expected", *mean(expected(t, q) for t, q in zip(tasks, posteriors, strict=True)))
     yield ("diag", *mean(fitted(task, "diag") for task in tasks))
+    yield ("plain gradients", *mean(plain(q) for q in posteriors))
     if sum(p.numel() for p in chosen[0].parameters()) <= LARGEST:
         yield ("lowrank", *mean(fitted(task, "lowrank") for task in tasks))
     runs = [run(truth, seed) for seed in range(models)]
-    yield (f"kron, {LOOKS} checkpoints of a run", *mean(checkpoints for checkpoints, _ in runs))
-    yield ("kron, recorded in training", *mean(recorded for _, recorded in runs))
+    yield (f"kron, {LOOKS} checkpoints of a run", *mean(seen.checkpoints for seen in runs))
+    yield ("kron, recorded in training", *mean(seen.recorded for seen in runs))
+    own = [seen.own for seen in runs if seen.own is not None]
+    if own:
+        yield ("the optimizer's own", *mean(own))
     pairs = zip(tasks, posteriors, strict=True)
     yield ("kron, with 4 replays", *mean(blr.replays(t, q, progress=False) for t, q in pairs))
     if models > 1:
@@ -207,13 +211,28 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
         yield from ((label, "", f"{value:.3f}") for label, value in scores.items())
 
 
-def run(truth: Truth, seed: int) -> tuple[list[blr.Posterior], blr.Posterior]:
-    """A training seen: posteriors after every third of its epochs, and what a recorder collects."""
+def plain(q: blr.Posterior) -> blr.Posterior:
+    """Of one precision everywhere: its influences are products of gradients."""
+    ones = {n: torch.ones_like(m) for n, m in q.mean.items()}
+    return blr.Posterior(q.mean, ones, prior_precision=1.0, n_data=q.n_data)
+
+
+class Seen(NamedTuple):
+    """Posteriors of a training: after every third of its epochs, what a recorder collects, and
+    the optimizer's own, where it has one."""
+
+    checkpoints: list[blr.Posterior]
+    recorded: blr.Posterior
+    own: blr.Posterior | None
+
+
+def run(truth: Truth, seed: int) -> Seen:
+    """A training that is watched."""
     case, data = truth.case, truth.data
     looks = {round(case.epochs * k / LOOKS) for k in range(1, LOOKS + 1)}
-    checkpoints, recorders = [], []
+    checkpoints, recorders, own = [], [], []
 
-    def look(epoch: int, model: nn.Module) -> None:
+    def look(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 0:
             recorders.append(blr.KroneckerRecorder(model, every=20))
         if epoch in looks:
@@ -222,11 +241,14 @@ def run(truth: Truth, seed: int) -> tuple[list[blr.Posterior], blr.Posterior]:
             then.load_state_dict(model.state_dict())
             checkpoints.append(fitted(task_of(truth, then)))
             torch.set_rng_state(state)
+        if epoch == case.epochs and case.optimizer != "sgd":
+            own.append(blr.Posterior.from_optimizer(optimizer, model, n_data=len(data.x)))
 
     model = train(case, data.x, data.y, seed, look)
     recorder = recorders[0]
     recorder.remove()
-    return checkpoints, blr.Posterior.from_recorder(recorder, model, n_data=len(data.x))
+    recorded = blr.Posterior.from_recorder(recorder, model, n_data=len(data.x))
+    return Seen(checkpoints, recorded, own[0] if own else None)
 
 
 def of_peers(truth: Truth, folder: Path, peers: Path) -> dict[str, Tensor]:
