@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -39,12 +39,16 @@ class Move:
         debias: u is divided by 1 − β₁ᵗ, for it starts at 0.
         debias_hess: so is h by 1 − β₂ᵗ, in the step (not in the posterior), if it starts at 0.
         damping: what keeps the divisor from 0: the ``"prior"``, (h + δ)^power; the prior
-            ``"after root"``, h^power + δ; a small number instead, ``"eps"``, h^power + eps.
+            ``"after root"``, h^power + δ; a small number instead, ``"eps"``, h^power + eps, or
+            ``"eps inside"``, (h + eps)^power.
         decay: where δm enters: the ``"step"``; the ``"momentum"``; the ``"gradient"``, and with
             it the curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
         positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
             half of what it was.
         entropy: whether the entropy has its share; without it λ does not decay (binary weights).
+        memory: h is an ``"average"`` that forgets, or the ``"sum"`` of all ĥ, whose steps shrink.
+        rescaled: the step is multiplied by √(average of its earlier squares + eps), so that it has
+            the units of θ.
     """
 
     power: float = 1.0
@@ -55,6 +59,8 @@ class Move:
     decay: str = "step"
     positive: bool = False
     entropy: bool = True
+    memory: str = "average"
+    rescaled: bool = False
 
     @property
     def departures(self) -> list[str]:
@@ -70,22 +76,26 @@ class Move:
             "debiased momentum": self.debias,
             "debiased precision": self.debias_hess,
             "damping by eps": self.damping == "eps",
+            "damping by eps inside the root": self.damping == "eps inside",
             "prior added after the root": self.damping == "after root",
             "L2 penalty in the gradient": self.decay == "gradient",
             "decay in the momentum": self.decay == "momentum",
             "decoupled decay": self.decay == "decoupled",
             "precision kept positive (retraction)": self.positive,
             "no entropy": not self.entropy,
+            "sum instead of an average": self.memory == "sum",
+            "scaled by its earlier steps": self.rescaled,
         }
         return [words for words, is_so in said.items() if is_so]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some tensors that a step works on, lists in step with one another; ``theta``, ``hess`` and
-    ``momentum`` are written to.
+    """Some tensors that a step works on, lists in step with one another; ``theta``, ``hess``,
+    ``momentum`` and ``moved`` are written to.
 
-    ``hess`` is empty where there is no curvature, ``momentum`` where there is none.
+    ``hess`` is empty where there is no curvature, ``momentum`` where there is none, ``moved`` (the
+    average square of the steps) where these do not rescale the next.
     """
 
     theta: Tensors
@@ -93,6 +103,7 @@ class Block:
     evidence: Tensors
     hess: Tensors
     momentum: Tensors
+    moved: Tensors = field(default_factory=list)
 
 
 def step(
@@ -121,7 +132,21 @@ def step(
     if move.decay == "decoupled" and decay:
         torch._foreach_mul_(block.theta, 1 - lr * decay)
     scales = divisor(block.hess, move, group, count) if block.hess else []
+    if block.moved:
+        direction, scales = _rescaled(direction, scales, block.moved, group), []
     _walk(block.theta, direction, scales, lr * factor, group.get("clip_radius", math.inf) / factor)
+
+
+def _rescaled(
+    direction: Tensors, scales: Tensors, moved: Tensors, group: Mapping[str, Any]
+) -> Tensors:
+    """Δ = √(v + eps) · direction / scales; then v ← v + (1 − β₂)(Δ² − v)."""
+    root = torch._foreach_add(moved, group["eps"])
+    torch._foreach_sqrt_(root)
+    torch._foreach_mul_(root, direction)
+    torch._foreach_div_(root, scales)
+    torch._foreach_lerp_(moved, _squares(list(root)), 1.0 - group["beta2"])
+    return list(root)
 
 
 def _walk(theta: Tensors, direction: Tensors, scales: Tensors, lr: float, clip: float) -> None:
@@ -140,10 +165,14 @@ def _walk(theta: Tensors, direction: Tensors, scales: Tensors, lr: float, clip: 
 def advance(
     hess: Tensors, estimate: Tensors, precision: Tensors, move: Move, group: Mapping[str, Any]
 ) -> None:
-    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ)).
+    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ)); a ``"sum"``
+    is h ← h + ĥ.
 
     ``precision`` is h + δ; it and ``estimate`` are used up.
     """
+    if move.memory == "sum":
+        torch._foreach_add_(hess, estimate)
+        return
     rho = 1.0 - group["beta2"]
     if not move.positive:
         torch._foreach_lerp_(hess, estimate, rho)
@@ -158,15 +187,16 @@ def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> 
     """What the step is divided by: a power of the precision, with its damping."""
     if move.debias_hess and group["hess_init"] == 0:
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
-    inside = group["weight_decay"] if move.damping == "prior" else 0.0
-    after = {"prior": 0.0, "after root": group["weight_decay"], "eps": group.get("eps", 0.0)}
+    decay, eps = group["weight_decay"], group.get("eps", 0.0)
+    inside = {"prior": decay, "eps inside": eps}.get(move.damping, 0.0)
+    after = {"after root": decay, "eps": eps}.get(move.damping, 0.0)
     precision = torch._foreach_add(hess, inside)
     if move.power == 0.5:
         torch._foreach_sqrt_(precision)
     elif move.power != 1:
         torch._foreach_pow_(precision, move.power)
-    if after[move.damping]:
-        torch._foreach_add_(precision, after[move.damping])
+    if after:
+        torch._foreach_add_(precision, after)
     return list(precision)
 
 

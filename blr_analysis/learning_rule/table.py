@@ -10,7 +10,8 @@ by :class:`~blr_analysis.learning_rule.optim.RowOptimizer`; ``runs`` names the c
     ('at the mean (delta method)', 'squared minibatch gradient')
     >>> adam.move
     Move(power=0.5, momentum='average', debias=True, debias_hess=True, damping='eps',
-    decay='gradient', positive=False, entropy=True)
+    decay='gradient', positive=False, entropy=True,
+    memory='average', rescaled=False)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import (
+    DIAGONAL_MAGNITUDE,
     EXACT,
     EXACT_OR_GAUSS_NEWTON,
     GAUSS_NEWTON,
@@ -92,6 +94,8 @@ RULE = Move()
 L2 = Move(decay="gradient")
 HEAVY_BALL = Move(momentum="heavy ball", decay="gradient")
 ROOT = Move(power=0.5, damping="eps", decay="gradient")
+ADAGRAD = replace(ROOT, memory="sum")
+ADADELTA = replace(ROOT, damping="eps inside", rescaled=True)
 SMOOTH = Move(momentum="average", debias=True)
 CORRECTED = replace(SMOOTH, power=0.5, debias_hess=True)
 ADAM = replace(CORRECTED, damping="eps", decay="gradient")
@@ -122,6 +126,13 @@ _ROWS = (
         "4.1", LAPLACE, ANY_ROW),
     Row("SGD with momentum", FIXED, AT_MEAN, NO_CURVATURE, HEAVY_BALL,
         f"{STOCHASTIC}, natural momentum", "4.1, App. F", LAPLACE, ANY_ROW),
+    Row("diagonal Newton", DIAGONAL, AT_MEAN, DIAGONAL_MAGNITUDE, RULE,
+        f"{STOCHASTIC}, absolute Hessian diagonal of the minibatch", "4.2", OPTIMIZER, ANY_ROW),
+    Row("AdaGrad", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAGRAD,
+        f"{STOCHASTIC}, Hessian approximation, square-root scaling, no forgetting",
+        "Duchi et al. 2011", OPTIMIZER, ANY_ROW),
+    Row("AdaDelta", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADADELTA,
+        f"{ROOTED}, rescaled steps", "4.2; Zeiler 2012", OPTIMIZER, ANY_ROW),
     Row("RMSprop", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ROOT, ROOTED,
         "4.2", OPTIMIZER, ANY_ROW),
     Row("Adam", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAM, ADAPTED,

@@ -13,6 +13,9 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.draws import state_dtype
 from blr_analysis.learning_rule.optim.gathered import Gathered
 
+KEPT = ("hess", "momentum", "moved")
+"""Tensors that the state of a parameter may hold."""
+
 REQUIRED = ("lr", "ess", "weight_decay", "hess_init", "hess_approx")
 HINT = "load a state_dict() of this class, made with the same parameters in the same order"
 
@@ -41,7 +44,7 @@ def add_gathered(
 def steady(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The part of ``state_dict`` that torch knows how to load: the gathered draws left out."""
     state = {
-        key: {name: entry[name] for name in ("step", "hess", "momentum") if name in entry}
+        key: {name: entry[name] for name in ("step", *KEPT) if name in entry}
         for key, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": {key: entry for key, entry in state.items() if entry}}
@@ -58,7 +61,7 @@ def restore(
     methods = {p: group["hess_approx"] for group in param_groups for p in group["params"]}
     for key, param in _pairs(state_dict, param_groups):
         saved = state_dict["state"].get(key, {})
-        for name in ("hess", "momentum"):
+        for name in KEPT:
             if name in saved:
                 state[param][name] = saved[name].to(
                     device=param.device, dtype=state_dtype(param), copy=True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 
-GIVEN = ("ggn", "abs")
+GIVEN = ("ggn", "abs", "hutchinson")
 """Methods whose curvature estimate is not made of gradient and noise, but comes with the draw."""
 
 

@@ -27,7 +27,7 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 from blr_analysis.learning_rule.optim.draws import GIVEN, Draw, state_dtype
 
-DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2}
+DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2, "hutchinson": 1}
 """By method: the power of the gradient's scale in the curvature estimate."""
 
 NO_GRADIENT = (

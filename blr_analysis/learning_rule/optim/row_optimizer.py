@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +18,18 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import GAUSS_NEWTON, NO_CURVATURE, HessianEstimate
+from blr_analysis.learning_rule.curvature import (
+    DIAGONAL_MAGNITUDE,
+    GAUSS_NEWTON,
+    NO_CURVATURE,
+    HessianEstimate,
+)
 from blr_analysis.learning_rule.expectations import AT_ADVERSARY
 from blr_analysis.learning_rule.moves import Block, Move, step
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 from blr_analysis.learning_rule.optim.checkpoint import (
     HINT,
+    KEPT,
     add_gathered,
     check_loadable,
     restore,
@@ -36,6 +43,7 @@ from blr_analysis.learning_rule.optim.gathered import (
     is_distributed,
     true_on_any_rank,
 )
+from blr_analysis.learning_rule.optim.hessian_diagonal import HessianDiagonal
 from blr_analysis.learning_rule.optim.per_example import PerExampleSquares
 from blr_analysis.learning_rule.optim.settings import (
     Setting,
@@ -77,7 +85,8 @@ class RowOptimizer(torch.optim.Optimizer):
     take their gradients inside ``with optimizer.sampled_params(train=True):`` as IVON does; the
     others may, or call ``backward`` and ``step`` as with any optimizer. All of ``lr`` to
     ``damping`` can be set per group, and torch's schedulers change ``lr``; ``OneCycleLR`` and
-    ``CyclicLR`` with ``cycle_momentum=False``, for they know no ``beta1``.
+    ``CyclicLR`` with ``cycle_momentum=False``, for they know no ``beta1``. "diagonal Newton" takes
+    its gradients in that context by ``backward(create_graph=True)``.
 
     Args:
         params: parameters, named parameters or groups; any mix of devices and dtypes.
@@ -88,7 +97,7 @@ class RowOptimizer(torch.optim.Optimizer):
         hess_init: ``hess`` before the first step.
         beta1: decay of the momentum, in [0, 1), for rows with momentum.
         beta2: 1 − step size of ``hess``, in [0, 1]; RMSprop's ``alpha``.
-        eps: added to the root, for RMSprop, Adam, AdamW.
+        eps: added to the root, for AdaGrad, RMSprop, Adam, AdamW; inside it, for AdaDelta.
         radius: how far bSAM's adversary goes (ρ of its paper).
         damping: added to bSAM's estimate of the Hessian (γ of its paper).
         mc_samples: how often ``step(closure)`` calls the closure.
@@ -155,7 +164,9 @@ class RowOptimizer(torch.optim.Optimizer):
             raise InputError(f"{accepted.algorithm} is no elementwise row: {accepted.runs} runs it")
         return accepted
 
-    def _reader(self, model: nn.Module | None, reduction: str) -> PerExampleSquares | None:
+    def _reader(
+        self, model: nn.Module | None, reduction: str
+    ) -> PerExampleSquares | HessianDiagonal | None:
         algorithm, needed = self.row.algorithm, self.row.curvature == GAUSS_NEWTON
         if needed and not isinstance(model, nn.Module):
             raise InputError(
@@ -164,6 +175,8 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         if not needed and model is not None:
             raise InputError(f"{algorithm} reads nothing from the model: leave it out")
+        if self.row.curvature == DIAGONAL_MAGNITUDE:
+            return HessianDiagonal(self.generator)
         return PerExampleSquares(model, reduction, algorithm) if model is not None else None
 
     def _begin_fresh(self) -> None:
@@ -178,13 +191,13 @@ class RowOptimizer(torch.optim.Optimizer):
     @property
     def _kept(self) -> tuple[str, ...]:
         """The tensors in the state of each parameter."""
-        hess = () if self.row.curvature == NO_CURVATURE else ("hess",)
-        return (*hess, "momentum") if self.row.move.momentum != "none" else hess
+        held = (self.row.curvature != NO_CURVATURE, self.row.move.momentum != "none")
+        return tuple(compress(KEPT, (*held, self.row.move.rescaled)))
 
     @property
     def _own_scale(self) -> bool:
         """Whether ess·(hess + weight_decay) is the precision of a posterior."""
-        return self.row.look.noisy or self.row.curvature == GAUSS_NEWTON
+        return self.row.look.noisy or self.row.curvature in (GAUSS_NEWTON, DIAGONAL_MAGNITUDE)
 
     def _is_noisy(self, train: bool) -> bool:
         """Whether Gaussian noise is added to the parameters."""
@@ -297,7 +310,8 @@ class RowOptimizer(torch.optim.Optimizer):
             if draw.train and self.examples is not None:
                 draw.given = self.examples.finish()
                 if draw.divided_by != 1:
-                    draw.given = {p: s * draw.divided_by**2 for p, s in draw.given.items()}
+                    scale = draw.divided_by ** DEGREES[self.row.curvature.method]
+                    draw.given = {p: s * scale for p, s in draw.given.items()}
             self._restore(draw)
             if not draw.train:
                 self._drop(draw)
@@ -502,7 +516,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _start(self, param: Tensor, group: Group) -> dict[str, Any]:
         """Before the first step: ``hess`` = ``hess_init``, no momentum."""
         like: dict[str, Any] = {"dtype": state_dtype(param), "memory_format": torch.preserve_format}
-        values = {"hess": group["hess_init"], "momentum": 0.0}
+        values = {"hess": group["hess_init"], "momentum": 0.0, "moved": 0.0}
         full = {name: torch.full_like(param, values[name], **like) for name in self._kept}
         return {"step": 0, **full}
 
@@ -529,9 +543,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 evidence = _scaled(evidence, factor)
             elif evidence:  # noise, of one draw
                 torch._foreach_mul_(evidence, grad)
-            hess, momentum = named.get("hess", []), named.get("momentum", [])
+            held = [named.get(name, []) for name in KEPT]
             step(
-                Block(named["theta"], grad, evidence, hess, momentum),
+                Block(named["theta"], grad, evidence, *held),
                 curvature,
                 move,
                 settings,

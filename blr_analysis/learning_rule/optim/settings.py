@@ -70,7 +70,7 @@ OF_THE_OPTIMIZER = (
 def group_defaults(row: Row, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a parameter group holds of the arguments that ``row``'s optimizer was given."""
     unused = {*OF_THE_OPTIMIZER, "self"}
-    if row.move.damping != "eps":
+    if not row.move.damping.startswith("eps"):
         unused |= {"eps"}
     if row.look != AT_ADVERSARY:
         unused |= {"radius", "damping"}

@@ -87,6 +87,10 @@ def _second_moment(state: State, group: State) -> Tensor:
     return state["hess"] / (1 - start)
 
 
+def _summed(state: State, group: State) -> Tensor:
+    return (state["hess"] - float(group["hess_init"])) / _counted(state, group)
+
+
 LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
 IVON = Reader("ivon", "hess", _hessian, LEARNED, scaled=True)
 ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
@@ -113,6 +117,9 @@ ROWS: dict[str, Reader] = {
     "bSAM": replace(IVON, kind="bsam"),
     "Adam": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
     "AdamW": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
+    "diagonal Newton": replace(IVON, kind="diagonal_newton"),
+    "AdaGrad": Reader("adagrad_v", "hess", _summed, ("hess_init", "weight_decay")),
+    "AdaDelta": Reader("adadelta_v", "hess", _second_moment, ("beta2", "weight_decay")),
     "RMSprop": Reader("rmsprop_v", "hess", _second_moment, ("beta2", "weight_decay")),
 }
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""

@@ -25,8 +25,10 @@ from blr_analysis.learning_rule.optim import (
 )
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS, runs_elementwise
+from blr_analysis.posterior import Posterior
 
 N, BATCH = 120, 20
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward")  # the optimizer breaks the cycle
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -72,6 +74,16 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "SGD with momentum": (
         lambda p: RowOptimizer(p, "SGD with momentum", lr=0.1, beta1=0.9, weight_decay=0.01),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "AdaGrad": (
+        lambda p: RowOptimizer(p, "AdaGrad", lr=0.05, weight_decay=0.01, hess_init=0.1, eps=1e-3),
+        lambda p: torch.optim.Adagrad(
+            p, lr=0.05, weight_decay=0.01, initial_accumulator_value=0.1, eps=1e-3
+        ),
+    ),
+    "AdaDelta": (
+        lambda p: RowOptimizer(p, "AdaDelta", lr=1.0, beta2=0.9, weight_decay=0.01, eps=1e-4),
+        lambda p: torch.optim.Adadelta(p, lr=1.0, rho=0.9, weight_decay=0.01, eps=1e-4),
     ),
     "RMSprop": (
         lambda p: RowOptimizer(p, "RMSprop", lr=0.01, beta2=0.99, weight_decay=0.01, eps=1e-3),
@@ -490,7 +502,7 @@ def looks(optimizer: Any, loss: Callable[[], Tensor]) -> Iterator[None]:
     """One step's gradients, however many looks the row takes."""
     with optimizer.sampled_params(train=True):
         optimizer.zero_grad()
-        loss().backward()
+        loss().backward(create_graph=optimizer.row.algorithm == "diagonal Newton")
     if isinstance(optimizer, BSAM):
         with optimizer.adversarial_params():
             loss().backward()
@@ -506,6 +518,8 @@ def make_row(name: str, model: nn.Module, **options: Any) -> RowOptimizer:
     settings |= {"generator": torch.Generator().manual_seed(5), **options}
     if name == "bSAM":
         return BSAM(model.parameters(), **settings)
+    if name == "AdaDelta":  # whose first steps are √eps
+        settings |= {"lr": 1.0, "eps": 1e-4}
     if ROWS[name].curvature == GAUSS_NEWTON:
         settings["model"] = model
     return RowOptimizer(model.parameters(), name, **settings)
@@ -737,3 +751,59 @@ def test_a_schedule_is_the_learning_rate_set_by_hand(name: str, algorithm: str) 
     weights, rates = train(True, [])
     assert len({*rates}) > 2
     assert torch.equal(train(False, rates)[0], weights)
+
+
+def test_diagonal_newton_where_the_hessian_is_diagonal() -> None:
+    """Hutchinson's estimate is exact there, and its magnitude is averaged (K&R 36)."""
+    target = torch.tensor([1.0, -2.0, 3.0]).double()
+    theta = nn.Parameter(torch.tensor([0.3, -0.4, 2.0]).double())
+    beta, decay, lr = 0.7, 0.2, 0.5
+    optimizer = RowOptimizer(
+        [theta], "diagonal Newton", lr=lr, beta2=beta, weight_decay=decay, hess_init=0.5
+    )
+    m, h = theta.detach().clone(), torch.full((3,), 0.5).double()
+    for _ in range(5):
+        optimizer.zero_grad()
+        with optimizer.sampled_params(train=True):
+            (torch.cos(theta) - target * theta).sum().backward(create_graph=True)
+        assert not theta.grad.requires_grad
+        optimizer.step()
+        h = beta * h + (1 - beta) * m.cos().abs()
+        m = m - lr * (-m.sin() - target + decay * m) / (h + decay)
+        assert_same(theta.detach(), m)
+    assert_same(optimizer.state[theta]["hess"], h)
+    with optimizer.sampled_params(train=True), pytest.raises(OptimizerError, match="create_graph"):
+        theta.sum().backward()
+        optimizer.examples.finish()
+
+
+def test_diagonal_newton_finds_the_diagonal_of_a_network() -> None:
+    """With many draws a step, against the Hessian in full; its posterior is ess·(h + δ)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(20, 3).double(), torch.randint(2, (20,))
+    optimizer = RowOptimizer(
+        model.parameters(), "diagonal Newton", lr=0.0, ess=20.0, weight_decay=0.1, beta2=0.0,
+        generator=torch.Generator().manual_seed(0), mc_samples=1500,
+    )  # fmt: skip
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward(create_graph=True)
+        return loss
+
+    optimizer.step(closure)
+    params = dict(model.named_parameters())
+    sizes = [p.numel() for p in params.values()]
+
+    def loss_of(vector: Tensor) -> Tensor:
+        parts = [v.view_as(p) for v, p in zip(vector.split(sizes), params.values(), strict=True)]
+        named = dict(zip(params, parts, strict=True))
+        return nn.functional.cross_entropy(torch.func.functional_call(model, named, (x,)), y)
+
+    exact = torch.func.hessian(loss_of)(flat(params.values())).diagonal().abs()
+    hess = flat(optimizer.state[p]["hess"] for p in params.values())
+    assert (hess - exact).norm() < 0.05 * exact.norm()
+    posterior = Posterior.from_optimizer(optimizer, model)
+    assert_same(flat(posterior.precision(n) for n in params), 20 * (hess + 0.1))
