@@ -394,7 +394,8 @@ def interval(before: float, after: float, solver: str, missing: float = 0.0) -> 
     change e^±a  ⊕  b · before  ⊕  missing      added as independent errors; a, b: SPREADS
 
     missing: what one more step of a descent would change; of a replay that ends g nats from the
-    model and finds a change of d, g d / (g + d): at most either.
+    model and finds a change of d, g d / (g + d): at most either; of calibrated answers, the
+    standard deviation of the retrained groups' log ratios, times the change.
     """
     relative, noise = SPREADS[solver]
     change = after - before
@@ -508,11 +509,15 @@ def _calibrate(
     if not ratios:
         return
     scale = math.exp(sum(ratios) / len(ratios))
+    spread = float(torch.tensor(ratios).std()) if len(ratios) > 1 else 0.0
     for k, row in enumerate(rows):
         if k in chosen:
             continue
         row["nll_after"] = before.nll + scale * (row["nll_after"] - before.nll)
-        row["nll_low"], row["nll_high"] = interval(before.nll, row["nll_after"], "calibrated")
+        change = abs(row["nll_after"] - before.nll)
+        row["nll_low"], row["nll_high"] = interval(
+            before.nll, row["nll_after"], "calibrated", spread * change
+        )
         row["solver"] += ", calibrated"
 
 
