@@ -52,10 +52,8 @@ def digits() -> dict[str, Any]:
 def merging() -> dict[str, Any]:
     known = digits()
     models = [nn.Linear(4, 3), nn.Linear(4, 3)]
-    return {
-        "base": known["model"], "models": models,
-        "tasks": [blr.Task(model, known["data"]) for model in models],
-    }  # fmt: skip
+    tasks = [blr.Task(model, known["data"]) for model in models]
+    return {"base": known["model"], "models": models, "tasks": tasks, "held_out": tasks}
 
 
 def language() -> dict[str, Any]:

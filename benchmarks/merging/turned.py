@@ -7,7 +7,7 @@ fine-tuned on 4,000 images of each task; joint training on all of them from the 
 ceiling. Accuracy of every merge on 2,000 test images of each task, per cent: mean over the tasks,
 the worst task, and the standard error of both over the seeds. ``auto`` chooses on 500 images of
 each task that nothing else sees; ``best α`` is the best of a grid on the test images themselves, so
-that it flatters task arithmetic. Nothing else was tuned on the test images.
+that it flatters task arithmetic. That damping 1 is the default of "kron" was chosen on seed 0.
 """
 
 from __future__ import annotations
@@ -130,14 +130,16 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
         how = {"precisions": fit["gram"], "method": "fisher", "shrink": shrink}
         yield f"gram, shrink {shrink}", blr.merge(None, c.models, **how)
     for power in (1.0, 0.5, 0.0):
-        for shrink in (1.0, 0.9):
-            how = {"precisions": fit["kron"], "method": "fisher", "power": power, "shrink": shrink}
-            yield f"kron, Gᵖ with p = {power}, shrink {shrink}", blr.merge(None, c.models, **how)
+        for damping in (0.0, 0.1, 1.0):
+            how = {"precisions": fit["kron"], "method": "fisher", "power": power}
+            merged = blr.merge(None, c.models, **how, damping=damping)
+            yield f"kron, Gᵖ with p = {power:g}, damping {damping:g}", merged
     for shrink in (1.0, 0.9):
         merged = blr.merge(None, c.models, tasks=c.train, method="fisher", shrink=shrink)
         yield f"propagated (RegMean++), shrink {shrink}", merged
-    how = {"precisions": fit["gram"], "method": "auto"}
-    yield "auto, gram, by predicted gap", blr.merge(c.base, c.models, **how)
+    for structure in ("diag", "kron", "gram"):
+        how = {"precisions": fit[structure], "method": "auto"}
+        yield f"auto, {structure}, by predicted gap", blr.merge(c.base, c.models, **how)
     checked = blr.merge(c.base, c.models, **how, tasks=c.train, validate=c.validate)
     print(f"auto took {checked.choice!r}")
     yield "auto, gram, by validation", checked

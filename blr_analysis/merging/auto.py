@@ -1,7 +1,7 @@
 """Which method, which α? Tried on validation tasks, or by the gap that the precisions predict.
 
 Candidates are the average; task arithmetic with some α where there is a base; the merges under the
-precisions, with and without shrinkage of their off-diagonals, with G and without it, and with the
+precisions, with and without shrinkage of their off-diagonals, powers of G and damping, and with the
 base's precision where that is given; propagated statistics where there are tasks.
 
 With validation tasks the best mean NLL (or accuracy) decides. Without them the predicted gap does,
@@ -15,6 +15,7 @@ stay as given. It cannot see that H_t are wrong: only validation does that.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from blr_analysis.views import Tabular
 ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
+DAMPINGS = (1.0, 0.1)  # of "kron"
 COMMON = ("dtype", "normalize", "trust")  # what every candidate is made with
 
 
@@ -98,23 +100,32 @@ def candidates(
     own = {k: settings[k] for k in ("precisions", "n_data", "missing_precision", "weights")}
     first = {k: settings[k] for k in ("base_precision", "delta")}
     if structure:
-        factored = structure in FACTORED
-        shrinks = sorted({*SHRINK, settings["shrink"]}) if factored else [1.0]
-        powers = sorted({*POWERS, settings["power"]}) if structure == "kron" else [1.0]
-        for shrink in shrinks:
-            for power in powers:
-                family = {"shrink": shrink, "power": power, **own}
-                words = f", shrink {shrink:g}" * factored
-                words += f", G to the {power:g}" * (structure == "kron")
-                found[f"fisher, {structure}{words}"] = {"method": "fisher", **family}
-                if based and (first["base_precision"] is not None or first["delta"]):
-                    name = f"gradient_matching, {structure}{words}"
-                    found[name] = {"method": "gradient_matching", **family, **first}
+        for family in families(structure, settings):
+            words = "".join(f", {key} {value:g}" for key, value in family.items())
+            how = {**family, **own}
+            found[f"fisher, {structure}{words}"] = {"method": "fisher", **how}
+            if based and (first["base_precision"] is not None or first["delta"]):
+                name = f"gradient_matching, {structure}{words}"
+                found[name] = {"method": "gradient_matching", **how, **first}
     if tasks is not None:
         for shrink in sorted({*SHRINK, settings["shrink"]}):
             more = {"tasks": tasks, "shrink": shrink, "weights": settings["weights"]}
             found[f"propagated, shrink {shrink:g}"] = {"method": "fisher", **more}
     return found
+
+
+def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Shrinkage, power of G and damping that are tried for a structure, the user's own first."""
+    if structure not in FACTORED:
+        return [{}]
+    if structure == "gram":
+        own = {"shrink": float(settings["shrink"])}
+        return [own, *({"shrink": s} for s in SHRINK if s != own["shrink"])]
+    damping = 1.0 if settings["damping"] is None else float(settings["damping"])
+    own = {"shrink": float(settings["shrink"]), "power": settings["power"], "damping": damping}
+    grid = itertools.product(POWERS, DAMPINGS)
+    tried = [{"shrink": own["shrink"], "power": p, "damping": d} for p, d in grid]
+    return [own, *(family for family in tried if family != own)]
 
 
 def merged_by_choice(
@@ -152,7 +163,7 @@ def chosen_job(job: Job, validate: Any, *, criterion: str = "nll") -> tuple[Job,
     how = choice.settings
     weights = how.get("weights") or [m.weight for m in job.members]
     members = tuple(replace(m, weight=w) for m, w in zip(job.members, weights, strict=True))
-    family = {k: how[k] for k in ("shrink", "power", "delta") if k in how}
+    family = {k: how[k] for k in ("shrink", "power", "damping", "delta") if k in how}
     return replace(job, method=how["method"], members=members, normalize=None, **family), choice
 
 
@@ -187,11 +198,11 @@ def chosen(
     if validate is not None:
         points, by = _tried(start, states, validate, found, common), criterion
     else:
+        own = families(structure, settings)[0]
         found = {
             name: how
             for name, how in found.items()
-            if how.get("shrink", settings["shrink"]) == settings["shrink"]
-            and how.get("power", settings["power"]) == settings["power"]
+            if all(how.get(key, value) == value for key, value in own.items())
         }
         points, by = _predicted(start, states, opened, found, common), "gap"
     best = min(points, key=lambda p: rank(p, "nll" if by == "gap" else criterion))

@@ -173,6 +173,7 @@ def report_json(report: MergeReport) -> str:
         "delta": plan.delta,
         "shrink": plan.shrink,
         "power": plan.power,
+        "damping": plan.damping,
         "layers": {name: asdict(solved) for name, solved in report.solves.items()},
         "missing_precision": job.missing_precision,
         "normalize": plan.method.normalize if job.normalize is None else job.normalize,

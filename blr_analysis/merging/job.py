@@ -45,7 +45,7 @@ class MergeSettings:
         normalize: divide the weights by their sum; None: as the method does by itself.
         dtype: in which the formula is computed, float32 or float64.
         out_dtype: in which the merged tensors are written; None: each as in the base.
-        shrink, power: of precisions with factors, see :mod:`blr_analysis.merging.layers`.
+        shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`.
         trust: take precisions that were recorded for other weights.
     """
 
@@ -57,6 +57,7 @@ class MergeSettings:
     out_dtype: torch.dtype | None = None
     shrink: float = 1.0
     power: float = 1.0
+    damping: float | None = None
     trust: bool = False
 
     @property

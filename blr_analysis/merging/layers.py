@@ -7,10 +7,13 @@ With W the layer's joint matrix ``[g, O, I']`` (the bias a last column), and sym
 the formula of :mod:`blr_analysis.merging.formula` with matrices for numbers. W_r is the base, or
 where H_0 is no part of the method the average Σ α W / Σ α. Of structure "gram" H W = W A, a dense
 matrix for all rows; of "kron" H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ, a sum of Kronecker products,
-solved by conjugate gradients with the average factors as preconditioner. Two choices belong to it:
+solved by conjugate gradients with the average factors as preconditioner. Of one family:
 
 * shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A;
-* power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues.
+* power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues;
+* damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is next to
+  singular in a network that is sure of its data, and a sum of such H, turned against each other, is
+  no matrix to divide by: d is 1 for "kron" unless given, and 0 for "gram".
 
 Along directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0)
 W_r + Σ_t α_t (W_t − W_r) stands, task arithmetic or the average, and they are counted.
@@ -96,8 +99,17 @@ class Factors:
         if not self.basis.inputs:
             raise InputError("power needs factors fitted by this release: fit them again")
         g = self.values.mean(-1, keepdim=True) / self.basis.inputs
-        scale = torch.where(g > 1e-12 * g.max(), g, torch.inf) ** (power - 1)
+        scale = torch.where(g > SINGULAR * g.max(), g, torch.inf) ** (power - 1)
         return Factors(self.basis, self.values * scale, self.shrink)
+
+    def damped(self, damping: float | None) -> Factors:
+        """H + d mean(H) 1."""
+        if damping is None:
+            damping = 0.0 if self.by_rows else 1.0
+        if not damping:
+            return self
+        mean = self.values.mean((-2, -1), keepdim=True)
+        return Factors(self.basis, self.values + damping * mean, self.shrink)
 
 
 Part = tuple[float, Factors | None, bool]  # α_t, H_t or 0, and whether H_0 stands for H_t

@@ -156,6 +156,7 @@ def merge(
     out_dtype: torch.dtype | None = None,
     shrink: float = 1.0,
     power: float = 1.0,
+    damping: float | None = None,
     trust: bool = False,
     tasks: Sequence[Task] | None = None,
     validate: Any = None,
@@ -196,6 +197,7 @@ def merge(
         out_dtype: of the result; None: each tensor as in the base.
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
         power: of "kron" A ⊗ G, the power of G, 0 to 1.
+        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram".
         trust: take precisions that were recorded for other weights than the model's.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++, see
@@ -247,7 +249,7 @@ def merge(
     given = _each("precisions", precisions, count, None)
     numbers = _each("n_data", n_data, count, None)
     settings = MergeSettings(
-        method, delta, missing_precision, normalize, dtype, out_dtype, shrink, power, trust
+        method, delta, missing_precision, normalize, dtype, out_dtype, shrink, power, damping, trust
     )
     if on_disk and all(on_disk):
         if out is None:

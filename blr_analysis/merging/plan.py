@@ -51,7 +51,7 @@ class MergePlan(Tabular):
         chunk, workers: entries at a time, and threads.
         memory: bytes of buffers that this takes at most.
         job: the description that the plan was made from, where folders are merged.
-        shrink, power: of precisions with factors.
+        shrink, power, damping: of precisions with factors.
     """
 
     method: Method
@@ -67,6 +67,7 @@ class MergePlan(Tabular):
     job: Job | None = None
     shrink: float = 1.0
     power: float = 1.0
+    damping: float | None = None
 
     @property
     def held(self) -> list[StoredPrecision]:
@@ -188,6 +189,7 @@ def make_plan(
         memory=0,
         shrink=float(settings.shrink),
         power=float(settings.power),
+        damping=settings.damping,
     )
     return _within(plan, max_memory, threads)
 
@@ -222,6 +224,9 @@ def _check_settings(
     for name, value in {"shrink": settings.shrink, "power": settings.power}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise InputError(f"{name} must be between 0 and 1, got {value!r}")
+    damping = settings.damping
+    if damping is not None and not (isinstance(damping, int | float) and 0 <= damping < 1e6):
+        raise InputError(f"damping must be at least 0, or None, got {damping!r}")
     if out_dtype is not None and out_dtype not in MERGEABLE:
         raise InputError(f"out_dtype must be one of {MERGEABLE} or None, got {out_dtype!r}")
 

@@ -99,7 +99,9 @@ class StoredPrecision:
         places = (key + part for part in (VALUES, *VECTORS)) if key in self.layers else ()
         return sum(self.source.specs[p].nbytes for p in places if p in self.source.specs)
 
-    def factors(self, key: str, shrink: float = 1.0, power: float = 1.0) -> Factors:
+    def factors(
+        self, key: str, shrink: float = 1.0, power: float = 1.0, damping: float | None = 0.0
+    ) -> Factors:
         """H of a layer, in float64.
 
         Raises:
@@ -123,7 +125,7 @@ class StoredPrecision:
         right, left = (held.get(key) for key in VECTORS)
         assert right is not None
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
-        return Factors(basis, values, shrink).raised(power)
+        return Factors(basis, values, shrink).raised(power).damped(damping)
 
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype

@@ -160,13 +160,14 @@ def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Sol
     """Solve one layer's equation, some rows of its matrix at a time."""
     joint, held = plan.layers[key], plan.held
     items = {item.name: item for item in plan.items if item.layer == key}
+    family = (plan.shrink, plan.power, plan.damping)
     parts: list[Part] = []
     for part, alpha, kind in zip(plan.parts, items[key].weights, items[key].curved, strict=True):
         own = part.precision if kind == OWN else None
-        h = None if own is None else own.factors(key, plan.shrink, plan.power)
+        h = None if own is None else own.factors(key, *family)
         parts.append((alpha, h, kind == BASE))
     first = plan.base_precision
-    start = first.factors(key, plan.shrink, plan.power) if first and key in first.layers else None
+    start = first.factors(key, *family) if first and key in first.layers else None
     o = joint.layout.rows
     shape = (joint.layout.groups, o, joint.layout.columns + (joint.bias is not None))
     solve = solver(parts, start, plan.delta, shape)

@@ -109,3 +109,11 @@ def test_what_a_killed_run_left_is_removed_and_named(tmp_path: Path) -> None:
     with held(tmp_path / "other"):
         storage.write(tmp_path / "two.safetensors", {"w": torch.ones(1)}, {})
         assert (tmp_path / ".other.unfinished").exists()
+
+
+def test_a_disk_that_is_read_only_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing.os, "access", lambda *_: False)
+    with pytest.raises(StorageError, match="read-only"):
+        placing.check_room(tmp_path / "out", 2**60)

@@ -47,7 +47,11 @@ def test_by_validation_it_takes_the_best_that_was_tried(family: dict[str, Any]) 
     choice = merged.choice
     assert choice.best.nll == min(p.nll for p in choice.points) <= choice.average.nll
     names = {p.method for p in choice.points}
-    assert {"average", "fisher, kron, shrink 0.9, G to the 0", "propagated, shrink 0.9"} <= names
+    assert {
+        "average",
+        "fisher, kron, shrink 1, power 0, damping 0.1",
+        "propagated, shrink 0.9",
+    } <= names
     again = merge(family["base"], family["models"], **choice.settings)
     assert all(torch.equal(merged[n], t) for n, t in again.items())
     assert choice.name in repr(choice)

@@ -90,7 +90,7 @@ def test_against_the_dense_solve(family: tuple[State, list[Task]], structure: st
     first = fit_laplace(tasks[1], structure=structure, prior_precision=2.0)
     merged = merge(
         base, models, precisions=fitted, weights=alphas, base_precision=first, delta=0.3,
-        trust=True, dtype=torch.float64,
+        trust=True, damping=0.0, dtype=torch.float64,
     )  # fmt: skip
     eye = torch.eye(len(flatten(base)), dtype=torch.float64)
     held = [data_part(q) for q in fitted]
@@ -105,7 +105,7 @@ def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> Non
     base, tasks = weights_of(Task(model, (x, torch.arange(40) % 3))), tasks_of(model, x, classes)
     fitted = [fit_laplace(t, structure=structure, prior_precision=1e-9) for t in tasks]
     models = [weights_of(t) for t in tasks]
-    family = {"shrink": shrink, "power": power, "delta": 0.1}
+    family = {"shrink": shrink, "power": power, "delta": 0.1, "damping": 0.25}
     merged = merge(base, models, precisions=fitted, dtype=torch.float64, **family)
     held = []
     for q in fitted:
@@ -116,8 +116,9 @@ def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> Non
             left = torch.eye(len(s)).double() if block.left is None else block.left[0]
             if block.left is not None:  # A is the mean over the outputs, by G's mean eigenvalue
                 g = s.mean(1, keepdim=True) / block.inputs
-                s = s * torch.where(g > 1e-12 * g.max(), g, torch.inf) ** (power - 1)
+                s = s * torch.where(g > 1e-6 * g.max(), g, torch.inf) ** (power - 1)
             basis = torch.kron(left.contiguous(), block.right[0].contiguous())
+            s = s + 0.25 * s.mean()
             joint = basis @ s.flatten().diag() @ basis.mT
             joint = shrink * joint + (1 - shrink) * joint.diagonal().diag()
             o, i = len(left), block.right.shape[-1]
@@ -227,7 +228,15 @@ def test_a_task_taken_out_again(structure: str) -> None:
     base, tasks = weights_of(Task(model, (x, torch.arange(40) % 3))), tasks_of(model, x, classes)
     fitted = [fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
     alphas, models = [1.0, 1.0, -0.05], [weights_of(t) for t in tasks]
-    merged = merge(base, models, precisions=fitted, weights=alphas, delta=30.0, dtype=torch.float64)
+    merged = merge(
+        base,
+        models,
+        precisions=fitted,
+        weights=alphas,
+        delta=30.0,
+        damping=0.0,
+        dtype=torch.float64,
+    )
     eye = torch.eye(len(flatten(base)), dtype=torch.float64)
     truth = dense_merge(base, models, [data_part(q) for q in fitted], alphas, 30 * eye)
     assert relative(flatten(merged), truth) < EXACT
@@ -246,6 +255,8 @@ def test_bad_precisions() -> None:
         merge(None, models, precisions=[gram, other], method="fisher", trust=True)
     with pytest.raises(InputError, match="shrink"):
         merge(None, models, precisions=[gram, gram], method="fisher", trust=True, shrink=1.1)
+    with pytest.raises(InputError, match="damping"):
+        merge(None, models, precisions=[gram, gram], method="fisher", trust=True, damping=-1.0)
     with pytest.raises(InputError, match="memory"):
         merge(None, models, precisions=[kron, kron], method="fisher", trust=True, max_memory=1000)
     with pytest.raises(PosteriorError, match="lowrank"):
@@ -323,3 +334,27 @@ def test_the_card_tells_precisions_apart(tmp_path) -> None:
     assert set(figures["layers"]) == {"0.weight", "2.weight"}
     assert all(layer["iterations"] > 0 for layer in figures["layers"].values())
     assert "2 layers" in " ".join(outcome(report))
+
+
+def test_threads_and_memory_do_not_matter() -> None:
+    """A layer of many rows, taken some at a time; too little memory is said with what it needs."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Linear(300, 2000), nn.Linear(300, 300)]
+    x, y = torch.randn(400, 300, generator=generator), torch.arange(400) % 5
+    fitted, models = [], []
+    for t in range(2):
+        with torch.no_grad():
+            for p in (p for layer in layers for p in layer.parameters()):
+                p.copy_(torch.randn(p.shape, generator=generator) / 20)
+        model = copy.deepcopy(nn.Sequential(layers[1], layers[0], nn.Linear(2000, 5)))
+        fitted.append(fit_laplace(Task(model, (x + t, y)), structure="gram"))
+        models.append(weights_of(Task(model, (x, y))))
+    how: dict[str, Any] = {"precisions": fitted, "method": "fisher"}
+    with pytest.raises(InputError, match="at least") as told:
+        merge(None, models, **how, max_memory=2**20)
+    least = int(str(told.value).rsplit(" ", 1)[1])
+    merged = merge(None, models, **how, threads=4, max_memory=2**32)
+    small = merge(None, models, **how, max_memory=least)
+    assert all(torch.equal(merged[n], t) for n, t in small.items())
+    a, b = (fit.form.basis_shapes()["1.weight"] for fit in fitted)
+    assert a == b == (1, 2000, 301)

@@ -88,7 +88,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
             parameters: {weight: 1.0}        # a number, [0.2, 0.8] over the layers, or rules
                                              # [{filter: mlp, value: 0.5}, {value: 1.0}]
         parameters: {delta: 1.0e-8, missing_precision: error}     # error | base | zero
-                                             # of precisions with factors: shrink: 0.9, power: 1
+                                             # with factors also shrink, power, damping
         dtype: float32
         out_dtype: bfloat16                  # left out: dtype; both left out: as in the base
         tokenizer_source: base
@@ -184,6 +184,7 @@ class _RecipeReader:
             normalize=normalize,
             shrink=self._first("shrink", 1.0),
             power=self._first("power", 1.0),
+            damping=self._first("damping"),
             dtype=torch.float64 if text.dtype == "float64" else torch.float32,
             out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
             tokenizer_source=self._tokenizer(),
@@ -318,7 +319,7 @@ class _RecipeReader:
         """Parameters without effect: a note where mergekit ignores them too, else an error."""
         method = self.method
         idle = {"lambda": method.name != "task_arithmetic", "delta": not method.uses_base_precision}
-        curved = ("missing_precision", "shrink", "power")
+        curved = ("missing_precision", "shrink", "power", "damping")
         idle |= dict.fromkeys(curved, not method.uses_precisions) | dict.fromkeys(FOREIGN, True)
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
         parts += [((*one.way, "parameters"), one.entry.parameters) for one in self.listed]

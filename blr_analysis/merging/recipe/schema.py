@@ -117,6 +117,7 @@ class Parameters(ModelParameters):
     missing_precision: Literal["error", "base", "zero"] | None = None
     shrink: Annotated[Number, Field(ge=0, le=1)] | None = None
     power: Annotated[Number, Field(ge=0, le=1)] | None = None
+    damping: Annotated[Number, Field(ge=0)] | None = None
 
 
 class Entry(Section):
