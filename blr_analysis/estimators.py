@@ -77,7 +77,8 @@ def read_estimator(estimator: Any, X: Any, y: Any) -> Estimator:
         return read_estimator(estimator.steps[-1][1], X, y)
     name = type(estimator).__name__
     if name not in _READERS:
-        raise InputError(f"no likelihood is known for {name}; from_sklearn reads {_known()}")
+        known = ", ".join(_READERS)
+        raise InputError(f"no likelihood is known for {name}, but for {known} and their Pipelines")
     return _READERS[name](estimator, _inputs(estimator, X), np.asarray(y))
 
 
@@ -163,10 +164,6 @@ _READERS = {
     "PoissonRegressor": _poisson,
     "MLPClassifier": _perceptron,
 }
-
-
-def _known() -> str:
-    return ", ".join(_READERS) + " and Pipelines that end in one"
 
 
 def _inputs(estimator: Any, X: Any) -> Tensor:

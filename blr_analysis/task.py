@@ -267,8 +267,8 @@ class Task:
 
     def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These values, those of parameters in half precision as the model has them."""
-        half = {n: p.dtype for n, p in self.model.named_parameters() if p.dtype in HALF}
-        return {n: v.to(half.get(n, v.dtype)) for n, v in params.items()}
+        own = dict(self.model.named_parameters())
+        return {n: _stored(v, own[n]) if n in own else v for n, v in params.items()}
 
     def check_parameters(self, names: Iterable[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
@@ -291,8 +291,9 @@ class Task:
                     "more: model.float()"
                 )
         if len(kinds) > 1:
+            each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
             raise ModelError(
-                f"the parameters are of several dtypes ({_each(kinds)}); make them one with "
+                f"the parameters are of several dtypes ({each}); make them one with "
                 "model.float() or model.double()"
             )
         return next(iter(kinds))
@@ -314,8 +315,10 @@ class Task:
         """
         if self.forward is default_forward:
             check_inputs(batch, indices)
-        params = self.cast(params)
-        own = {id(p): params.get(n, p.detach()) for n, p in self.model.named_parameters()}
+        own = {
+            id(p): _stored(params[n], p) if n in params else p.detach()
+            for n, p in self.model.named_parameters()
+        }
         values = {f"model.{n}": own[id(p)] for n, p in parameter_places(self.model).items()}
         before = versions(batch)
         try:
@@ -467,14 +470,15 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def _stored(value: Tensor, parameter: Tensor) -> Tensor:
+    """In half precision where the parameter is."""
+    return value.to(parameter.dtype) if parameter.dtype in HALF else value
+
+
 def _form(batch: Any) -> Any:
     """What a batch is made of: its structure, and the dimensions and dtypes of its tensors."""
     leaves, spec = tree_flatten(batch)
     return spec, [(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
-
-
-def _each(kinds: Mapping[torch.dtype, str]) -> str:
-    return ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
 
 
 def find_device(device: str | torch.device) -> torch.device:

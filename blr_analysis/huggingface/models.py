@@ -110,7 +110,8 @@ def load_model(
         if getattr(getattr(part, "config", None), "use_cache", None):
             part.config.use_cache = False  # type: ignore[union-attr]
     taken = inspect.signature(model.forward).parameters
-    inputs = tuple(n for n in _fields(tokenizer) if n in taken)
+    named = dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names))
+    inputs = tuple(n for n in named if n in taken)
     pad = _pad_id(model.config, tokenizer, place)
     bound = min(int(tokenizer.model_max_length), _positions(model))
     return Pretrained(place, kind, model, tokenizer, specs, pad, inputs, bound)
@@ -319,10 +320,6 @@ def _load_tokenizer(folder: Path) -> Any:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _fields(tokenizer: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names)))
 
 
 def _check_labels(config: Any, folder: Path) -> None:

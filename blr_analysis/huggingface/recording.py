@@ -20,7 +20,6 @@ from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError
 from blr_analysis.files import Folder
 from blr_analysis.posterior import Posterior, check_dtype, n_data_of, write_captured
 from blr_analysis.posterior.capture import (
-    HALF,
     HALF_REASON,
     Captured,
     from_optimizer,
@@ -28,6 +27,7 @@ from blr_analysis.posterior.capture import (
     reader_of,
     unwrap,
 )
+from blr_analysis.task import HALF
 
 DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "

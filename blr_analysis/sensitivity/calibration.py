@@ -183,11 +183,14 @@ def calibrate(
     usable = _usable(exact, rise, estimate(1.0))
     scale = matching(estimate, weight, rise, usable)
     earlier = float(q.record.get("calibration", {}).get("scale", 1.0))
+    unchecked = None
+    if kind != "descent" and not (rest := stationarity(task, q)).near:
+        unchecked = rest.verdict
     calibration = {
         "scale": scale * earlier,
         "correction": word,
         "kind": kind,
-        "unchecked": None if kind == "descent" else _unchecked(task, q),
+        "unchecked": unchecked,
         **_errors(estimate, weight, rise, usable, scale),
         "probe": chosen.tolist(),
         "weight": weight.tolist(),
@@ -207,11 +210,6 @@ def calibrate(
         n_data=posterior.n_data,
         record={**passed_on(posterior), "calibration": calibration},
     )
-
-
-def _unchecked(task: Task, q: Posterior) -> str | None:
-    rest = stationarity(task, q)
-    return None if rest.near else rest.verdict
 
 
 def draw(rise: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

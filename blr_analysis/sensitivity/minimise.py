@@ -78,7 +78,7 @@ class Descent:
     moves: list[AcceptedMove] = field(default_factory=list)
     stalled: bool = False
     damping: float = 0.0
-    _pairs: list[tuple[Tree, Tree]] = field(default_factory=list)
+    _pairs: list[tuple[Tree, Tree, float]] = field(default_factory=list)  # s, y and sᵀy
 
     @classmethod
     def start(
@@ -191,16 +191,16 @@ class Descent:
     def _inverse_hessian(self, v: Tree) -> Tree:
         """H v by the two-loop recursion (Nocedal, 1980), from M⁻¹ scaled to the last pair."""
         r, coefficients = dict(v), []
-        for s, y in reversed(self._pairs):
-            a = dot(s, r) / dot(s, y)
+        for s, y, along in reversed(self._pairs):
+            a = dot(s, r) / along
             coefficients.append(a)
             r = add(r, -a, y)
         r = self.preconditioner.solve(r)
         if self._pairs:
-            s, y = self._pairs[-1]
-            r = scaled(r, dot(s, y) / dot(y, self.preconditioner.solve(y)))
-        for (s, y), a in zip(self._pairs, reversed(coefficients), strict=True):
-            r = add(r, a - dot(y, r) / dot(s, y), s)
+            _, y, along = self._pairs[-1]
+            r = scaled(r, along / dot(y, self.preconditioner.solve(y)))
+        for (s, y, along), a in zip(self._pairs, reversed(coefficients), strict=True):
+            r = add(r, a - dot(y, r) / along, s)
         return r
 
     def _search(self, direction: Tree, kind: str) -> None:
@@ -230,8 +230,8 @@ class Descent:
 
     def _remember(self, move: Tree, change: Tree) -> None:
         """The gradient's change along a move, unless no curvature is seen in it."""
-        if dot(move, change) > 1e-12 * dot(move, move):
-            self._pairs = [*self._pairs, (move, change)][-MEMORY:]
+        if (along := dot(move, change)) > 1e-12 * dot(move, move):
+            self._pairs = [*self._pairs, (move, change, along)][-MEMORY:]
 
     def _curvature(self, kind: str) -> Operator:
         """v ↦ S v, or the Hessian's, here."""

@@ -15,7 +15,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
@@ -202,8 +201,8 @@ class _Weighing:
         for chunk in chunks(self.task, q.mean, self.chunking):
             lambdas = chunk.likelihood.hessian(chunk.outputs, chunk.targets)
             leverage = lambdas @ q.form.gram(chunk.jacobian_terms())
-            once, twice = (_trace(h) for h in (leverage, leverage @ leverage))
-            traces += torch.tensor([once, twice], dtype=torch.float64)
+            for k, h in enumerate((leverage, leverage @ leverage)):
+                traces[k] += h.diagonal(dim1=-2, dim2=-1).double().sum().cpu()
         return float(traces[1] / traces[0]) if float(traces[0]) > 0 else 0.0
 
     def effective(self, keep: float, tolerance: float, progress: bool | None) -> tuple[float, bool]:
@@ -221,10 +220,6 @@ class _Weighing:
             if w == before[0]:
                 break
         return w, False
-
-
-def _trace(blocks: Tensor) -> float:
-    return float(blocks.diagonal(dim1=-2, dim2=-1).double().sum())
 
 
 def _trainable(task: Task, q: Posterior) -> Task:

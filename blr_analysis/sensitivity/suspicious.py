@@ -224,9 +224,9 @@ def _of_outputs(
     assert scores is not None and scores.variance is not None
     gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
     rows = torch.arange(task.n_data).split(4096)
-    heights = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
-    pieces = zip(heights, scores.variance.split(4096), strict=True)
-    unfamiliarity = torch.cat([(height * v).sum((1, 2)) for height, v in pieces])
+    hessians = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
+    pieces = zip(hessians, scores.variance.split(4096), strict=True)
+    unfamiliarity = torch.cat([(hessian * v).sum((1, 2)) for hessian, v in pieces])
     return gain, proposed, unfamiliarity, scores.targets, scores.predictions
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
 from blr_analysis.learning_rule.expectations import AT_SIGN
+from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
 from blr_analysis.learning_rule.optim.draws import Group
@@ -35,7 +36,6 @@ from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.settings import SHARE, Setting, tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
 
-HALF = (torch.float16, torch.bfloat16)
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
 BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
 FORGETTING = {"weight_decay": 1.0, "hess_init": 1.0}

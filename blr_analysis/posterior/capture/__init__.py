@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from blr_analysis.posterior.capture.assemble import (
-    HALF,
     HALF_REASON,
     UNSURE,
     Captured,
@@ -14,7 +13,6 @@ from blr_analysis.posterior.capture.live import from_optimizer, parameter_order,
 from blr_analysis.posterior.capture.readers import reader_of
 
 __all__ = [
-    "HALF",
     "HALF_REASON",
     "UNSURE",
     "Captured",

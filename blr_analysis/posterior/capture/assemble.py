@@ -16,9 +16,9 @@ from blr_analysis.posterior.capture.scale import Scale, Told, given_scale, own_s
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.task import working
 
 UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
-HALF = (torch.float16, torch.bfloat16)
 HALF_REASON = (
     "in bfloat16 or float16 a running mean with beta near 1 cannot fall (each decrement is "
     "rounded away) and small squares vanish, so that the second moment is not the gradients'"
@@ -89,7 +89,7 @@ def assemble(
     data = {
         slot.name: scale.data_part(_estimate(slot, reader), slot.group)
         if slot.name in learned
-        else torch.zeros_like(slot.value, dtype=_wide(slot.value.dtype))
+        else torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
         for slot in slots
     }
     given = bare or reader.scaled or told.prior_precision is not None
@@ -161,10 +161,6 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return tied
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
-
-
 def _mean(slot: Slot) -> Tensor:
     if slot.value.is_meta:
         raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
@@ -183,7 +179,7 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
             f"the optimizer's {reader.key!r} for {slot.name!r} is {tuple(held.shape)}, the "
             f"parameter {tuple(slot.value.shape)}: it was saved for another model."
         )
-    wide = {**slot.state, reader.key: held.detach().to(slot.value.device, _wide(held.dtype))}
+    wide = {**slot.state, reader.key: held.detach().to(slot.value.device, working(held.dtype))}
     estimate = reader.estimate(wide, slot.group)
     bad = ~estimate.isfinite() if reader.scaled else ~(estimate.isfinite() & (estimate >= 0))
     if bool(bad.any()):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError
 from blr_analysis.posterior.capture.assemble import (
-    HALF,
     HALF_REASON,
     Captured,
     Slot,
@@ -22,6 +21,7 @@ from blr_analysis.posterior.capture.grouping import name_states
 from blr_analysis.posterior.capture.readers import reader_of_saved, split_flat
 from blr_analysis.posterior.capture.saved import Saved, load_saved
 from blr_analysis.posterior.capture.scale import Told
+from blr_analysis.task import HALF
 
 
 def from_checkpoint(

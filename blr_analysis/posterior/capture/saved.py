@@ -88,8 +88,7 @@ def _load_folder(folder: Path) -> Saved:
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
     if any(folder.glob(f"{SAFE}*")):
-        source = Folder.open(folder)
-        return {name: source.tensor(name) for name in source.specs}
+        return Folder.open(folder).tensors()
     index = folder / f"{PICKLED}.index.json"
     files = list(read_index(index)) if index.is_file() else [PICKLED]
     if not (folder / files[0]).is_file():
