@@ -2,7 +2,7 @@
 
 from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.gaussian import Posterior, predict
 from blr_analysis.posterior.laplace import curvature_root, fit_laplace
 from blr_analysis.posterior.precision_files import (
     FACTORED,
@@ -27,6 +27,7 @@ __all__ = [
     "fit_laplace",
     "fit_stages",
     "n_data_of",
+    "predict",
     "read_precision_record",
     "take_off",
     "write_captured",

@@ -382,12 +382,9 @@ class Posterior:
             >>> q.predict(task, draws=4).mean.sum(1)
             tensor([1., 1.])
         """
-        q = self.on(task, same_data=False)
-        number = 0 if whole(draws) == 0 else positive_int("draws", draws)
-        if chunk_size is not None:
-            positive_int("chunk_size", chunk_size)
-        networks = (q.sample(generator=generator) for _ in range(number)) if number else [q.mean]
-        return averaged(task, networks, number, chunk_size=chunk_size, progress=progress)
+        return predict(
+            task, [self], draws, generator=generator, chunk_size=chunk_size, progress=progress
+        )
 
     def log_density(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = −½ (θ−m)ᵀS(θ−m) + ½ log|S| − (P/2) log 2π, in nats.
@@ -621,3 +618,34 @@ def _check_range(form: Structure, dtype: torch.dtype) -> None:
         raise PosteriorError(
             f"{error}, as {str(dtype).removeprefix('torch.')}: keep the posterior in float32"
         ) from error
+
+
+@torch.inference_mode(False)
+def predict(
+    task: Task,
+    posteriors: Sequence[Posterior],
+    draws: int = 10,
+    *,
+    generator: torch.Generator | None = None,
+    chunk_size: int | None = None,
+    progress: bool | None = None,
+) -> Predictions:
+    """What a mixture of posteriors predicts, each with the same weight: :meth:`Posterior.predict`
+    with ``draws`` networks of each.
+
+    With ``draws=0``, one network at each mean, it is a deep ensemble.
+
+    Raises:
+        InputError, PosteriorError, ModelError, DataError: as there; no posterior.
+    """
+    if not posteriors:
+        raise InputError("predict needs at least one posterior")
+    qs = [q.on(task, same_data=False) for q in posteriors]
+    number = 0 if whole(draws) == 0 else positive_int("draws", draws)
+    if chunk_size is not None:
+        positive_int("chunk_size", chunk_size)
+    networks = (
+        q.sample(generator=generator) if number else q.mean for q in qs for _ in range(number or 1)
+    )
+    total = number * len(qs) if number or len(qs) == 1 else len(qs)
+    return averaged(task, networks, total, chunk_size=chunk_size, progress=progress)

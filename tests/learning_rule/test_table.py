@@ -51,6 +51,7 @@ BEYOND = {
     "Vprop",
     "Vadam",
     "IVON",
+    "IVON, mixture",
     "bSAM",
 }
 

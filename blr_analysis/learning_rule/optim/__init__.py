@@ -4,6 +4,7 @@ from blr_analysis.learning_rule.optim.binary import STE, BayesBiNN
 from blr_analysis.learning_rule.optim.bsam import BSAM
 from blr_analysis.learning_rule.optim.dropout import Dropout
 from blr_analysis.learning_rule.optim.ivon import IVON
+from blr_analysis.learning_rule.optim.mixture import Mixture
 from blr_analysis.learning_rule.optim.newton import Newton
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.variational import OGN, VOGN, Vadam, Vprop
@@ -16,6 +17,7 @@ __all__ = [
     "VOGN",
     "BayesBiNN",
     "Dropout",
+    "Mixture",
     "Newton",
     "RowOptimizer",
     "Vadam",

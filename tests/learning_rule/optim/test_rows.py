@@ -772,9 +772,9 @@ def test_diagonal_newton_where_the_hessian_is_diagonal() -> None:
         m = m - lr * (-m.sin() - target + decay * m) / (h + decay)
         assert_same(theta.detach(), m)
     assert_same(optimizer.state[theta]["hess"], h)
-    with optimizer.sampled_params(train=True), pytest.raises(OptimizerError, match="create_graph"):
-        theta.sum().backward()
-        optimizer.examples.finish()
+    optimizer.zero_grad()
+    with pytest.raises(OptimizerError, match="create_graph"), optimizer.sampled_params(train=True):
+        theta.square().sum().backward()
 
 
 def test_diagonal_newton_finds_the_diagonal_of_a_network() -> None:
@@ -784,7 +784,7 @@ def test_diagonal_newton_finds_the_diagonal_of_a_network() -> None:
     x, y = torch.randn(20, 3).double(), torch.randint(2, (20,))
     optimizer = RowOptimizer(
         model.parameters(), "diagonal Newton", lr=0.0, ess=20.0, weight_decay=0.1, beta2=0.0,
-        generator=torch.Generator().manual_seed(0), mc_samples=1500,
+        generator=torch.Generator().manual_seed(0), mc_samples=1000,
     )  # fmt: skip
 
     def closure() -> Tensor:
@@ -802,8 +802,10 @@ def test_diagonal_newton_finds_the_diagonal_of_a_network() -> None:
         named = dict(zip(params, parts, strict=True))
         return nn.functional.cross_entropy(torch.func.functional_call(model, named, (x,)), y)
 
-    exact = torch.func.hessian(loss_of)(flat(params.values())).diagonal().abs()
+    hessian = torch.func.hessian(loss_of)(flat(params.values()))
+    exact = hessian.diagonal().abs()
+    std = ((hessian.square().sum(1) - exact.square()) / optimizer.mc_samples).sqrt()
     hess = flat(optimizer.state[p]["hess"] for p in params.values())
-    assert (hess - exact).norm() < 0.05 * exact.norm()
+    assert ((hess - exact).abs() < 4 * std).all() and std.norm() < 0.15 * exact.norm()
     posterior = Posterior.from_optimizer(optimizer, model)
     assert_same(flat(posterior.precision(n) for n in params), 20 * (hess + 0.1))

@@ -1,0 +1,113 @@
+"""Several networks in one posterior: a mixture of Gaussians, an optimizer for each component.
+
+    q(θ) = 1/K Σ_k q_k(θ),   q_k = N(m_k, 1/S_k)
+
+The entropy of the mixture is not the sum of its components'. At a draw of component k the rule
+asks for ∇ℓ̄ + ∇log q (Khan & Rue, Eqs. 29, 30), where an optimizer of its own has ∇ℓ̄ + ∇log q_k.
+What it lacks is one more term of the loss, :meth:`Mixture.overlap`:
+
+    (log q(θ) − log q_k(θ)) / ess
+
+Its gradient, Σ_j r_j(θ) [S_k(θ − m_k) − S_j(θ − m_j)] / ess with the responsibilities r, pushes
+components that overlap apart, and Price's estimate makes its Hessian of it. Components far from
+each other have r_k = 1 and learn as if alone: a deep ensemble is the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.optim.draws import state_dtype
+from blr_analysis.learning_rule.optim.ivon import IVON
+
+
+class Mixture:
+    r"""K networks, each learning with an IVON of its own, in one posterior.
+
+    Train every network with its own optimizer and add ``overlap(k)`` to the loss of the k-th:
+
+        >>> _ = torch.manual_seed(0)
+        >>> from torch import nn
+        >>> models = [nn.Linear(2, 1) for _ in range(3)]
+        >>> optimizers = [IVON(m.parameters(), lr=0.1, ess=20) for m in models]
+        >>> mixture = Mixture(optimizers)
+        >>> x, y = torch.randn(20, 2), torch.randn(20, 1)
+        >>> for _ in range(5):
+        ...     for k, (model, optimizer) in enumerate(zip(models, optimizers)):
+        ...         with optimizer.sampled_params(train=True):
+        ...             optimizer.zero_grad()
+        ...             loss = nn.functional.mse_loss(model(x), y) + mixture.overlap(k)
+        ...             loss.backward()
+        ...         optimizer.step()
+
+    Then ``[Posterior.from_optimizer(o, m) for o, m in zip(optimizers, models)]`` is the mixture for
+    ``predict``, ``sensitivity``, ``influence`` and ``what_if``, which average over a list.
+
+    Args:
+        optimizers: one for each network, all of the same shapes in the same order, with the same
+            ``ess`` and no parameter shared.
+
+    Raises:
+        InputError: fewer than two optimizers, one that is no IVON, or others' shapes.
+    """
+
+    def __init__(self, optimizers: Sequence[IVON]) -> None:
+        self.optimizers = list(optimizers)
+        if len(self.optimizers) < 2:
+            raise InputError("a mixture has two or more optimizers")
+        if not all(isinstance(o, IVON) and _is_price(o) for o in self.optimizers):
+            raise InputError('the components of a mixture are IVON with hess_approx="price"')
+        alike = {
+            (tuple(p.shape for p in _params(o)), *(float(g["ess"]) for g in o.param_groups))
+            for o in self.optimizers
+        }
+        if len(alike) > 1:
+            raise InputError("the networks of a mixture need the same shapes and the same ess")
+        held = [id(p) for o in self.optimizers for p in _params(o)]
+        if len(set(held)) < len(held):
+            raise InputError("two optimizers hold the same parameter: copy the network")
+
+    def overlap(self, k: int) -> Tensor:
+        """(log q(θ) − log q_k(θ)) / ess at the weights that component k has now, as a loss.
+
+        Inside ``optimizers[k].sampled_params(train=True)`` these are a draw of q_k. It is log 1/K
+        over ess, and its gradient 0, where the other components are far.
+        """
+        weights, terms = _params(self.optimizers[k]), []
+        for optimizer in self.optimizers:
+            logs = [
+                0.5 * (s.log() - s * (theta.to(s) - m.to(s)).square()).sum()
+                for theta, (m, s) in zip(weights, _gaussians(optimizer), strict=True)
+            ]
+            terms.append(torch.stack([log.to(logs[0]) for log in logs]).sum())
+        stacked = torch.stack(terms)
+        log_q = torch.logsumexp(stacked, 0) - math.log(len(terms))
+        return (log_q - stacked[k]) / float(self.optimizers[k].param_groups[0]["ess"])
+
+
+def _is_price(optimizer: IVON) -> bool:
+    return all(group["hess_approx"] == "price" for group in optimizer.param_groups)
+
+
+def _params(optimizer: IVON) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
+    """Mean and precision of every parameter, also while a draw stands in the mean's place."""
+    draw = optimizer._open
+    means = {} if draw is None else dict(zip(draw.params, draw.means, strict=True))
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                start = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
+                hess = optimizer.state[p]["hess"] if p in optimizer.state else start.detach()
+                precision = group["ess"] * (hess + group["weight_decay"])
+                found.append((means.get(p, p).detach(), precision))
+    return found

@@ -1,0 +1,119 @@
+"""Mixtures over networks: Eqs. 29 and 30 line by line, and deep ensembles as their limit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import DiagonalGaussian, GaussianMixture
+from blr_analysis.learning_rule.optim import IVON, Mixture
+from blr_analysis.posterior import predict
+
+N = 30.0
+
+
+def pair(far: float) -> tuple[list[nn.Module], list[IVON], Mixture]:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    models: list[nn.Module] = [first, copy.deepcopy(first)]
+    with torch.no_grad():
+        for p in models[1].parameters():
+            p += far * torch.randn_like(p)
+    optimizers = [
+        IVON(m.parameters(), lr=0.05, ess=N, weight_decay=0.1, hess_init=h, beta1=0.0, beta2=0.9,
+             rescale_lr=False, generator=torch.Generator().manual_seed(k))
+        for k, (m, h) in enumerate(zip(models, (0.7, 0.8), strict=True))
+    ]  # fmt: skip
+    return models, optimizers, Mixture(optimizers)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | None) -> list[Tensor]:
+    """One step of every component; the draws."""
+    x, y = torch.linspace(-1, 1, 8).double().view(4, 2), torch.ones(4, 1).double()
+    draws = []
+    for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            (loss if mixture is None else loss + mixture.overlap(k)).backward()
+            draws.append(flat(model))
+    return draws
+
+
+def test_a_step_is_that_of_the_paper() -> None:
+    """With the family's own ∇ log q and m, S as Khan & Rue write them, IVON's retraction added."""
+    models, optimizers, mixture = pair(0.02)
+    means, precisions = torch.stack([*map(flat, models)]), torch.tensor([0.8, 0.9]).double() * N
+    parts = DiagonalGaussian(means, precisions.unsqueeze(1).expand_as(means).contiguous())
+    q = GaussianMixture(torch.full((2,), 0.5).double(), parts).marginal
+    draws = step(models, optimizers, mixture)
+    for k, (model, theta) in enumerate(zip(models, draws, strict=True)):
+        s, m = parts.precision[k], means[k]
+        x, y = torch.linspace(-1, 1, 8).double().view(4, 2), torch.ones(4, 1).double()
+        at = copy.deepcopy(model)
+        nn.utils.vector_to_parameters(theta, at.parameters())
+        nn.functional.mse_loss(at(x), y).backward()
+        loss = N * torch.cat([p.grad.flatten() for p in at.parameters()]) + 0.1 * N * m
+        log_q = q.score(theta)
+        # E[∇ log q] and E[∇² log q] by the draw; those of log q_k, −S(θ − m) and −S, cancel there
+        gradient = loss + log_q + s * (theta - m)
+        pulled = gradient - 0.1 * N * m
+        hessian = s * (theta - m) * pulled + 0.1 * N - s
+        new = s + 0.1 * hessian + 0.01 * hessian.square() / (2 * s)
+        optimizers[k].step()
+        found = torch.cat([optimizers[k].state[p]["hess"].flatten() for p in model.parameters()])
+        torch.testing.assert_close(N * (found + 0.1), new)
+        torch.testing.assert_close(flat(model), m - 0.05 * gradient / new)
+        assert (log_q + s * (theta - m)).norm() > 0.1  # they do overlap
+
+
+def test_far_from_each_other_they_are_a_deep_ensemble() -> None:
+    together, alone = pair(50.0), pair(50.0)
+    for _ in range(5):
+        step(*together)
+        step(alone[0], alone[1], None)
+        for optimizer in (*together[1], *alone[1]):
+            optimizer.step()
+    for one, other in zip(together[0], alone[0], strict=True):
+        torch.testing.assert_close(flat(one), flat(other), rtol=1e-12, atol=1e-12)
+
+
+def test_predictions_and_analyses_take_the_mixture() -> None:
+    models, optimizers, mixture = pair(1.0)
+    for _ in range(3):
+        step(models, optimizers, mixture)
+        for optimizer in optimizers:
+            optimizer.step()
+    qs = [blr.Posterior.from_optimizer(o, m) for o, m in zip(optimizers, models, strict=True)]
+    x, y = torch.randn(int(N), 2).double(), torch.randn(int(N), 1).double()
+    task = blr.Task(models[0], (x, y), likelihood="gaussian")
+    both = predict(task, qs, draws=0, progress=False)
+    means = [m(x).detach() for m in models]
+    torch.testing.assert_close(both.mean, (means[0] + means[1]) / 2)
+    densities = [(-0.5 * (y - f).square()).exp() for f in means]
+    expected = -(sum(densities) / 2).log() + 0.5 * torch.log(torch.tensor(2 * torch.pi))
+    torch.testing.assert_close(both.losses, expected.squeeze(1))
+    assert predict(task, qs, draws=3, progress=False).draws == 6
+    assert blr.sensitivity(task, qs, progress=False).deviation.shape[0] == len(y)
+
+
+def test_what_is_no_mixture() -> None:
+    models, optimizers, _ = pair(1.0)
+    other = nn.Linear(2, 1).double()
+    for wrong in (
+        optimizers[:1],
+        [optimizers[0], optimizers[0]],
+        [optimizers[0], torch.optim.SGD(models[1].parameters(), lr=0.1)],
+        [optimizers[0], IVON(other.parameters(), lr=0.1, ess=N)],
+    ):
+        with pytest.raises(InputError):
+            Mixture(wrong)
