@@ -29,7 +29,7 @@ RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 
 @dataclass
-class Product:
+class StepProduct:
     """One matrix of the layer: what it was multiplied with and what came of it, step by step."""
 
     ends: str  # of its parameters' names: "ih_l0", "hh_l1_reverse"
@@ -41,7 +41,7 @@ class Product:
         return F.linear(x, values[f"weight_{self.ends}"], values.get(f"bias_{self.ends}"))
 
 
-def _seen(z: Tensor, *products: Product) -> Tensor:
+def _seen(z: Tensor, *products: StepProduct) -> Tensor:
     """Have the gradient at z taken, for these products."""
     z = z if z.requires_grad else z.requires_grad_()
     for product in products:
@@ -95,18 +95,18 @@ def _positions(call: Call, steps: list[Tensor]) -> Tensor:
 
 def _one_step(
     module: Any, values: dict[str, Tensor], given: list[Tensor]
-) -> tuple[list[Tensor], list[Product]]:
+) -> tuple[list[Tensor], list[StepProduct]]:
     """A cell: its state comes in and goes out."""
     x, *state = given
     size = module.hidden_size
     state = state or [x.new_zeros(len(x), size)] * (1 + isinstance(module, nn.LSTMCell))
-    ih, hh = Product("ih"), Product("hh")
+    ih, hh = StepProduct("ih"), StepProduct("hh")
     return _step(module, ih.of(x, values), state, ih, hh, values), [ih, hh]
 
 
 def _run(
     module: Any, values: dict[str, Tensor], given: list[Tensor]
-) -> tuple[list[Tensor], list[Product]]:
+) -> tuple[list[Tensor], list[StepProduct]]:
     """All layers and directions; outputs as the module returns them."""
     x, *starts = given
     if x.ndim != 3:
@@ -117,13 +117,13 @@ def _run(
         sizes = [module.proj_size or module.hidden_size]
         sizes += [module.hidden_size] * isinstance(module, nn.LSTM)
         starts = [x.new_zeros(module.num_layers * ways, x.shape[1], s) for s in sizes]
-    products: list[Product] = []
+    products: list[StepProduct] = []
     last: list[list[Tensor]] = [[] for _ in starts]
     for layer in range(module.num_layers):
         directions = []
         for way in range(ways):
             ends = f"_l{layer}" + "_reverse" * way
-            ih, hh, hr = (Product(f"{k}{ends}") for k in ("ih", "hh", "hr"))
+            ih, hh, hr = (StepProduct(f"{k}{ends}") for k in ("ih", "hh", "hr"))
             state, seen = [s[layer * ways + way] for s in starts], []
             for zx in ih.of(x.flip(0) if way else x, values).unbind():
                 state = _step(module, zx, state, ih, hh, values)
@@ -143,8 +143,8 @@ def _step(
     module: Any,
     zx: Tensor,
     state: list[Tensor],
-    ih: Product,
-    hh: Product,
+    ih: StepProduct,
+    hh: StepProduct,
     values: dict[str, Tensor],
 ) -> list[Tensor]:
     """The next state, from the input's product and the last state."""

@@ -76,7 +76,7 @@ class Forecast:
 
 
 @dataclass
-class Seen:
+class Timings:
     """What the three chunks showed: seconds per example, and the sides of the layers' factors."""
 
     plan: float = 0.0
@@ -101,8 +101,8 @@ def fit_stages(task: Task, structure: str, samples: int = 1, *, found: bool = Fa
     return [*before, *own, Stage("gradient of the loss", n), single]
 
 
-def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Seen:
-    seen = Seen()
+def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:
+    seen = Timings()
     start = perf_counter()
     plan_for(task, params)
     seen.plan = perf_counter() - start

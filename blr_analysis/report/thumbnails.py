@@ -27,7 +27,7 @@ SAMPLE = 300  # pictures that tell how large the sheet will be
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Thumbnails:
     """Tiles of one size, row by row: example k is tile k.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sheet:
         return math.ceil(self.n / self.across)
 
 
-def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Sheet:
+def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Thumbnails:
     """Pictures [H, W] or [H, W, 3] of bytes on one sheet of at most ``budget`` bytes.
 
     Small pictures are kept to the pixel while they fit; larger ones shrink, and where there are
@@ -64,9 +64,9 @@ def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Sheet:
             continue
         written, across = _written(pictures, edge, options)
         if len(written) <= budget:
-            return Sheet(_uri(written), edge, across, len(pictures))
+            return Thumbnails(_uri(written), edge, across, len(pictures))
     written, across = _written(pictures, *last)
-    return Sheet(_uri(written), last[0], across, len(pictures))
+    return Thumbnails(_uri(written), last[0], across, len(pictures))
 
 
 def picture_of(images: Any, index: int) -> np.ndarray:

@@ -78,7 +78,7 @@ def open_adapter(
     PEFT 0.21 writes them.
     """
     # here, since only adapters need pydantic
-    from blr_analysis.merging.lora.by_peft import Merged, merge_and_unload
+    from blr_analysis.merging.lora.by_peft import MergedAdapter, merge_and_unload
     from blr_analysis.merging.lora.changes import changes_of
     from blr_analysis.merging.lora.files import (
         PICKLE,
@@ -107,7 +107,9 @@ def open_adapter(
     if is_plain(entries) and all(len(spec.shape) == 2 for spec in matrices):
         changes = changes_of(read_settings(entries, folder), file, base, str(folder))
         return Streamed(str(folder), base, file, changes, dtype, notes)
-    return Merged(str(folder), base, merge_and_unload(folder, entries, base, file), dtype, notes)
+    return MergedAdapter(
+        str(folder), base, merge_and_unload(folder, entries, base, file), dtype, notes
+    )
 
 
 def _notes(folder: str, trained: str, base: Source) -> tuple[str, ...]:

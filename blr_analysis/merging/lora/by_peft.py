@@ -28,7 +28,7 @@ TASKS = {
 }
 
 
-class Merged(Adapted):
+class MergedAdapter(Adapted):
     """What PEFT makes of the tensors that an adapter changes, and the base's others."""
 
     def __init__(
