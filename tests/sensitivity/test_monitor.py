@@ -367,12 +367,10 @@ def test_a_test_task_that_does_not_fit_is_refused_before_training() -> None:
     assert row["test_nll"] == pytest.approx(float(F.cross_entropy(task.model(x).detach(), y)))
 
 
-def test_sequences_are_refused() -> None:
+def test_a_prior_is_not_selected_on_sequences() -> None:
     g = torch.Generator().manual_seed(0)
     words = torch.randint(5, (6, 4), generator=g)
     task = blr.Task(nn.Embedding(5, 5), (words, words), likelihood="tokens")
-    with pytest.raises(InputError, match="one per token"):
-        blr.Monitor(task)
     with pytest.raises(InputError, match="one per token"):
         blr.select_prior_precision(task, [1.0])
 
