@@ -26,7 +26,8 @@ class Diagonal(Spectral):
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Diagonal, dict[str, Any]]:
-        return cls({n: torch.zeros_like(p) for n, p in fit.params.items()}).summed(fit), {}
+        nothing = {n: p.new_zeros(()).expand_as(p) for n, p in fit.params.items()}
+        return cls(nothing).summed(fit), {}
 
     @classmethod
     def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Diagonal:
