@@ -281,7 +281,7 @@ class KroneckerRecorder:
             if not bool(torch.isfinite(mean).all()):
                 raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")
         moments = {k: (self._joints[k], *pair) for k, pair in factors.items()}
-        blocks = eigenbases(moments, own)
+        blocks = eigenbases(moments, own, n_data)
         values, plain = {}, {}
         for block in blocks:
             right, left = factors[block.key]

@@ -274,6 +274,8 @@ def test_moments_of_inputs_as_they_are_fitted() -> None:
     )
     fitted = blr.fit_laplace(blr.Task(model, (x, y)), structure="gram", prior_precision=0.1)
     assert q.structure == "gram"
+    sizes = [{b.key: b.inputs for b in form.blocks} for form in (q.form, fitted.form)]
+    assert sizes[0] == pytest.approx(sizes[1])
     v = {n: torch.randn_like(m) for n, m in q.mean.items()}
     ours, truth = q.precision_product(v), fitted.precision_product(v)
     assert all(torch.allclose(ours[n], t, rtol=1e-10) for n, t in truth.items())

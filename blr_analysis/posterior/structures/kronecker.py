@@ -38,7 +38,8 @@ class Kronecker(Spectral):
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
         """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
         all data."""
-        blocks = eigenbases(factor_sums(fit), fit.params)
+        times = 1.0 if fit.sample is None else fit.n_data / len(fit.sample)
+        blocks = eigenbases(factor_sums(fit), fit.params, times)
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
@@ -188,13 +189,16 @@ def factor_sums(fit: Fit) -> Moments:
     return moments
 
 
-def eigenbases(moments: Moments, params: Mapping[str, Tensor]) -> tuple[Basis, ...]:
-    """The eigenvectors of each layer's factors, which are let go one after the other."""
+def eigenbases(
+    moments: Moments, params: Mapping[str, Tensor], times: float = 1.0
+) -> tuple[Basis, ...]:
+    """The eigenvectors of each layer's factors, which are let go one after the other; ``times``
+    makes the input factors sums over all examples."""
     blocks = []
     for key in list(moments):
         joint, *pair = moments.pop(key)
         like = params[joint.key].detach()
         right, left = (torch.linalg.eigh(m.double())[1].to(like) for m in pair)
-        known = float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
+        known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
         blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)
