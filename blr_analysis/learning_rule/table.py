@@ -185,6 +185,15 @@ _ROWS = (
     Row("non-conjugate VI", "exponential family, or a mixture of them (skew normal)", BY_NODES,
         EXACT, RULE, "none",
         "5.4", SITES, f"{INFERENCE}.cvi"),
+    Row("exponential weights", "categorical", EXACTLY, EXACT, RULE,
+        "none, learning rate 1 for the loss times η",
+        "5.4", SITES, f"{INFERENCE}.online"),
+    Row("online Newton", FULL, AT_MEAN, GAUSS_NEWTON, RULE,
+        f"{DELTA}, one example at a time, relative to the last posterior",
+        "5.4", SITES, f"{INFERENCE}.online"),
+    Row("natural gradient of the likelihood", "the model of the data", EXACTLY, EXACT,
+        Move(entropy=False), "no entropy: maximum likelihood",
+        "2, Eq. 19", NOT_LEARNED, f"{INFERENCE}.online"),
 )
 # fmt: on
 

@@ -53,6 +53,9 @@ BEYOND = {
     "IVON",
     "IVON, mixture",
     "bSAM",
+    "exponential weights",
+    "online Newton",
+    "natural gradient of the likelihood",
 }
 
 

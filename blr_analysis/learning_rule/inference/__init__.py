@@ -6,6 +6,7 @@ To be read like a book; each part needs only those above it.
    that examples are taken out by subtraction. :mod:`.answers`: what functions of yours must give.
 2. *One step, ρ = 1* (K&R 5.1). :mod:`.factors`: which likelihoods are conjugate to which family.
    :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
+   :mod:`.online`: one example after another, exponential weights and natural gradients.
 3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
    told. :mod:`.em`: parameters at their mode. :mod:`.vmp`: parameters averaged over.
    :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
@@ -38,6 +39,11 @@ from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
+from blr_analysis.learning_rule.inference.online import (
+    OnlineNewton,
+    experts,
+    likelihood_step,
+)
 from blr_analysis.learning_rule.inference.skew_normal import (
     FittedSkewNormal,
     SkewNormal,
@@ -64,14 +70,17 @@ __all__ = [
     "MeanFieldRegression",
     "MultimodalOptimisation",
     "NotConverged",
+    "OnlineNewton",
     "SkewNormal",
     "StateSpace",
     "TopicWords",
     "VariationalNewton",
     "bernoulli",
     "categorical",
+    "experts",
     "fit_skew_normal",
     "gaussian",
+    "likelihood_step",
     "linear",
     "linear_kernel",
     "minima",

@@ -1,0 +1,188 @@
+"""One example after another: online learning as the rule (Khan & Rue, section 5.4), and its mirror.
+
+With one loss at a time, ρ = η and the entropy counted relative to the last posterior, the rule is
+
+    λ ← λ − η ∇_μ E_q[ℓ_t]          ⇔   q ← argmin  E_q[ℓ_t] + KL(q ‖ q_t) / η   (K&R 22),
+
+Bayes' rule with e^(−η ℓ_t) in the place of a likelihood: exponential weights. :func:`experts` makes
+Hedge of it, with no approximation; with the loss's tangent and the square of its gradient at the
+mean (the delta method) it is :class:`OnlineNewton`. What is a mirror descent in μ is a natural
+gradient in λ; :func:`likelihood_step` has the reverse beside Eq. 19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import one_of, positive_int, positive_number, share
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
+from blr_analysis.learning_rule.families.discrete import Categorical
+from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.inference.conjugate import bayes
+from blr_analysis.learning_rule.inference.factors import Factor, real
+from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows
+
+
+def experts(n_experts: int, rate: float) -> Factor:
+    """Losses L ``[N, K]`` of K experts in N rounds; conjugate to :class:`Categorical`.
+
+    λ̃ = −η (L_k − L_K), c = −η L_K: the posterior's weights are proportional to π_k e^(−η Σ_t L_tk),
+    those of Hedge, and −1/η times the log evidence is its mix loss, at most log(K)/η above the best
+    expert's loss. ``without(rounds)`` forgets rounds, exactly.
+
+    Raises:
+        InputError: fewer than two experts, or a rate that is not positive.
+
+    Example:
+        >>> from blr_analysis.learning_rule.inference import Conjugate
+        >>> losses = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> uniform = Categorical(torch.zeros(1))
+        >>> Conjugate(uniform, experts(2, rate=1.0)).fit(losses).q.probs
+        tensor([0.7311, 0.2689])
+
+    Source: Littlestone & Warmuth, 1994; Freund & Schapire, 1997; van der Hoeven et al., COLT 2018.
+    """
+    if positive_int("n_experts", n_experts) < 2:
+        raise InputError("n_experts must be 2 or more, got 1")
+    rate = positive_number("rate", rate)
+
+    def check(losses: Any, prior: Categorical) -> Tensor:
+        losses = real("losses", losses, prior.log_odds, 2)
+        if losses.shape[1] != n_experts or prior.log_odds.shape[-1] != n_experts - 1:
+            raise DataError(f"losses and prior must be of {n_experts} experts")
+        return losses
+
+    return Factor(
+        family=Categorical,
+        check=check,
+        site=lambda losses: {"indicator": -rate * (losses[:, :-1] - losses[:, -1:])},
+        constant=lambda losses: -rate * losses[:, -1],
+    )
+
+
+@dataclass(frozen=True)
+class OnlineNewton:
+    """The online Newton step: exponential weights over Gaussians, by the delta method.
+
+        S ← S + γ g gᵀ,      m ← m − S⁻¹ g,      g = ∇ℓ_t(m)
+
+    for the surrogate ⟨g, θ − m⟩ + γ/2 ⟨g, θ − m⟩² of the loss, with S = γ A in the paper's words.
+    One pass over the data; the sites are what each round added, so that :meth:`Fitted.without`
+    takes a round out and leaves the gradients of the others where they were.
+
+    Args:
+        prior: N(m, S⁻¹) before the first round.
+        loss: (θ ``[P]``, one example) → a number, by torch operations.
+        rate: γ; at most ½ min(1/(4GD), α) for the regret's guarantee.
+
+    Raises:
+        InputError: another prior, or a rate that is not positive.
+
+    Example:
+        >>> prior = FullGaussian(torch.zeros(1), torch.eye(1))
+        >>> model = OnlineNewton(prior, lambda t, y: 0.5 * (t[0] - y).square(), rate=1.0)
+        >>> model.fit(torch.tensor([2.0, 1.0])).q
+        FullGaussian(mean=tensor([0.5119]), precision=tensor([[5.3600]]))
+
+    Source: Hazan, Agarwal & Kale, 2007; van der Hoeven et al., COLT 2018; K&R 5.4.
+    """
+
+    prior: FullGaussian
+    loss: Callable[[Tensor, Any], Tensor]
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, FullGaussian) or self.prior.mean.ndim != 1:
+            raise InputError("the prior must be one FullGaussian, without copies")
+        positive_number("rate", self.rate)
+
+    def fit(self, data: Any) -> Fitted[FullGaussian]:
+        """One pass; ``history`` is the loss of every round before its step, whose sum is judged.
+
+        Args:
+            data: a tensor ``[N, …]`` or a tuple of them, in their order.
+
+        Raises:
+            InputError: a gradient that is not finite, or a precision lost in rounding.
+        """
+        q, history, sites = self.prior, [], []
+        for t in range(len(data if isinstance(data, Tensor) else data[0])):
+            example = rows(data, torch.tensor(t))
+            gradient, value = torch.func.grad_and_value(self.loss)(q.mean, example)
+            outer = self.rate * gradient.outer(gradient)
+            sites.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
+            q = bayes(q, sites[-1])
+            history.append(float(value.detach()))
+        stacked: Natural = {k: torch.stack([site[k] for site in sites]) for k in q.natural}
+        return Fitted(
+            q=q,
+            history=history,
+            objective="loss of the round",
+            prior=self.prior,
+            n_data=len(history),
+            site_of=indexed(stacked),
+            data=data,
+        )
+
+
+def likelihood_step(
+    q: ExponentialFamily, theta: Any, rho: float, *, along: str = "natural"
+) -> ExponentialFamily:
+    """One step of maximum likelihood by natural gradients, q being the model of the data.
+
+        natural:      λ ← λ + ρ F(λ)⁻¹ (T̄ − μ)       (K&R 19; F = ∇²A)
+        expectation:  μ ← μ + ρ (T̄ − μ)              (the same in μ; a mirror descent in λ)
+
+    T̄ is the mean of T(θ) over the data and T̄ − μ the gradient of the mean log-likelihood with
+    respect to λ. The second is at the maximum with ρ = 1, wherever it starts; the first is Newton's
+    method there.
+
+    Args:
+        q: p(·; λ) before the step.
+        theta: data, as ``q.statistics`` takes them, with a leading dimension.
+        rho: ρ in (0, 1].
+        along: the coordinates of the step.
+
+    Raises:
+        InputError: a ρ or coordinates that are none, or a step out of the family.
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import Gamma
+        >>> waits, X, Gamma(torch.tensor(1.0), torch.tensor(1.0))
+        >>> q = likelihood_step(start, waits, 1.0, along="expectation")
+        >>> q.shape / q.rate
+        tensor(2.3333)
+    """
+    share("rho", rho)
+    one_of("along", along, ("natural", "expectation"))
+    mean = {k: t.mean(0) for k, t in q.statistics(theta).items()}
+    gap = {k: mean[k] - mu for k, mu in q.expectation.items()}
+    if along == "expectation":
+        return q.with_expectation({k: mu + rho * gap[k] for k, mu in q.expectation.items()})
+    names, natural = list(q.natural), q.natural
+    shapes = [natural[k].shape for k in names]
+
+    def expectation(*parts: Tensor) -> tuple[Tensor, ...]:
+        moved = q.with_natural(dict(zip(names, parts, strict=True)))
+        return tuple(moved.expectation[k] for k in names)
+
+    blocks = torch.autograd.functional.jacobian(
+        expectation, tuple(natural[k].detach() for k in names)
+    )
+    sizes = [shape.numel() for shape in shapes]
+    fisher = torch.cat(
+        [
+            torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
+            for row, n in zip(blocks, sizes, strict=True)
+        ]
+    )
+    flat = torch.cat([gap[k].reshape(-1) for k in names])
+    step = torch.linalg.lstsq(fisher, flat.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    pieces = zip(names, step.split(sizes), shapes, strict=True)
+    return q.with_natural({k: natural[k] + rho * piece.view(s) for k, piece, s in pieces})
