@@ -485,7 +485,8 @@ def _calibrate(
     before: Evaluation,
 ) -> None:
     """Retrain without a few groups, of the largest and the smallest predicted nll first, and
-    scale the others' changes by the mean log ratio of true to predicted change."""
+    scale the others' changes by the mean log ratio of true to predicted change, of those groups
+    whose range tells them from no change."""
     order = sorted(range(len(rows)), key=lambda k: rows[k]["nll_after"])
     turns = [order[-1 - k // 2] if k % 2 == 0 else order[k // 2] for k in range(len(order))]
     chosen = turns[:count]
@@ -494,8 +495,9 @@ def _calibrate(
     for k in chosen:
         runs = _retrained(task, q, Change(groups[names[k]]), train, seeds, cache, where)
         predicted = rows[k]["nll_after"] - before.nll
+        seen = not rows[k]["nll_low"] <= before.nll <= rows[k]["nll_high"]
         account = _of_runs(runs, before)
-        if predicted * (account["after"].nll - before.nll) > 0:
+        if seen and predicted * (account["after"].nll - before.nll) > 0:
             ratios.append(math.log((account["after"].nll - before.nll) / predicted))
         low, high = account["interval"]
         rows[k] |= {
