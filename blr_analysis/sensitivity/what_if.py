@@ -283,10 +283,11 @@ def what_if_each(
 # of "cg" and "posterior" are guesses that no retraining has checked.
 SPREADS = {
     "cg": (0.15, 0.02),
-    "replay": (0.25, 0.05),
+    "replay": (0.25, 0.0),
     "posterior": (1.0, 0.05),
     "calibrated": (0.12, 0.12),
 }
+NOISE = 0.5  # of a replay, in standard errors of the loss before
 NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
 
 
@@ -321,6 +322,10 @@ class References:
             most = plain.nll
             gap, change = (abs(e.nll - reference.nll) for e in (self.before, raw))
             missing = gap * change / (gap + change) if change > 0 else 0.0
+            own = self.before.losses.double()
+            missing = math.hypot(
+                missing, NOISE * float(own.std(correction=0)) / math.sqrt(len(own))
+            )
             if account["after"].nll < most:
                 account["note"] = (
                     "the training without it extrapolates beyond what the other data support; "
@@ -394,7 +399,8 @@ def interval(before: float, after: float, solver: str, missing: float = 0.0) -> 
     change e^±a  ⊕  b · before  ⊕  missing      added as independent errors; a, b: SPREADS
 
     missing: what one more step of a descent would change; of a replay that ends g nats from the
-    model and finds a change of d, g d / (g + d): at most either; of calibrated answers, the
+    model and finds a change of d, g d / (g + d), at most either, and half a standard error of the
+    loss before, which moves with the seed as it does with the examples; of calibrated answers, the
     standard deviation of the retrained groups' log ratios, times the change.
     """
     relative, noise = SPREADS[solver]
