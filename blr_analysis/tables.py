@@ -58,6 +58,7 @@ from blr_analysis.views import GroupRows, make_table
 __all__ = [
     "calibration_table",
     "class_table",
+    "cleanlab_issues",
     "each_table",
     "fitted_table",
     "group_influence_table",
@@ -82,6 +83,7 @@ __all__ = [
     "token_scores_table",
     "top_influence_table",
     "topics_table",
+    "viewer_table",
     "what_if_table",
     "write_table",
 ]
@@ -252,6 +254,77 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
     }
     table = _frame(columns, suspicions.metadata)
     return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
+
+
+def cleanlab_issues(suspicions: Suspicions) -> pd.DataFrame:
+    """Suspicions of a classification under the names of cleanlab's ``Datalab.get_issues()``.
+
+    One row per example in the order of the dataset; of every score, 0 … 1, less is worse, as there:
+    ``is_label_issue``, ``label_score`` (the given label's share of the probability of it and the
+    best other one, for a model without the example), ``given_label``, ``predicted_label``,
+    ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV), ``is_near_duplicate_issue``,
+    ``near_duplicate_score``, and the metadata.
+
+    Raises:
+        InputError: of a regression, where there is no label to propose.
+    """
+    if suspicions.proposed is None:
+        raise InputError("cleanlab's columns are those of a classification")
+    kinds, gain = np.asarray(suspicions.kind), suspicions.gain.double()
+    columns = {
+        "is_label_issue": kinds == "label",
+        "label_score": torch.sigmoid(-gain),
+        "given_label": suspicions.targets,
+        "predicted_label": suspicions.predictions,
+        "is_outlier_issue": kinds == "unfamiliar",
+        "outlier_score": (-suspicions.unfamiliarity.double()).exp(),
+    }
+    if suspicions.closeness is not None:
+        columns["is_near_duplicate_issue"] = kinds == "duplicate"
+        columns["near_duplicate_score"] = 1 - suspicions.closeness
+    return _frame(columns, suspicions.metadata)
+
+
+def viewer_table(
+    suspicions: Suspicions,
+    *,
+    filepath: Sequence[str] | None = None,
+    embedding: Any = None,
+    classes: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """A table for viewers of data, ``.to_parquet(path)``: Renumics Spotlight and FiftyOne.
+
+    ``renumics.spotlight.show("x.parquet")`` takes every column by its type; FiftyOne's importer of
+    Parquet asks which columns are the ``filepath`` and the classifications (``ground_truth``,
+    ``prediction``, ``proposed``: words). In the order of the dataset, with ``kind``, ``gain``,
+    ``unfamiliarity``, ``closeness``, ``twin`` of :func:`suspicious_table` and the metadata.
+
+    Args:
+        filepath: of each example's image or sound.
+        embedding: ``[N, D]``, such as ``task.on_features().dataset.tensors[0]``; one list a row.
+        classes: the classes' names; None: their numbers, as words.
+
+    Raises:
+        InputError: another number of paths, embeddings or names than there are.
+    """
+    table = suspicious_table(suspicions).sort_values("index", ignore_index=True)
+    table = table.astype({"kind": str}).rename(columns={"target": "ground_truth"})
+    if suspicions.proposed is not None and "ground_truth" in table:
+        names = [str(c) for c in range(1 + int(suspicions.targets.max()))]
+        names = names if classes is None else [str(name) for name in classes]
+        for name in ("ground_truth", "prediction", "proposed"):
+            numbers = table[name].to_numpy().astype(int)
+            if numbers.max() >= len(names) and classes is not None:
+                raise InputError(f"{len(names)} classes are named, {numbers.max() + 1} are there")
+            table[name] = [names[i] if i < len(names) else str(i) for i in numbers]
+    rows = None if embedding is None else np.asarray(embedding, dtype=np.float32)
+    for name, given in (("embedding", rows), ("filepath", filepath)):
+        if given is None:
+            continue
+        if len(given) != len(table):
+            raise InputError(f"{name} has {len(given)} rows, the data {len(table)}")
+        table.insert(0, name, [*map(np.ravel, given)] if name == "embedding" else [*given])
+    return table
 
 
 @make_table.register(SequenceScores)

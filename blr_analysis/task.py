@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.data import (
     Forward,
     check_inputs,
@@ -228,6 +228,62 @@ class Task:
             forward=self.forward,
             batch_size=self.batch_size,
             device=device,
+            metadata=self.metadata,
+        )
+
+    @torch.no_grad()
+    def on_features(self, head: str | None = None) -> Task:
+        """The last linear layer as a model of its own, on features that are computed once.
+
+        What the layers before it make of each example is held, ``[N, D]``: for embeddings that are
+        frozen every analysis is that of the whole model, at the cost of a linear one. A posterior
+        over the head alone, ``structure="full"`` where it is small, belongs to the new task.
+
+        Args:
+            head: the layer's name; None: the last ``nn.Linear`` of the model.
+
+        Raises:
+            InputError: no such layer; a task of sequences.
+            ModelError: what the layer answers is not what the model answers.
+
+        Example:
+            >>> from torch import nn
+            >>> embed, head = nn.Sequential(nn.Linear(5, 3), nn.Tanh()), nn.Linear(3, 2)
+            >>> task = Task(nn.Sequential(embed, head), (torch.randn(8, 5), torch.arange(8) % 2))
+            >>> features = task.on_features("1")
+            >>> features.model is head, features.dataset[0][0].shape
+            (True, torch.Size([3]))
+        """
+        if self.likelihood.is_sequence:
+            raise InputError("on_features takes one row of features per example, not sequences")
+        layers = dict(self.model.named_modules())
+        linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+        name = head if head is not None else (linear or [""])[-1]
+        if name not in linear:
+            raise InputError(
+                f"{name!r} is no linear layer of the model; it has {some(linear) or 'none'}"
+            )
+        layer = layers[name]
+        held: list[tuple[Tensor, Tensor]] = []
+        listener = layer.register_forward_hook(lambda _, args, out: held.append((args[0], out)))
+        features, targets = [], []
+        try:
+            with self.evaluation():
+                for chosen, batch in self.batches():
+                    outputs, y = self.run(batch, {}, chosen)
+                    seen, answer = held.pop() if held else (outputs[:0], outputs[:0])
+                    if held or not torch.equal(answer.flatten(1), outputs):
+                        raise ModelError(f"the model's outputs are not those of its layer {name!r}")
+                    features.append(seen)
+                    targets.append(y)
+        finally:
+            listener.remove()
+        return Task(
+            layer,
+            (torch.cat(features), torch.cat(targets)),
+            likelihood=self.likelihood,
+            batch_size=self.batch_size,
+            device=self.device,
             metadata=self.metadata,
         )
 

@@ -38,6 +38,7 @@ def report(
     texts: Sequence[str] | None = None,
     monitor: Monitor | None = None,
     title: str | None = None,
+    classes: Sequence[str] | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Run every analysis of a task and write what it says as one HTML file.
@@ -61,6 +62,8 @@ def report(
         texts: one text per training example, in place of a metadata column.
         monitor: what :class:`blr_analysis.Monitor` saw while the model trained.
         title: the page's heading.
+        classes: the classes' names, in the order of the outputs; left out, those of a Hugging Face
+            model's configuration.
         progress: None shows bars on a terminal when the work is long.
 
     Returns:
@@ -68,7 +71,7 @@ def report(
 
     Raises:
         StorageError: the file cannot be written; found out before the analyses.
-        InputError, DataError: as the analyses; images or texts of another number, no images.
+        InputError, DataError: as the analyses; images, texts or names of another number.
 
     Example:
         >>> import tempfile, torch, blr_analysis as blr
@@ -92,6 +95,7 @@ def report(
             texts=texts,
             monitor=monitor,
             title=title,
+            classes=classes,
             progress=progress,
         )
 

@@ -14,7 +14,7 @@ from blr_analysis.audit import Findings, most_suspicious
 from blr_analysis.audit.findings import influence_column
 from blr_analysis.audit.pictures import images_of, plain
 from blr_analysis.audit.summary import REGION_MEANS
-from blr_analysis.errors import DataError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.report.thumbnails import picture_of
 from blr_analysis.sensitivity import TopInfluence, top_influence
 from blr_analysis.task import Task
@@ -28,6 +28,7 @@ TEXT = (80, 400, 1_500_000)  # characters of a text: at least, at most, and of a
 FIRST = ("index", "target", "left_out_prediction", "region", "suspicious", "label_quality")
 LAST = ("loss", "left_out_loss", "deviation", "leverage", "prediction", "error", "variance")
 LAST += ("self_influence",)
+OF_CLASSES = ("target", "prediction", "left_out_prediction")
 WORD = 80  # characters of a cell
 LONG = 40  # characters from which on a column of words is the examples' text
 
@@ -127,14 +128,42 @@ def shortened(texts: Sequence[Any], n: int) -> list[str]:
     return [_short(str(text), length) for text in texts]
 
 
-def columns_of(rows: Shown) -> list[dict[str, Any]]:
-    """Each column of the table: its name, whether it holds numbers, and its values."""
+def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | None:
+    """The classes' names: those given, or a Hugging Face model's; None where there are none.
+
+    Raises:
+        InputError: fewer names than there are classes, or names of a regression.
+    """
+    if "suspicious" not in findings.table or "target" not in findings.table:
+        if given is not None:
+            raise InputError("classes= names one class for each example, not these targets")
+        return None
+    count = 1 + int(findings.table[["target", "left_out_prediction"]].to_numpy().max())
+    config = getattr(findings.task.model, "config", None)
+    known = getattr(config, "id2label", None) if given is None else dict(enumerate(given))
+    names = [str(known[i]) for i in range(count) if i in known] if known else []
+    if given is not None and len(names) < count:
+        raise InputError(f"classes= names {len(names)} classes of {count}")
+    unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in enumerate(names))
+    return None if unnamed else names
+
+
+def named(value: Any, names: Sequence[str] | None) -> str:
+    """A class by its name, where it has one."""
+    return str(value) if names is None else names[int(value)]
+
+
+def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Each column of the table: its name, whether it holds numbers, and its values; classes by
+    their names."""
     first = [name for name in FIRST if name in rows.table]
     last = [name for name in LAST if name in rows.table]
     between = [name for name in rows.table if name not in (*first, *last)]
     columns = []
     for name in [*first, *between, *last][:MOST_COLUMNS]:
         values = rows.table[name]
+        if names is not None and name in OF_CLASSES:
+            values = values.map(lambda v: names[int(v)])
         numbers = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
         shown = [_cell(v) for v in values]
         columns.append({"name": str(name), "number": bool(numbers), "values": shown})
@@ -175,7 +204,9 @@ def pictures_of(
     return pictures
 
 
-def tests_of(rows: Shown, neighbours: Neighbours | None) -> list[dict[str, Any]]:
+def tests_of(
+    rows: Shown, neighbours: Neighbours | None, names: Sequence[str] | None
+) -> list[dict[str, Any]]:
     """Each test example with its target, answer and loss, and rows and nats of its neighbours."""
     if neighbours is None:
         return []
@@ -187,7 +218,12 @@ def tests_of(rows: Shown, neighbours: Neighbours | None) -> list[dict[str, Any]]
         for side in ("helpful", "harmful"):
             at, by = getattr(top, side)[k].tolist(), getattr(top, f"{side}_values")[k].tolist()
             sides[side] = [[rows.place(i), _cell(v)] for i, v in zip(at, by, strict=True)]
-        about = {name: _words(values[k].tolist()) for name, values in known.items()}
+        about = {
+            name: named(values[k].item(), names)
+            if names is not None and name in OF_CLASSES
+            else _words(values[k].tolist())
+            for name, values in known.items()
+        }
         loss = _cell(float(neighbours.losses[k]))
         text = _text_of(neighbours.test, index)
         told.append({"index": index, "loss": loss, "text": text, **about, **sides})
@@ -199,12 +235,14 @@ def suspects_of(findings: Findings, rows: Shown) -> list[int]:
     return [rows.place(i) for i in most_suspicious(findings.table, GALLERY)["index"]]
 
 
-def classes_of(findings: Findings) -> list[Any]:
-    """The labels that an example could have; none for regression and several targets."""
+def classes_of(findings: Findings, names: Sequence[str] | None = None) -> list[Any]:
+    """The labels that an example could have, and how they are shown; none for regression and
+    several targets."""
     table = findings.table
     if "suspicious" not in table or "target" not in table:
         return []
-    return [_cell(v) for v in sorted(set(table["target"]))]
+    labels = [_cell(v) for v in sorted(set(table["target"]))]
+    return [[v, v if names is None else names[int(v)]] for v in labels]
 
 
 def regions_of(findings: Findings) -> list[dict[str, Any]]:

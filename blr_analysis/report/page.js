@@ -16,7 +16,7 @@ const SHAPES = {
   diamond: "M7 1l4 6-4 6-4-6z", inverted_triangle: "M7 12L1.5 2h11z", plus: "M6 1h2v5h5v2H8v5H6V8H1V6h5z",
   x: "M2 3l1-1 4 4 4-4 1 1-4 4 4 4-1 1-4-4-4 4-1-1 4-4z", star: "M7 1l2 4h4l-3 3 1 5-4-3-4 3 1-5-3-3h4z",
 };
-const state = { words: "", where: {}, brush: null, by: null, down: true, page: 0 };
+const state = { words: "", where: {}, brush: null, by: data.by, down: true, page: 0 };
 let listed = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const night = () => dark.matches && !document.documentElement.classList.contains("printed");
@@ -168,7 +168,7 @@ for (const name of data.filters) {
   $("by").append(make("label", {}, name.replaceAll("_", " ") + " ", select), " ");
 }
 $("clear").onclick = () => {
-  Object.assign(state, { words: "", where: {}, brush: null });
+  Object.assign(state, { words: "", where: {}, brush: null, by: data.by, down: true });
   $("search").value = "";
   for (const select of document.querySelectorAll("#region, #by select")) select.value = "";
   if (points !== null) { own = true; points.selected.indices = []; own = false; }
@@ -237,7 +237,7 @@ const suspect = (k) => {
   const item = make("li", {}, ...about(k, ["target", "left_out_prediction", "label_quality", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
   const proposed = value("left_out_prediction", k);
   const label = data.classes.length
-    ? make("select", { ariaLabel: "new label" }, ...data.classes.map((c) => new Option(said(c), said(c), false, c === proposed)))
+    ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, name === proposed)))
     : make("input", { ariaLabel: "new target", size: 8, value: said(proposed) });
   const set = make("fieldset", {}, make("legend", { className: "hidden", textContent: "Decision on example " + value("index", k) }));
   const choose = (action) => {

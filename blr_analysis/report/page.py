@@ -17,14 +17,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from blr_analysis.audit import Findings
+from blr_analysis.audit.findings import influence_column
 from blr_analysis.audit.summary import DIAGONAL, agreement, expectations, how, trust_notes
 from blr_analysis.files import drafted
 from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
 from blr_analysis.report.contents import (
+    class_names,
     classes_of,
     colours_of,
     columns_of,
     filters_of,
+    named,
     neighbours_of,
     pictures_of,
     regions_of,
@@ -45,11 +48,13 @@ def write_page(
     texts: Sequence[str] | None = None,
     monitor: Monitor | None = None,
     title: str | None = None,
+    classes: Sequence[str] | None = None,
     removals: pd.DataFrame | None = None,
     truth: Mapping[Any, float] | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Write the page; ``removals`` in place of the findings' own, ``truth`` beside them."""
+    names = class_names(findings, classes)
     neighbours = neighbours_of(findings, progress)
     rows = rows_of(findings, texts, neighbours)
     pictures = pictures_of(findings, rows, neighbours, images)
@@ -63,13 +68,14 @@ def write_page(
     colours = colours_of(rows)
     data = {
         "n": len(findings.table),
-        "columns": columns_of(rows),
+        "columns": columns_of(rows, names),
+        "by": influence_column(rows.table),
         "texts": rows.texts,
         "colours": colours,
         "filters": filters_of(rows, colours),
-        "classes": classes_of(findings),
+        "classes": classes_of(findings, names),
         "suspects": suspects_of(findings, rows),
-        "tests": tests_of(rows, neighbours),
+        "tests": tests_of(rows, neighbours, names),
         "testsPictured": sheet is not None and sheet.n > len(rows.index),
         "across": None if sheet is None else sheet.across,
         "charts": charts,
@@ -95,7 +101,7 @@ def write_page(
         classification="suspicious" in findings.table,
         n_suspects=len(data["suspects"]),
         n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
-        removals=removal_rows(removals),
+        removals=removal_rows(removals, names if findings.by == "target" else None),
         removed_by=grouped(findings),
         tests=data["tests"],
         charts=charts,
@@ -181,7 +187,9 @@ def judged(findings: Findings) -> list[dict[str, str]]:
     ]
 
 
-def removal_rows(removals: pd.DataFrame | None) -> list[dict[str, str]]:
+def removal_rows(
+    removals: pd.DataFrame | None, names: Sequence[str] | None = None
+) -> list[dict[str, str]]:
     """The table behind the chart of groups, the largest change first."""
     if removals is None:
         return []
@@ -191,7 +199,7 @@ def removal_rows(removals: pd.DataFrame | None) -> list[dict[str, str]]:
         low, high = row.get("nll_low"), row.get("nll_high")
         rows.append(
             {
-                "group": str(row["group"])[:200],
+                "group": named(row["group"], names)[:200],
                 "n": f"{row['n']:,}",
                 "after": f"{row['nll_after']:.3f}",
                 "change": f"{row['nll_change']:+.3f}",

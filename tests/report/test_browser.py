@@ -122,6 +122,8 @@ def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> N
     page.window.locator("#count", has_text="inside").wait_for()
     assert page.window.inner_text("#count").startswith(f"{len(inside)} of {N}")
     table = pd.read_csv(io.StringIO(saved(page, "#export")))
+    assert table["deviation"].is_monotonic_decreasing  # as listed
+    table = table.sort_values("index", ignore_index=True)
     assert table["index"].tolist() == inside
     assert table["source"].tolist() == [f"<i>{k % 4}</i>" for k in inside]
     short = [k for k in range(len(inside)) if inside[k] % 5 != 4]
@@ -142,6 +144,12 @@ def test_search_choice_and_order(page: SimpleNamespace) -> None:
     assert shown == sorted(expected, key=lambda k: -losses[k])[:25]
     head = window.locator("#table th:has(button[data-name=loss])")
     assert head.get_attribute("aria-sort") == "descending"
+
+
+def test_the_first_rows_are_those_that_shape_the_model_most(page: SimpleNamespace) -> None:
+    rows = "rows => rows.map(row => Number(row.dataset.k))"
+    shown = page.window.eval_on_selector_all("#table tbody tr", rows)
+    assert shown == page.memory.scores.deviation.argsort(descending=True)[:25].tolist()
 
 
 def test_the_keyboard_walks_the_rows(page: SimpleNamespace) -> None:

@@ -8,11 +8,13 @@ import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_lm import TinyLM
 
 import blr_analysis as blr
 from blr_analysis.cli import main
@@ -153,6 +155,55 @@ def test_a_hundred_classes_and_no_test_data(tmp_path: Path) -> None:
     assert "No test data" in path.read_text("utf-8")
 
 
+def test_classes_have_their_names(tmp_path: Path) -> None:
+    task, test, posterior = problem()
+    names = ["cat", "<b>dog</b>", "owl"]
+    path = written(tmp_path, task, test, posterior, classes=names)
+    data = data_of(path)
+    assert column(data, "target")[:3] == names
+    assert data["classes"] == [[0, "cat"], [1, "<b>dog</b>"], [2, "owl"]]
+    assert data["tests"][0]["target"] in names
+    assert ">&lt;b&gt;dog&lt;/b&gt;<" in path.read_text("utf-8")  # among the classes taken out
+    task.model.config = SimpleNamespace(id2label=dict(enumerate(names)))
+    assert column(data_of(written(tmp_path, task, test, posterior)), "target")[:3] == names
+    with pytest.raises(InputError, match="names 2 classes of 3"):
+        written(tmp_path, task, test, posterior, classes=names[:2])
+    regression = problem(24, 1, "gaussian")
+    with pytest.raises(InputError, match="classes="):
+        written(tmp_path, *regression, classes=names)
+
+
+def test_one_class(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    task = blr.Task(torch.nn.Linear(4, 3), (torch.randn(20, 4), torch.zeros(20, dtype=torch.long)))
+    posterior = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    data = data_of(blr.report(task, posterior, tmp_path / "r.html", progress=False))
+    assert data["classes"] == [[0, 0]] and "removals" not in data["charts"]
+
+
+def test_texts_of_a_megabyte(tmp_path: Path) -> None:
+    path = written(tmp_path, *problem(), texts=["word " * 200_000] * 40)
+    assert path.stat().st_size < 2e6
+    assert "1,000,000 characters" in data_of(path)["texts"][0]
+
+
+def test_texts_of_a_language_model(tmp_path: Path) -> None:
+    ids = torch.randint(7, (9, 5), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
+    texts = [f"passage {i}: {HOSTILE[i % len(HOSTILE)]}" for i in range(9)]
+    task = blr.Task(TinyLM(), loader, likelihood="causal_lm")
+    posterior = blr.fit_laplace(
+        task, structure="diag", curvature="empirical_fisher", prior_precision=1.0, progress=False
+    )
+    test = task.subset([0, 1])
+    data = data_of(written(tmp_path, task, test, posterior, texts=texts))
+    assert data["texts"][1] == texts[1]
+    loo = blr.leave_one_out(task, posterior, progress=False)
+    assert column(data, "left_out_loss") == pytest.approx(loo.losses.tolist(), rel=1e-3)
+    assert len(data["tests"]) == 2 and len(data["tests"][0]["helpful"]) == 5
+
+
 def test_many_examples_are_counted_and_the_telling_ones_shown(tmp_path: Path) -> None:
     task, _, posterior = problem(MOST_SINGLE + 500)
     path = blr.report(task, posterior, tmp_path / "r.html", by=None, progress=False)
@@ -176,8 +227,9 @@ def test_what_cannot_be_trusted_stands_on_the_page(tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_found_out_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     task, _, posterior = problem()
-    with pytest.raises(StorageError):
-        blr.report(task, posterior, tmp_path / "file" / "r.html")
+    for folder in (tmp_path / "file", Path("/proc/self")):  # none, and one that is read-only
+        with pytest.raises(StorageError):
+            blr.report(task, posterior, folder / "r.html")
 
 
 PIXELS = np.arange(8 * 6, dtype=np.uint8).reshape(8, 6) * 5
