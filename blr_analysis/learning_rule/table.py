@@ -185,6 +185,8 @@ _ROWS = (
     Row("non-conjugate VI", "exponential family, or a mixture of them (skew normal)", BY_NODES,
         EXACT, RULE, "none",
         "5.4", SITES, f"{INFERENCE}.cvi"),
+    Row("sparse Gaussian process", FULL, BY_NODES, EXACT, RULE, "inducing inputs",
+        "5.4; Titsias 2009", SITES, f"{INFERENCE}.gp"),
     Row("exponential weights", "categorical", EXACTLY, EXACT, RULE,
         "none, learning rate 1 for the loss times η",
         "5.4", SITES, f"{INFERENCE}.online"),

@@ -53,6 +53,7 @@ BEYOND = {
     "IVON",
     "IVON, mixture",
     "bSAM",
+    "sparse Gaussian process",
     "exponential weights",
     "online Newton",
     "natural gradient of the likelihood",

@@ -50,6 +50,7 @@ class Problem:
         targets: y ``[N]``.
         likelihood: log p(y_i|f_i).
         expectation: how E_q[log p(y_i|f_i)] is taken; None: in closed form or by quadrature.
+        residual: Var(e_i) of f_i = φ_iᵀθ + e_i, where θ does not explain f_i wholly, ``[N]``.
     """
 
     prior: FullGaussian
@@ -57,6 +58,7 @@ class Problem:
     targets: Tensor
     likelihood: ScalarLikelihood
     expectation: Expectation | None = None
+    residual: Tensor | float = 0.0
 
     def posterior(self, sites: Natural) -> FullGaussian:
         """λ_prior + Σ_i λ̃_i as a distribution, from ``[N]`` sites."""
@@ -158,9 +160,8 @@ def look(problem: Problem, sites: Natural) -> State[FullGaussian]:
         InputError: the sites make no positive definite precision.
     """
     q = problem.posterior(sites)
-    goal, values = aims(
-        latent(q, problem.design), problem.targets, problem.likelihood, problem.expectation
-    )
+    marginals = latent(q, problem.design, problem.residual)
+    goal, values = aims(marginals, problem.targets, problem.likelihood, problem.expectation)
     return State(sites, q, goal, float(values.sum() - q.kl(problem.prior)))
 
 

@@ -7,6 +7,10 @@ The process at the examples is written in whitened coordinates,
 so that it is regression on Φ under a standard Gaussian prior, for any kernel, of full rank or not
 and with no jitter. The rule's sites stay in the space of functions: one Gaussian message to each
 f_i, and q(f) = N(f | 0, K) Π_i exp(a_i f_i − ½ b_i f_i²) up to a constant.
+
+With inducing inputs z the process is known at these alone: f = Φ v + e, Φ from k(z, z), and e what
+they leave unexplained, whose variance enters E_q[log p(y_i|f_i)] (Titsias, 2009; Hensman et al.,
+2015). The rule is the same; it costs N M² for N examples and M inducing inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_number, tolerance
+from blr_analysis.checks import instance, positive_number, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.answers import answer
@@ -126,9 +130,11 @@ class GaussianProcess(LatentModel):
             its parameters bound by ``functools.partial``.
         likelihood: ``"bernoulli"`` (logistic link), ``"probit"``, ``"poisson"``, ``"gaussian"``,
             a likelihood object, or a function (y, f) → log p(y|f).
+        inducing: z ``[M, D]``, for a sparse process; None: the examples themselves.
 
     Raises:
-        InputError: an unknown likelihood, or a kernel that is no function.
+        InputError: an unknown likelihood, a kernel that is no function, or no matrix of inducing
+            inputs.
 
     Example:
         >>> from functools import partial
@@ -143,11 +149,18 @@ class GaussianProcess(LatentModel):
     likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor] = (
         "bernoulli"
     )
+    inducing: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.kernel):
             raise InputError(f"kernel must be a function (x, z) -> [N, M], got {self.kernel!r}")
         scalar_likelihood(self.likelihood)
+        if self.inducing is not None:
+            instance("inducing", self.inducing, Tensor, "a matrix [M, D] or None")
+
+    @property
+    def _sparse(self) -> bool:
+        return self.inducing is not None
 
     def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
         given: Any = data[0] if isinstance(data, tuple | list) and data else None
@@ -155,7 +168,8 @@ class GaussianProcess(LatentModel):
         dtype, device = torch.float32 if single else torch.float64, getattr(given, "device", None)
         like = torch.zeros((), dtype=dtype, device=device)
         x, y = checked_pair(data, like, scalar_likelihood(self.likelihood))
-        features = whitened(self.kernel, x)
+        at = x if self.inducing is None else checked_inputs(self.inducing, x, x.shape[-1])
+        features = whitened(self.kernel, at)
         size = features(x[:1])[0].shape[-1]
         return FullGaussian(x.new_zeros(size), torch.eye(size).to(x)), features, x, y
 

@@ -90,7 +90,11 @@ class LatentFitted(Fitted[FullGaussian]):
     def cavities(self) -> DiagonalGaussian:
         """f_i under the posterior without example i, λ − λ̃_i: ``[N]`` Gaussian numbers."""
         marginals = latent(self.q, self.problem.design)
-        return marginals.with_natural(subtract(marginals.natural, self.messages))
+        without = marginals.with_natural(subtract(marginals.natural, self.messages))
+        residual = self.problem.residual
+        return DiagonalGaussian(
+            without.mean, without.precision / (1 + residual * without.precision)
+        )
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`."""
@@ -100,6 +104,11 @@ class LatentFitted(Fitted[FullGaussian]):
 @dataclass(frozen=True)
 class LatentModel(ABC):
     """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it."""
+
+    @property
+    def _sparse(self) -> bool:
+        """Whether θ leaves part of f unexplained at the examples themselves."""
+        return False
 
     @abstractmethod
     def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
@@ -143,8 +152,9 @@ class LatentModel(ABC):
         """
         likelihood = scalar_likelihood(self.likelihood)  # type: ignore[attr-defined]
         prior, features, x, y = self._told(data)
-        design, _ = features(x)
-        problem = Problem(prior, design, y, likelihood, expectation)
+        design, residual = features(x)
+        left = residual if self._sparse else 0.0
+        problem = Problem(prior, design, y, likelihood, expectation, left)
         state, history, converged = run(
             problem, rho=rho, halving=halving, tol=tol, max_iter=max_iter, progress=progress
         )

@@ -154,7 +154,8 @@ def likelihood_step(
 
     Example:
         >>> from blr_analysis.learning_rule.families import Gamma
-        >>> waits, X, Gamma(torch.tensor(1.0), torch.tensor(1.0))
+        >>> waits = torch.tensor([1.0, 2.0, 4.0])
+        >>> start = Gamma(torch.tensor(1.0), torch.tensor(1.0))
         >>> q = likelihood_step(start, waits, 1.0, along="expectation")
         >>> q.shape / q.rate
         tensor(2.3333)

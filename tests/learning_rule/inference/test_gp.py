@@ -28,6 +28,7 @@ from blr_analysis.learning_rule.inference.gp import (
     rbf,
 )
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
+from blr_analysis.likelihoods import Gaussian
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
 with np.load(REFERENCE, allow_pickle=False) as file:
@@ -346,3 +347,40 @@ def test_an_input_where_the_kernel_is_zero() -> None:
 def test_half_precision_is_taken_to_double() -> None:
     fitted = GaussianProcess().fit((X.half(), Y))
     assert fitted.q.mean.dtype == torch.float64
+
+
+def test_inducing_inputs_give_the_dense_bound_and_predictions() -> None:
+    """log N(y | 0, Q + σ²) − tr(K − Q) / 2σ², Q = K_nz K_zz⁻¹ K_zn (Titsias, 2009, Eqs. 9, 10)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(30, 2, generator=generator).double() * 4
+    y = x.sum(1).sin() + 0.1 * torch.randn(30, generator=generator).double()
+    z, noise = x[:7] + 0.1, 0.3
+    likelihood = Gaussian(variance=noise)
+    fitted = GaussianProcess(rbf, likelihood, inducing=z).fit((x, y), progress=False)
+    k_zz, k_nz, eye = rbf(z, z), rbf(x, z), torch.eye(30).double()
+    q = k_nz @ torch.linalg.solve(k_zz, k_nz.mT)
+    normal = torch.distributions.MultivariateNormal(torch.zeros(30).double(), q + noise * eye)
+    bound = normal.log_prob(y) - (rbf(x, x) - q).diagonal().sum() / (2 * noise)
+    assert fitted.history[-1] == pytest.approx(float(bound), abs=1e-7)
+    new = torch.rand(5, 2, generator=generator).double() * 4
+    k_tz = rbf(new, z)
+    inner = torch.linalg.inv(k_zz + k_nz.mT @ k_nz / noise)
+    mean = k_tz @ inner @ k_nz.mT @ y / noise
+    variance = 1 - (k_tz @ (torch.linalg.inv(k_zz) - inner) * k_tz).sum(1)
+    latent = fitted.latent(new)
+    torch.testing.assert_close(latent.mean, mean)
+    torch.testing.assert_close(1 / latent.precision, variance)
+    again = GaussianProcess(rbf, likelihood, inducing=z).fit((x[1:], y[1:]), progress=False)
+    found = fitted.left_out()[0]
+    torch.testing.assert_close(found, again.log_predictive((x[:1], y[:1]))[0])
+
+
+def test_inducing_inputs_at_the_examples_are_the_whole_process() -> None:
+    x, y = torch.linspace(-2, 2, 9).double().unsqueeze(1), torch.ones(9).double()
+    y[::2] = 0
+    whole = GaussianProcess(rbf).fit((x, y), progress=False)
+    sparse = GaussianProcess(rbf, inducing=x).fit((x, y), progress=False)
+    few = GaussianProcess(rbf, inducing=x[::4]).fit((x, y), progress=False)
+    assert sparse.history[-1] == pytest.approx(whole.history[-1], abs=1e-6)
+    torch.testing.assert_close(sparse.predict(x), whole.predict(x), rtol=1e-6, atol=1e-6)
+    assert few.history[-1] < whole.history[-1] - 1e-3
