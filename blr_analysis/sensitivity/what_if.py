@@ -492,7 +492,7 @@ def _calibrate(
 ) -> None:
     """Retrain without a few groups, of the largest and the smallest predicted nll first, and
     scale the others' changes by the mean log ratio of true to predicted change, of those groups
-    whose range tells them from no change."""
+    whose range is narrower than their change."""
     order = sorted(range(len(rows)), key=lambda k: rows[k]["nll_after"])
     turns = [order[-1 - k // 2] if k % 2 == 0 else order[k // 2] for k in range(len(order))]
     chosen = turns[:count]
@@ -501,7 +501,7 @@ def _calibrate(
     for k in chosen:
         runs = _retrained(task, q, Change(groups[names[k]]), train, seeds, cache, where)
         predicted = rows[k]["nll_after"] - before.nll
-        seen = not rows[k]["nll_low"] <= before.nll <= rows[k]["nll_high"]
+        seen = rows[k]["nll_high"] - rows[k]["nll_low"] < abs(predicted)
         account = _of_runs(runs, before)
         if seen and predicted * (account["after"].nll - before.nll) > 0:
             ratios.append(math.log((account["after"].nll - before.nll) / predicted))
