@@ -264,7 +264,7 @@ class Task:
                 f"{name!r} is no linear layer of the model; it has {some(linear) or 'none'}"
             )
         layer = layers[name]
-        held: list[tuple[Tensor, Tensor]] = []
+        held: list[Any] = []
         listener = layer.register_forward_hook(lambda _, args, out: held.append((args[0], out)))
         features, targets = [], []
         try:

@@ -102,7 +102,7 @@ def suspicions() -> Any:
 
 def test_cleanlabs_columns(suspicions: Any) -> None:
     """Those that its own Datalab gives, and its scores' direction."""
-    issues = cleanlab_issues(suspicions)
+    issues: Any = cleanlab_issues(suspicions)
     scores = issues[["label_score", "outlier_score", "near_duplicate_score"]]
     assert ((scores >= 0) & (scores <= 1)).all(axis=None)
     assert issues["label_score"].idxmin() == 5 and issues["is_label_issue"][5]
@@ -121,17 +121,17 @@ def test_cleanlabs_columns(suspicions: Any) -> None:
 
 def test_a_table_for_viewers(suspicions: Any, tmp_path: Path) -> None:
     names = ["cat", "dog", "owl"]
-    table = viewer_table(
+    table: Any = viewer_table(
         suspicions, filepath=[f"{i}.png" for i in range(N)], embedding=X, classes=names
     )
     table.to_parquet(tmp_path / "x.parquet")
-    read = pd.read_parquet(tmp_path / "x.parquet")
+    read: Any = pd.read_parquet(tmp_path / "x.parquet")
     assert read["index"].tolist() == list(range(N))
     assert read["filepath"][3] == "3.png" and read["source"][1] == "book"
     assert set(read["ground_truth"]) == set(names) and set(read["prediction"]) <= set(names)
     assert read["kind"][5] == "label"
     np.testing.assert_allclose(np.stack(read["embedding"].tolist()), X.float())
-    assert viewer_table(suspicions)["ground_truth"][1] == "1"
+    assert viewer_table(suspicions)["ground_truth"].tolist()[1] == "1"
     with pytest.raises(InputError, match="filepath has 2"):
         viewer_table(suspicions, filepath=["a", "b"])
     with pytest.raises(InputError, match="classes"):

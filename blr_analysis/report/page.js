@@ -106,10 +106,10 @@ const rows = () => {
     const row = make("tr", { tabIndex: place === 0 ? 0 : -1 });
     row.dataset.k = k;
     if (data.across !== null) row.append(make("td", {}, tile(k, 32)));
+    if (data.texts) row.append(make("td", { className: "text long", dir: "auto" }, make("div", { textContent: data.texts[k] })));
     for (const c of data.columns)
       row.append(make("td", { className: c.number ? "number" : long(c.values[k]), dir: c.number ? "ltr" : "auto",
         textContent: said(c.values[k]) }));
-    if (data.texts) row.append(make("td", { className: "text long", dir: "auto", textContent: data.texts[k] }));
     return row;
   }));
   $("where").textContent = `Page ${state.page + 1} of ${pages}`;
@@ -120,6 +120,7 @@ const rows = () => {
 };
 const head = make("tr");
 if (data.across !== null) head.append(make("th", { scope: "col" }, make("span", { className: "hidden", textContent: "image" })));
+if (data.texts) head.append(make("th", { scope: "col" }, make("button", { type: "button", disabled: true, textContent: "text" })));
 for (const c of data.columns) {
   const button = make("button", { type: "button", textContent: c.name.replaceAll("_", " ") });
   button.dataset.name = c.name;
@@ -130,7 +131,6 @@ for (const c of data.columns) {
   };
   head.append(make("th", { scope: "col", className: c.number ? "number" : "" }, button));
 }
-if (data.texts) head.append(make("th", { scope: "col" }, make("button", { type: "button", disabled: true, textContent: "text" })));
 $("table").tHead.append(head);
 $("back").onclick = () => { state.page -= 1; rows(); };
 $("next").onclick = () => { state.page += 1; rows(); };
@@ -245,7 +245,7 @@ const suspect = (k) => {
     item.dataset.action = action;
     decided();
   };
-  for (const action of ["keep", "drop", "relabel"]) {
+  for (const action of columns.has("target") ? ["keep", "drop", "relabel"] : ["keep", "drop"]) {
     const radio = make("input", { type: "radio", name: "decision-" + k, value: action });
     radio.onchange = () => choose(action);
     set.append(make("label", {}, radio, " " + action));

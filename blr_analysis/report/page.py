@@ -62,7 +62,10 @@ def write_page(
     removals = findings.removals if removals is None else removals
     charts = {"map": memory_chart(findings.memory, rows.index)}
     if removals is not None:
-        charts["removals"] = removals_chart(removals, dict(truth or {}))
+        chosen = names if findings.by == "target" else None
+        told = removals.assign(group=[named(group, chosen) for group in removals["group"]])
+        truths = {named(group, chosen): nll for group, nll in (truth or {}).items()}
+        charts["removals"] = removals_chart(told, truths)
     if monitor is not None and len(monitor.rows):
         charts["training"] = training_chart(monitor.table)
     colours = colours_of(rows)
