@@ -278,20 +278,15 @@ class Index:
             best.add(rows, values)
         if not rough:
             return best.sides()
-        sides = []
+        sides, files = [], [self.path / name for name in _files(self.n_data)]
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            z = torch.stack([self._stored(int(row)) for row in union]).to(asked.dtype)
+            each = [_stored(files[row // SHARD], row % SHARD) for row in union.tolist()]
+            z = torch.stack(each).to(asked.dtype)
             exact = (z @ asked.mT).gather(0, places.view_as(names))
             values, chosen = exact.topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
         return sides
-
-    def _stored(self, row: int) -> Tensor:
-        """What is kept of one example, in double precision."""
-        names = list(_files(self.n_data))
-        stored, place = load_file(self.path / names[row // SHARD]), row % SHARD
-        return stored["directions"][place].double() * stored["norms"][place].double()
 
     def _exact(self, test_task: Task, names: Tensor) -> Tensor:
         """The exact influence of these candidates ``[r, M]`` on each question."""
@@ -342,6 +337,12 @@ def _files(n_data: int) -> dict[str, Tensor]:
     """The examples of each file, by its name."""
     parts = torch.arange(n_data).split(SHARD)
     return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
+
+
+def _stored(file: Path, place: int) -> Tensor:
+    """What is kept of one example of a file, in double precision."""
+    stored = load_file(file)
+    return stored["directions"][place].double() * stored["norms"][place].double()
 
 
 def _claim(place: Path, described: dict[str, Any]) -> None:
@@ -515,11 +516,7 @@ def _measured(
     )
     z = []
     for names in (rows, columns):
-        of_file = [load_file(place / files[i // SHARD]) for i in names.tolist()]
-        each = [
-            s["directions"][i % SHARD].double() * s["norms"][i % SHARD]
-            for s, i in zip(of_file, names.tolist(), strict=True)
-        ]
+        each = [_stored(place / files[i // SHARD], i % SHARD) for i in names.tolist()]
         z.append(torch.stack(each))
     budget = chunking.memory_budget
     found = pieces(
