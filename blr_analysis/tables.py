@@ -310,7 +310,7 @@ def viewer_table(
     table = suspicious_table(suspicions).sort_values("index", ignore_index=True)
     table = table.astype({"kind": str}).rename(columns={"target": "ground_truth"})
     if suspicions.proposed is not None and "ground_truth" in table:
-        names = [str(c) for c in range(1 + int(suspicions.targets.max()))]
+        names = [str(c) for c in range(1 + int(table["ground_truth"].max()))]
         names = names if classes is None else [str(name) for name in classes]
         for name in ("ground_truth", "prediction", "proposed"):
             numbers = table[name].to_numpy().astype(int)
