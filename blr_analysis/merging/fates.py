@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
@@ -28,11 +29,13 @@ class OpenModel:
         source: θ_t.
         precision: H_t, or None.
         weight: α_t, a number or a function of the tensor's name.
+        density: the share of θ_t − θ_0 that stays, the same.
     """
 
     source: Source
     precision: StoredPrecision | None
     weight: Weight
+    density: Weight = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Item:
         curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
         note: what a reader of the report should know.
         layer: the weight of the layer whose matrix it is part of, where that is solved as one.
+        densities, scale: of methods that leave a part of θ_t − θ_0 out: each model's share, and λ.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Item:
     curved: tuple[str, ...]
     note: str = ""
     layer: str = ""
+    densities: tuple[float, ...] = ()
+    scale: float = 1.0
 
 
 def fates(
@@ -128,13 +134,25 @@ def _item(
 ) -> Item:
     spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype
     divide = method.normalize if settings.normalize is None else settings.normalize
-    alphas = [_alpha(part, name) for part in parts]
+    alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
     notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
     notes = [note for note in notes if note]
     if spec.dtype not in MERGEABLE or spec.numel == 0:
         notes.append(_copied(name, reference, parts, reads))
         return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
-    if divide or (method.uses_precisions and not method.uses_base_precision):
+    out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
+    if method.name == "passthrough":
+        if sum(alpha != 0 for alpha in alphas) > 1:
+            raise InputError(f"passthrough copies one model, got {len(parts)} for {name!r}")
+        if sum(alphas) == 1 and out == spec:  # what other models answer for it is the same tensor
+            return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
+    thin: dict[str, Any] = {}
+    if method.thinned:  # which divides entry by entry
+        shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
+        if not all(0 <= share <= 1 for share in shares):
+            raise InputError(f"densities of {name!r} must be between 0 and 1, got {shares}")
+        thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
+    elif divide or (method.uses_precisions and not method.uses_base_precision):
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(
@@ -145,8 +163,7 @@ def _item(
         divided = divide or (method.uses_precisions and not based)
         alphas = [a / total for a in alphas] if divided else alphas
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
-    out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
-    return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes))
+    return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
 
 
 def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]) -> str:
@@ -176,18 +193,20 @@ def _provenance(source: Source, name: str, read: str) -> str:
     return f"{source.name}: {words}" if words else ""
 
 
-def _alpha(part: OpenModel, name: str) -> float:
-    given = part.weight(name) if callable(part.weight) else part.weight
+def number(given: Weight, name: str, what: str) -> float:
+    """A weight or the like for one tensor.
+
+    Raises:
+        InputError: it is no finite number.
+    """
+    value = given(name) if callable(given) else given
     try:
-        alpha = float(given)
+        checked = float(value)
     except (TypeError, ValueError):
-        alpha = math.nan
-    if not math.isfinite(alpha):
-        raise InputError(
-            f"the weight of {part.source.name!r} for {name!r} is {given!r}: expected a "
-            "finite number"
-        )
-    return alpha
+        checked = math.nan
+    if not math.isfinite(checked):
+        raise InputError(f"the {what} for {name!r} is {value!r}: expected a finite number")
+    return checked
 
 
 def _curved(part: OpenModel, name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +46,11 @@ TOKENIZER = (
 
 
 def copy_files(
-    reference: Path, tokenizer: Path, target: Path, dtype: torch.dtype | None
+    reference: Path,
+    tokenizer: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    change: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, str]:
     """Copy configuration, tokenizer and chat template; the fate of every file comes back.
 
@@ -60,8 +66,16 @@ def copy_files(
             elif folder == reference and not any(fnmatch(path.name, p) for p in TOKENIZER):
                 fates.setdefault(path.name, "left where it is")
     config = target / "config.json"
-    if dtype is not None and config.is_file():
-        _set_dtype(config, dtype)
+    if config.is_file() and (dtype is not None or change is not None):
+        document = read_json(config)
+        if dtype is not None:
+            key = "torch_dtype" if "torch_dtype" in document else "dtype"
+            document[key] = str(dtype).removeprefix("torch.")
+        if change is not None:
+            change(document)
+        config.write_text(
+            json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return fates
 
 
@@ -70,10 +84,3 @@ def _copy(path: Path, target: Path) -> None:
         shutil.copytree(path, target)
     else:
         shutil.copyfile(path, target)  # follows links, as a hub's cache is made of them
-
-
-def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    document = read_json(config)
-    key = "torch_dtype" if "torch_dtype" in document else "dtype"
-    document[key] = str(dtype).removeprefix("torch.")
-    config.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,27 @@ class Member:
         weight: α_t, a number or a function of the tensor's name.
         n_data: N_t, the number of examples that a per-example precision is multiplied by; only
             for files that do not know their own.
+        density: the share of θ_t − θ_0 that stays, a number or a function of the tensor's name.
     """
 
     model: Path
     precision: Path | None = None
     weight: Weight = 1.0
     n_data: int | None = None
+    density: Weight = 1.0
+
+
+@dataclass(frozen=True)
+class LayerSlice:
+    """Layers of the result that follow each other.
+
+    Attributes:
+        count: how many.
+        starts: the first of the layers that are merged into them, by model.
+    """
+
+    count: int
+    starts: Mapping[Path, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,9 @@ class MergeSettings:
         out_dtype: in which the merged tensors are written; None: each as in the base.
         shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`.
         trust: take precisions that were recorded for other weights.
+        scale: λ of methods that leave a part of θ_t − θ_0 out, a number or a function of the name.
+        seed: of what is left out by chance.
+        rescale: what stays by chance is divided by its share.
     """
 
     method: str
@@ -59,6 +77,9 @@ class MergeSettings:
     power: float = 1.0
     damping: float | None = None
     trust: bool = False
+    scale: Weight = 1.0
+    seed: int = 0
+    rescale: bool = True
 
     @property
     def row(self) -> Method:
@@ -75,9 +96,11 @@ class Job(MergeSettings):
         base: θ_0, the model that they started from; None only for ``linear`` and ``fisher``.
         base_precision: H_0 without δ; None: 0.
         tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
+        slices: the layers of the result, where they are not those of whole models.
     """
 
     members: tuple[Member, ...]
     base: Path | None = None
     base_precision: Path | None = None
     tokenizer_source: str | Path = "base"
+    slices: tuple[LayerSlice, ...] = ()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import at_least, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
 from blr_analysis.merging.fates import MERGED, OpenModel
@@ -25,6 +26,7 @@ from blr_analysis.merging.plan import (
     MAX_MEMORY,
     SHARD,
     MergePlan,
+    fit_config,
     make_plan,
     plan_folders,
     reference_folder,
@@ -126,7 +128,8 @@ def execute(
         shards.begin()
         with _bar(plan.bytes_read, progress) as bar:
             met = stream(plan, shards, bar.update)
-        files = copy_files(reference, tokenizer, draft, plan.job.out_dtype)
+        change = partial(fit_config, plan.job, reference)
+        files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
         seconds = time.perf_counter() - started
         fallback, solves = dict(met.fallback), dict(met.solves)
         names = tuple(shards.names)
@@ -158,6 +161,10 @@ def merge(
     power: float = 1.0,
     damping: float | None = None,
     trust: bool = False,
+    density: Sequence[Weight] | Weight = 1.0,
+    scale: Weight = 1.0,
+    rescale: bool = True,
+    seed: int = 0,
     tasks: Sequence[Task] | None = None,
     validate: Any = None,
     criterion: str = "nll",
@@ -186,8 +193,10 @@ def merge(
             1 if None. Negative ones remove a task.
         base_precision: H_0 without δ, given like one of ``precisions``.
         delta: δ, added to every entry of H_0.
-        method: "gradient_matching", "fisher", "task_arithmetic", "linear", or "auto", which chooses
-            among them, α, shrink and power: by ``validate``, or by the gap that the precisions
+        method: "gradient_matching", "fisher", "task_arithmetic", "linear", "ties" (also weighed by
+            precisions: "fisher_ties"), "dare_linear", "dare_ties", "slerp", "multislerp",
+            "karcher", "model_stock", "passthrough" (a copy), or "auto", which chooses among the
+            first four, α, shrink and power: by ``validate``, or by the gap that the precisions
             predict, see :mod:`blr_analysis.merging.auto`.
         n_data: the number of examples of each task, where its precision is an average over them.
         missing_precision: what stands for a precision that is not there: "error" refuses,
@@ -199,6 +208,11 @@ def merge(
         power: of "kron" A ⊗ G, the power of G, 0 to 1.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram".
         trust: take precisions that were recorded for other weights than the model's.
+        density: of "ties", "fisher_ties", "dare_linear" and "dare_ties", the share of each
+            θ_t − θ_0 that stays; given like ``weights``.
+        scale: λ, what their step is multiplied by; a number or a function of the name.
+        rescale: what "dare_…" leave by chance is divided by its share.
+        seed: of that chance; the same seed leaves the same entries, whatever the shards.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++, see
             :mod:`blr_analysis.merging.propagated`); for models in memory, method "fisher" or
@@ -248,17 +262,19 @@ def merge(
     alphas = _each("weights", weights, count, 1.0)
     given = _each("precisions", precisions, count, None)
     numbers = _each("n_data", n_data, count, None)
+    densities = _each("density", density, count, 1.0)
     settings = MergeSettings(
-        method, delta, missing_precision, normalize, dtype, out_dtype, shrink, power, damping, trust
-    )
+        method, delta, missing_precision, normalize, dtype, out_dtype, shrink, power, damping,
+        trust, scale, at_least(0, "seed", seed), rescale,
+    )  # fmt: skip
     if on_disk and all(on_disk):
         if out is None:
             raise InputError("folders are merged into a folder: name it with out=")
         job = Job(
             **vars(settings),
             members=tuple(
-                Member(_folder("models", m), _path("precisions", p), a, n)
-                for m, p, a, n in zip(models, given, alphas, numbers, strict=True)
+                Member(_folder("models", m), _path("precisions", p), a, n, d)
+                for m, p, a, n, d in zip(models, given, alphas, numbers, densities, strict=True)
             ),
             base=_path("base", base),
             base_precision=_path("base_precision", base_precision),
@@ -272,8 +288,11 @@ def merge(
             _loaded(f"models[{t}]", m),
             None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
             a,
+            d,
         )
-        for t, (m, p, a, n) in enumerate(zip(models, given, alphas, numbers, strict=True))
+        for t, (m, p, a, n, d) in enumerate(
+            zip(models, given, alphas, numbers, densities, strict=True)
+        )
     ]
     plan = make_plan(
         settings,
@@ -316,7 +335,7 @@ def _each(name: str, given: Any, count: int, default: Any) -> list[Any]:
     """One value per model."""
     if given is None:
         return [default] * count
-    if name == "weights" and (callable(given) or isinstance(given, int | float)):
+    if name in ("weights", "density") and (callable(given) or isinstance(given, int | float)):
         return [given] * count
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InputError(f"{name} must be a list with one entry per model, got {given!r:.60}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from blr_analysis.checks import one_of
+from blr_analysis.merging.spans import karcher, model_stock, multislerp, slerp
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,10 @@ class Method:
         uses_base_precision: H_0 and δ are; otherwise they are 0.
         normalize: the weights are divided by their sum unless the user says otherwise.
         formula: in one line.
+        thinned: which part ``density`` of each θ_t − θ_0 stays: the largest by "size", or "chance".
+        elect: only what has the elected sign counts (:mod:`blr_analysis.merging.sparse`).
+        span: the coefficients of a sum of whole tensors (:mod:`blr_analysis.merging.spans`).
+        models: how many there must be; None: any number.
     """
 
     name: str
@@ -28,6 +36,10 @@ class Method:
     uses_base_precision: bool
     normalize: bool
     formula: str
+    thinned: str = ""
+    elect: bool = False
+    span: Callable[[Tensor, Tensor], Tensor] | None = None
+    models: int | None = None
 
 
 METHODS = {
@@ -40,6 +52,43 @@ METHODS = {
         Method("fisher", False, True, True, False, False, "Σ α_t H_t θ_t / Σ α_t H_t"),
         Method("task_arithmetic", True, True, False, False, False, "θ_0 + Σ α_t (θ_t − θ_0)"),
         Method("linear", False, False, False, False, True, "Σ α_t θ_t / Σ α_t"),
+        Method("passthrough", False, False, False, False, False, "α θ"),
+        Method(
+            "ties", True, True, False, False, True,
+            "θ_0 + λ mean of the α_t trimmed(θ_t − θ_0) of the elected sign",
+            thinned="size", elect=True,
+        ),
+        Method(
+            "fisher_ties", True, True, True, False, True,
+            "θ_0 + λ mean of the α_t H_t trimmed(θ_t − θ_0) of the elected sign",
+            thinned="size", elect=True,
+        ),
+        Method(
+            "dare_linear", True, True, False, False, False,
+            "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / density", thinned="chance",
+        ),
+        Method(
+            "dare_ties", True, True, False, False, False,
+            "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / density of the elected sign",
+            thinned="chance", elect=True,
+        ),
+        Method(
+            "slerp", False, False, False, False, True,
+            "sin((1 − t)φ)/sin φ θ_1 + sin(tφ)/sin φ θ_2", span=slerp, models=2,
+        ),
+        Method(
+            "multislerp", False, True, False, False, True,
+            "θ_0 + the mean direction of the θ_t − θ_0 times their mean length", span=multislerp,
+        ),
+        Method(
+            "karcher", False, False, False, False, True,
+            "the spherical mean of the θ_t", span=karcher,
+        ),
+        Method(
+            "model_stock", True, True, False, False, False,
+            "θ_0 + t mean(θ_t − θ_0), t = T c / (1 + (T − 1) c), c their mean cosine",
+            span=model_stock,
+        ),
     )
 }  # fmt: skip
 

@@ -52,6 +52,7 @@ class MergePlan(Tabular):
         memory: bytes of buffers that this takes at most.
         job: the description that the plan was made from, where folders are merged.
         shrink, power, damping: of precisions with factors.
+        normalize, seed, rescale: of methods that leave a part of the steps out.
     """
 
     method: Method
@@ -68,6 +69,9 @@ class MergePlan(Tabular):
     shrink: float = 1.0
     power: float = 1.0
     damping: float | None = None
+    normalize: bool = False
+    seed: int = 0
+    rescale: bool = True
 
     @property
     def held(self) -> list[StoredPrecision]:
@@ -120,7 +124,14 @@ class MergePlan(Tabular):
         factors = 0
         if item.layer == item.name:
             factors = sum(p.factor_bytes(item.name) for p in self.held)
-        return item.spec.numel * _stored_per_entry(self, item) + factors
+        return item.spec.numel * _stored_per_entry(self, item) * self.passes(item) + factors
+
+    def passes(self, item: Item) -> int:
+        """How often a tensor is read: once more for its products, twice for what is largest."""
+        if item.fate == COPIED:
+            return 1
+        trims = self.method.thinned == "size" and min(item.densities) < 1
+        return 1 + (self.method.span is not None) + 2 * trims
 
 
 def make_plan(
@@ -190,6 +201,9 @@ def make_plan(
         shrink=float(settings.shrink),
         power=float(settings.power),
         damping=settings.damping,
+        normalize=method.normalize if settings.normalize is None else settings.normalize,
+        seed=settings.seed,
+        rescale=settings.rescale,
     )
     return _within(plan, max_memory, threads)
 
@@ -213,6 +227,8 @@ def _check_settings(
     dtype, out_dtype = settings.dtype, settings.out_dtype
     if not parts:
         raise InputError("models is empty: name at least one fine-tuned model")
+    if settings.row.models not in (None, len(parts)):
+        raise InputError(f"{settings.method} merges {settings.row.models} models, got {len(parts)}")
     if base is None and settings.row.needs_base:
         raise InputError(f"method {settings.method!r} needs the base that the models started from")
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < 1e38:
@@ -257,6 +273,8 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     # What is read, H = S − δ and H_0 + δ computed from it, the result, and its rounded copy.
     each = stored + acc * (len(plan.parts) + 1) + 2 * acc
     fixed = 7 * BLOCK * acc
+    if plan.method.thinned or plan.method.span is not None:  # all steps of a block, in float64
+        fixed += (2 * len(plan.parts) + 8) * BLOCK * 8
 
     layers = [_layer_need(plan, key) for key in plan.layers]
 
@@ -330,12 +348,23 @@ def plan_folders(
     """
     method = job.row
     base = None if job.base is None else Folder.open(job.base)
+    opened = {m.model: open_model(m.model, base) for m in job.members}
+    if job.slices:
+        from blr_analysis.merging.arranged import in_slices
+
+        every = opened if base is None or job.base is None else {**opened, job.base: base}
+        opened = {m: in_slices(job.slices, every, m, base=False) for m in opened}
+        base = (
+            in_slices(job.slices, every, job.base, base=True)
+            if job.base is not None and method.uses_base
+            else None
+        )
     parts = []
     for member in job.members:
         precision = None
         if method.uses_precisions and member.precision is not None:
             precision = open_precision(member.precision, member.n_data)
-        parts.append(OpenModel(open_model(member.model, base), precision, member.weight))
+        parts.append(OpenModel(opened[member.model], precision, member.weight, member.density))
     first = None
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
@@ -350,6 +379,28 @@ def reference_folder(job: Job) -> Path:
         return job.base
     plain = [m.model for m in job.members if not is_adapter(m.model)]
     return plain[0]
+
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def fit_config(job: Job, reference: Path, config: dict[str, Any]) -> None:
+    """Write into a configuration how many layers the result has, and of which kinds they are."""
+    if not job.slices:
+        return
+    total = sum(part.count for part in job.slices)
+    for section in (config, config.get("text_config") or {}):
+        layers = next((section[key] for key in COUNTS if key in section), None)
+        taken: list[int] = []
+        for part in job.slices:
+            low = part.starts.get(reference, next(iter(part.starts.values())))
+            taken += range(low, low + part.count)
+        for key in COUNTS:
+            if key in section:
+                section[key] = total
+        kinds = section.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) == layers and max(taken) < len(kinds):
+            section["layer_types"] = [kinds[at] for at in taken]
 
 
 def open_model(model: Path, base: Source | None) -> Source:

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files import Folder, Scratch, Source, fingerprint
+from blr_analysis.merging import sparse
 from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
 from blr_analysis.merging.layers import Part, Solved, solver
@@ -87,7 +88,11 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
                     solved = _merge_layer(plan, item.layer, sink, scratch)
                     undefined, outcome.solves[item.layer] = solved.undefined, solved
                 else:
-                    undefined = _merge(plan, item, start, stop, sink, scratch)
+                    known = _measured(plan, item, scratch)
+                    undefined = sum(
+                        _merge(plan, item, low, min(low + plan.chunk, stop), sink, scratch, known)
+                        for low in range(start, stop, plan.chunk)
+                    )
                 with lock:
                     if undefined:
                         outcome.fallback[item.name] += undefined
@@ -122,14 +127,22 @@ def _pieces(plan: MergePlan) -> Iterator[Piece]:
             if item.layer == item.name:
                 yield item, 0, item.spec.numel
             continue
-        for start in range(0, item.spec.numel, plan.chunk):
-            yield item, start, min(start + plan.chunk, item.spec.numel)
+        step = plan.chunk if plan.passes(item) == 1 else item.spec.numel
+        for start in range(0, item.spec.numel, step):
+            yield item, start, min(start + step, item.spec.numel)
 
 
-def _merge(plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch) -> int:
-    if item.fate == COPIED:
-        sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
-        return 0
+@dataclass(frozen=True)
+class _Inputs:
+    """A piece of a tensor in all models, with what stands for its precisions."""
+
+    base: Tensor | None
+    models: list[Tensor]
+    first: PrecisionValue
+    curved: list[PrecisionValue]
+
+
+def _read(plan: MergePlan, item: Item, start: int, stop: int, scratch: Scratch) -> _Inputs:
     base = None if plan.base is None else plan.base.read(item.name, start, stop, scratch)
     models = [
         part.source.read(name, start, stop, scratch)
@@ -146,14 +159,98 @@ def _merge(plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scrat
             curved.append(h.to(device))
         else:
             curved.append(first if kind == BASE else 0.0)
+    return _Inputs(base, models, first, curved)
+
+
+def _merge(
+    plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch,
+    known: Sequence[float] | None,
+) -> int:  # fmt: skip
+    if item.fate == COPIED:
+        sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
+        return 0
+    given = _read(plan, item, start, stop, scratch)
+    base, models = given.base, given.models
+    device = models[0].device
     if device.type == "cpu":
         result = scratch.array("result", stop - start, plan.dtype)
     else:
         result = torch.empty(stop - start, dtype=plan.dtype, device=device)
-    undefined = combine_into(result, base, models, item.weights, curved, first, scratch)
+    undefined = 0
+    if plan.method.thinned:
+        _merge_sparse(plan, item, start, given, known, result)
+    else:
+        weights = item.weights if known is None else known
+        undefined = combine_into(result, base, models, weights, given.curved, given.first, scratch)
     _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
     sink.put(item.name, start, _rounded(result, item.spec.dtype, scratch))
     return undefined if plan.method.uses_precisions else 0
+
+
+def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | None:
+    """What must be known of a whole tensor before its merge: the coefficients of its sum, or the
+    size from which on entries stay."""
+    if plan.passes(item) == 1:
+        return None
+
+    def walk() -> Iterator[_Inputs]:
+        for start, stop in sparse.blocks(0, item.spec.numel):
+            yield _read(plan, item, start, stop, scratch)
+
+    if plan.method.span is not None:
+        gram = torch.zeros(len(plan.parts), len(plan.parts), dtype=torch.float64)
+        for given in walk():
+            rows = torch.stack([m.to("cpu", torch.float64) for m in given.models])
+            rows -= 0.0 if given.base is None else given.base.to("cpu", torch.float64)
+            gram += rows @ rows.T
+        weights = torch.tensor(item.weights, dtype=torch.float64)
+        return plan.method.span(gram, weights).tolist()
+
+    def sizes() -> Iterator[list[Tensor]]:
+        for given in walk():
+            pairs = zip(_steps(plan, given), _precisions(plan, given), strict=True)
+            yield [sparse.sizes(step, h).cpu() for step, h in pairs]
+
+    return list(sparse.limits(sizes, [int(d * item.spec.numel) for d in item.densities]))
+
+
+def _steps(plan: MergePlan, given: _Inputs) -> list[Tensor]:
+    assert given.base is not None
+    start = given.base.to(plan.dtype)
+    return [m.to(plan.dtype) - start for m in given.models]
+
+
+def _precisions(plan: MergePlan, given: _Inputs) -> list[PrecisionValue]:
+    return given.curved if plan.method.uses_precisions else [1.0] * len(given.models)
+
+
+def _merge_sparse(
+    plan: MergePlan, item: Item, start: int, given: _Inputs, known: Sequence[float] | None,
+    result: Tensor,
+) -> None:  # fmt: skip
+    """:func:`blr_analysis.merging.sparse.combine_sparse`, block by block."""
+    assert given.base is not None
+    for low, high in sparse.blocks(0, len(result)):
+        part = slice(low, high)
+        cut = _Inputs(
+            given.base[part],
+            [m[part] for m in given.models],
+            0.0,
+            [h[part] if isinstance(h, Tensor) else h for h in given.curved],
+        )
+        steps, curved = _steps(plan, cut), _precisions(plan, cut)
+        for t, (step, h, density) in enumerate(zip(steps, curved, item.densities, strict=True)):
+            if plan.method.thinned == "chance":
+                stays = sparse.drawn(density, high - low, plan.seed, t, item.name, start + low)
+                step *= stays.to(step.device)
+                if plan.rescale and density > 0:
+                    step /= density
+            elif known is not None:
+                step *= sparse.sizes(step, h) >= known[t]
+        sparse.combine_sparse(
+            result[part], given.base[part].to(plan.dtype), steps, item.weights, curved,
+            elect=plan.method.elect, normalize=plan.normalize, scale=item.scale,
+        )  # fmt: skip
 
 
 def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Solved:

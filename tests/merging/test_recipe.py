@@ -353,7 +353,7 @@ FAULTS = {
     "a tag": (HEAD + "models: !!python/object:os.system [x]", "line 2.*models"),
     "odd key": ("? [a]\n: b", "line 1.*string"),
     "no method": (BOTH, "line 1.*the key 'merge_method' is missing"),
-    "unknown key": (HEAD + BOTH + "modles: 3", "line 3, column 1: unknown key 'modles'.*'models'"),
+    "unknown key": (HEAD + BOTH + "modls: 3", "line 3, column 1: unknown key 'modls'.*'models'"),
     "misplaced key": (HEAD + BOTH + "normalize: true", "line 3.*belongs to 'parameters'"),
     "misspelt weight": (
         HEAD + "models:\n- model: ft1\n  parameters:\n    weigth: 1",
@@ -361,7 +361,7 @@ FAULTS = {
     ),
     "model a number": (HEAD + "models: [{model: 3}]", "line 2.*model: expected.*got 3"),
     "no models": (HEAD + "models: []", "line 2.*the list is empty"),
-    "neither": (HEAD, "line 1.*models or slices"),
+    "neither": (HEAD, "line 1.*models, slices"),
     "both": (
         HEAD + BOTH + "slices: [{sources: [{model: ft1, layer_range: [0, 2]}]}]",
         "line 3.*exactly one",
@@ -379,7 +379,7 @@ FAULTS = {
         "line 3.*'error', 'base' or 'zero', got 'none'",
     ),
     "dtype": (HEAD + BOTH + "dtype: int8", "line 3.*'bfloat16', 'float16'"),
-    "a method of mergekit": ("merge_method: ties\n" + BOTH, "line 1.*'ties'"),
+    "a method of mergekit": ("merge_method: breadcrumbs\n" + BOTH, "line 1.*'breadcrumbs'"),
     "unknown method": (
         "merge_method: fischer\n" + BOTH,
         "line 1.*'fischer'.*did you mean 'fisher'",
@@ -410,14 +410,31 @@ FAULTS = {
         "merge_method: fisher\nmodels:\n- model: ft1\n  parameters: {density: 0.5}",
         "line 4.*density has no effect on fisher",
     ),
-    "half a model": (
-        HEAD + "slices:\n- sources:\n  - model: ft1\n    layer_range: [0, 1]",
+    "layers that are not there": (
+        HEAD + "slices:\n- sources:\n  - model: ft1\n    layer_range: [1, 3]",
         r"line 5.*layer_range.*\[0, 2\]",
     ),
-    "layers put together": (
-        HEAD + "slices:\n- sources: [{model: ft1, layer_range: [0, 1]}]\n"
-        "- sources: [{model: ft2, layer_range: [1, 2]}]",
+    "slices of different lengths": (
+        HEAD + "slices:\n- sources:\n  - {model: ft1, layer_range: [0, 2]}\n"
+        "  - {model: ft2, layer_range: [1, 2]}",
+        "line 5.*as many layers",
+    ),
+    "precisions in slices": (
+        "merge_method: fisher\nslices: [{sources: [{model: ft1, layer_range: [0, 1]}]}]",
         "line 2.*whole models",
+    ),
+    "two modules": (
+        HEAD + "modules:\n  a: {slices: [{sources: [{model: ft1, layer_range: [0, 2]}]}]}\n"
+        "  b: {slices: [{sources: [{model: ft2, layer_range: [0, 2]}]}]}",
+        "line 2.*one module",
+    ),
+    "slerp without t": (
+        "merge_method: slerp\nbase_model: base\nmodels: [{model: ft1}]",
+        "line 3.*t:|needs t",
+    ),
+    "gamma of ties": (
+        "merge_method: ties\nbase_model: base\nmodels: [{model: ft1}]\nparameters: {gamma: 0.1}",
+        "line 4.*gamma has no effect on ties",
     ),
     "residual_weight": (
         HEAD + "slices:\n- residual_weight: 1\n  sources: [{model: ft1, layer_range: [0, 2]}]",

@@ -85,7 +85,7 @@ class Quadratics:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_defaults_follow_the_method(method: str) -> None:
-    expected = 1.0 if method in ("gradient_matching", "fisher") else 0.25
+    expected = 1.0 if method in ("gradient_matching", "fisher", "fisher_ties") else 0.25
     assert default_weights(method, 4) == [expected] * 4
 
 

@@ -23,6 +23,9 @@ import numpy as np
 from blr_analysis.errors import InputError
 from blr_analysis.merging.job import Weight
 
+# Modules that stand before the layers, beside those called embed…
+FIRST = {"wte", "wpe", "shared", "tok_embeddings", "word_embeddings", "patch_embedding"}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -106,6 +109,45 @@ def varies(rules: Sequence[Rule]) -> bool:
 
 
 @dataclass(frozen=True)
+class SliceWeights:
+    """α by tensor name of a result that is put together from slices of layers.
+
+    A gradient runs over the layers of its slice; what stands before the layers belongs to the
+    first slice, what stands after them to the last.
+
+    >>> head, tail = LayerWeights((Rule((0.0, 1.0)),), {"h": 2}), 0.5
+    >>> weight = SliceWeights((2, 3), (head, tail))
+    >>> [weight(name) for name in ("wte.w", "h.0.w", "h.1.w", "h.2.w", "ln_f.w")]
+    [0.0, 0.0, 1.0, 0.5, 0.5]
+    """
+
+    counts: tuple[int, ...]
+    weights: tuple[Weight, ...]
+
+    def __call__(self, name: str) -> float:
+        """α of one tensor of the result."""
+        prefix, index = layer_of(name)
+        if index is None:
+            return _at(self.weights[0 if before_layers(name) else -1], name)
+        for count, weight in zip(self.counts, self.weights, strict=True):
+            if index < count:
+                return _at(
+                    weight, f"{prefix}.{index}{name[len(prefix) + 1 :].lstrip('0123456789')}"
+                )
+            index -= count
+        return _at(self.weights[-1], name)
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """The filters that no tensor's name holds."""
+        names = list(names)
+        own = [w.unused(names) for w in self.weights if isinstance(w, LayerWeights)]
+        return [word for words in own for word in words]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.weights))
+
+
+@dataclass(frozen=True)
 class Scaled:
     """A weight times a factor, over the sum of all weights if those are given.
 
@@ -126,7 +168,8 @@ class Scaled:
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The filters of the weight that no tensor's name holds."""
-        return self.weight.unused(names) if isinstance(self.weight, LayerWeights) else []
+        unused = getattr(self.weight, "unused", None)
+        return [] if unused is None else unused(names)
 
     def __repr__(self) -> str:
         shown = [f"({w!r})" if callable(w) else repr(w) for w in (self.factor, self.weight)]
@@ -146,6 +189,11 @@ def scaled(weights: Sequence[Weight], factor: Weight, *, normalize: bool) -> tup
     return tuple(product("") for product in products)
 
 
+def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """1 minus what the rules say."""
+    return tuple(Rule(tuple(1 - v for v in rule.values), rule.part) for rule in rules)
+
+
 def _at(weight: Weight, name: str) -> float:
     return weight(name) if callable(weight) else weight
 
@@ -161,7 +209,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
     """
     stacks: dict[str, set[int]] = {}
     for name in names:
-        prefix, index = _layer(name)
+        prefix, index = layer_of(name)
         if index is not None:
             stacks.setdefault(prefix, set()).add(index)
     return {prefix: len(at) for prefix, at in stacks.items() if max(at) == len(at) - 1}
@@ -173,14 +221,23 @@ def depth_of(name: str, depths: Mapping[str, int]) -> float:
     >>> [depth_of(n, {"h": 5}) for n in ("wte.weight", "h.1.mlp.weight", "ln_f.weight")]
     [0.0, 0.25, 0.0]
     """
-    prefix, index = _layer(name)
+    prefix, index = layer_of(name)
     layers = depths.get(prefix)
     if index is not None and layers is not None:
         return min(index / (layers - 1), 1.0) if layers > 1 else 1.0
     return 0.0
 
 
-def _layer(name: str) -> tuple[str, int | None]:
+def before_layers(name: str) -> bool:
+    """Whether a tensor outside of the layers is of what stands before them.
+
+    >>> before_layers("model.embed_tokens.weight"), before_layers("lm_head.weight")
+    (True, False)
+    """
+    return any(p.startswith("embed") or p in FIRST for p in name.split(".")[:-1])
+
+
+def layer_of(name: str) -> tuple[str, int | None]:
     """What stands before the first number among the parts of a name, and that number."""
     parts = name.split(".")
     for at, part in enumerate(parts):

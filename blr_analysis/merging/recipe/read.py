@@ -21,11 +21,13 @@ import torch
 from blr_analysis.checks import path_of
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
-from blr_analysis.merging.job import Job, Member, Weight
+from blr_analysis.merging.job import Job, LayerSlice, Member, Weight
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.recipe.layer_weights import (
     Rule,
+    SliceWeights,
     depths,
+    rest,
     scaled,
     varies,
     weight_by_layer,
@@ -44,7 +46,6 @@ from blr_analysis.merging.recipe.schema import (
     Page,
     Parameters,
     RecipeText,
-    SliceSource,
     Way,
     WrittenWeight,
 )
@@ -131,7 +132,7 @@ class _Listed:
     way: Way
     entry: Entry
     model: Path
-    rules: tuple[Rule, ...]
+    part: int
 
 
 def _rules(written: WrittenWeight | None) -> tuple[Rule, ...]:
@@ -152,11 +153,15 @@ class _RecipeReader:
         self.text = text
         # the parameters that hold for all models, what decides first
         self.levels: list[tuple[Way, Parameters]] = [(("parameters",), text.parameters)]
-        if text.slices:
-            self.levels.insert(0, (("slices", 0, "parameters"), text.slices[0].parameters))
+        self.root, self.slices = ("slices",), text.slices or []
+        for name, module in (text.modules or {}).items():
+            self.root, self.slices = ("modules", name, "slices"), module.slices
+        if len(self.slices) == 1:
+            self.levels.insert(0, ((*self.root, 0, "parameters"), self.slices[0].parameters))
         self.method = self._method()
         self.base = self._base()
         self.listed = self._models()
+        self.layers = self._layers()
 
     def job(self) -> Job:
         """The merge that the recipe describes."""
@@ -164,18 +169,21 @@ class _RecipeReader:
         for key in ("name", "model_name"):
             if getattr(text, key) is not None:
                 self.page.note((key,), f"{key} has no effect, here as in mergekit: name the folder")
-        self._check_layers()
         self._check_vocabularies()
         self._note_ignored()
-        weights, normalize = self._weights()
+        members = list({one.model: one for one in self.listed}.values())
+        weights, normalize = self._weights([one.model for one in members])
         out_dtype = text.out_dtype or text.dtype
         if text.dtype in ("bfloat16", "float16"):
             self.page.note(("dtype",), f"computed in float32, rounded once to {out_dtype}")
         return Job(
             method=method.name,
             members=tuple(
-                Member(one.model, self._precision(one), weight, one.entry.n_data)
-                for one, weight in zip(self.listed, weights, strict=True)
+                Member(
+                    one.model, self._precision(one), weight, one.entry.n_data,
+                    self._by_layer("density", one.model, 1.0) if method.thinned else 1.0,
+                )
+                for one, weight in zip(members, weights, strict=True)
             ),
             base=self.base,
             base_precision=self._base_precision(),
@@ -188,16 +196,47 @@ class _RecipeReader:
             dtype=torch.float64 if text.dtype == "float64" else torch.float32,
             out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
             tokenizer_source=self._tokenizer(),
-        )
+            scale=self._by_layer("lambda_", None, 1.0) if method.thinned else 1.0,
+            seed=self._first("seed", 0),
+            rescale=self._first("rescale", True),
+            slices=self.layers,
+        )  # fmt: skip
 
     def _first(self, name: str, default: Any = None) -> Any:
         """The value of a parameter of all models that decides."""
         values = (getattr(part, name) for _, part in self.levels)
         return next((value for value in values if value is not None), default)
 
-    def _rules(self, name: str) -> tuple[Rule, ...]:
-        """The rules of a parameter of all models, what decides first."""
-        return tuple(rule for _, part in self.levels for rule in _rules(getattr(part, name)))
+    def _rules(self, name: str, part: int, entry: Entry | None = None) -> tuple[Rule, ...]:
+        """The rules of a parameter for one model of one slice, what decides first."""
+        parts: list[ModelParameters] = [] if entry is None else [entry.parameters]
+        parts += [p.parameters for p in self.slices[part : part + 1]] + [self.text.parameters]
+        return tuple(rule for own in parts for rule in _rules(getattr(own, name)))
+
+    def _by_layer(self, name: str, model: Path | None, usual: float) -> Weight:
+        """A parameter as a function of the tensor's name; 0 in slices that lack the model. Of no
+        model: what is said of all."""
+        ones = {one.part: one.entry for one in self.listed if one.model == model}
+        count = max(1, len(self.layers))
+        rules = {
+            k: self._rules(name, k, ones.get(k)) for k in range(count) if model is None or k in ones
+        }
+        if name == "t" and self.base is not None and model == self.base:
+            rules = {k: rest(of_slice) for k, of_slice in rules.items()}
+        around: Mapping[str, int] = {}
+        if any(map(varies, rules.values())):
+            way: Way = ("base_model",) if self.base else ("models",)
+            around = self._depths(self.base or self.listed[0].model, way)
+        if not self.layers:
+            return weight_by_layer(rules[0], around, usual)
+        counts = tuple(layers.count for layers in self.layers)
+        return SliceWeights(
+            counts,
+            tuple(
+                weight_by_layer(rules[k], dict.fromkeys(around, n), usual) if k in rules else 0.0
+                for k, n in enumerate(counts)
+            ),
+        )
 
     def _place(self, way: Way, text: str) -> Path:
         """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
@@ -227,12 +266,13 @@ class _RecipeReader:
         self.base = None
         way: Way = ("base_model",)
         name = self.text.base_model
-        of_slice = self.text.slices[0].base_model if self.text.slices else None
-        if of_slice is not None:
-            way = ("slices", 0, "base_model")
-            if name not in (None, of_slice):
-                raise self.page.wrong(way, f"another base_model than {name!r} of the recipe")
-            name = of_slice
+        for at, part in enumerate(self.slices):
+            if part.base_model is None:
+                continue
+            way = (*self.root, at, "base_model")
+            if name not in (None, part.base_model):
+                raise self.page.wrong(way, f"another base_model than {name!r}")
+            name = part.base_model
         if name is not None:
             return self._place(way, name)
         if self.method.needs_base:
@@ -241,36 +281,49 @@ class _RecipeReader:
 
     def _models(self) -> list[_Listed]:
         """The models that take part, each once; the base only where it is averaged like them."""
-        text, above = self.text, self._rules("weight")
-        if (text.models is None) == (text.slices is None):
-            raise self.page.wrong(("slices",), "expected models or slices: exactly one of them")
-        entries: Sequence[Entry] = text.slices[0].sources if text.slices else text.models or []
-        root: Way = ("models",) if text.models else ("slices", 0, "sources")
-        listed: dict[str, _Listed] = {}
-        for at, entry in enumerate(entries):
-            way = (*root, at)
-            model = self._place((*way, "model"), entry.model)
-            one = _Listed(way, entry, model, (*_rules(entry.parameters.weight), *above))
-            twin = listed.setdefault(os.path.realpath(model), one)
-            if twin is not one:
-                first = self.page.find((*twin.way, "model"))[1]
-                raise self.page.wrong(
-                    (*way, "model"), f"the same model as on line {first}: add up the weights"
-                )
-        own = None if self.base is None else os.path.realpath(self.base)
-        if self.method.uses_base and own in listed:
-            self._note_base(listed.pop(own))
-        elif self.method.name == "linear" and own is not None and own not in listed and text.models:
-            way = ("base_model",)
-            if above:  # as mergekit's `linear` does
-                self.page.note(way, "base_model is averaged in with the weight of all")
-                base = Entry(model=text.base_model or "")
-                listed[own] = _Listed(way, base, Path(self.base or ""), above)
-            else:
-                self.page.note(way, "base_model gives config and tokenizer, and is not averaged in")
+        text, above = self.text, self._rules("weight", 0)
+        if (text.models is not None) + (text.slices is not None) + (text.modules is not None) != 1:
+            raise self.page.wrong(
+                self.root[:1], "expected models, slices or modules: exactly one of them"
+            )
+        lists: list[tuple[Way, Sequence[Entry]]] = [
+            ((*self.root, k, "sources"), part.sources) for k, part in enumerate(self.slices)
+        ] or [(("models",), text.models or [])]
+        listed: list[_Listed] = []
+        for part, (root, entries) in enumerate(lists):
+            seen: dict[str, _Listed] = {}
+            for at, entry in enumerate(entries):
+                way = (*root, at)
+                model = self._place((*way, "model"), entry.model)
+                one = _Listed(way, entry, model, part)
+                twin = seen.setdefault(os.path.realpath(model), one)
+                if twin is not one:
+                    first = self.page.find((*twin.way, "model"))[1]
+                    raise self.page.wrong(
+                        (*way, "model"), f"the same model as on line {first}: add up the weights"
+                    )
+            own = None if self.base is None else os.path.realpath(self.base)
+            if self.method.uses_base and own in seen:
+                self._note_base(seen.pop(own))
+            elif own is not None and own not in seen:
+                self._base_unlisted(seen, own, above)
+            elif self.method.name == "slerp" and own in seen:
+                seen = {own: seen.pop(own), **seen}
+            listed += seen.values()
         if not listed:
             raise self.page.wrong(("models",), "there is no model beside the base to merge")
-        return list(listed.values())
+        return listed
+
+    def _base_unlisted(self, listed: dict[str, _Listed], own: str, above: tuple[Rule, ...]) -> None:
+        """What becomes of a base that is not one of the models where the method has no base."""
+        if self.method.name != "linear" or not self.text.models:
+            return
+        way = ("base_model",)
+        if above:  # as mergekit's `linear` does
+            self.page.note(way, "base_model is averaged in with the weight of all")
+            listed[own] = _Listed(way, Entry(model=self.text.base_model or ""), Path(own), 0)
+        else:
+            self.page.note(way, "base_model gives config and tokenizer, and is not averaged in")
 
     def _note_base(self, own: _Listed) -> None:
         """The base among the models, as mergekit's users write it: its step is 0."""
@@ -287,18 +340,40 @@ class _RecipeReader:
         with self.page.naming(way):
             return depths(Folder.open(model).specs)
 
-    def _check_layers(self) -> None:
-        """Raise where a source of the slice is not all layers of its model."""
-        for one in self.listed:
-            if not isinstance(one.entry, SliceSource):
-                continue
-            way = (*one.way, "layer_range")
-            layers = max(self._depths(self.base or one.model, way).values(), default=0)
-            if one.entry.layer_range != (0, layers):
-                raise self.page.wrong(
-                    way,
-                    f"layer_range is not [0, {layers}]: only whole models are merged here",
-                )
+    def _layers(self) -> tuple[LayerSlice, ...]:
+        """The layers of the result; empty where they are those of whole models."""
+        slices: list[LayerSlice] = []
+        whole = len(self.slices) == 1
+        for k, part in enumerate(self.slices):
+            starts: dict[Path, int] = {}
+            for at, source in enumerate(part.sources):
+                way = (*self.root, k, "sources", at, "layer_range")
+                model = self._place((*way[:-1], "model"), source.model)
+                layers = max(self._depths(model, way).values(), default=0)
+                low, high = source.layer_range
+                if not 0 <= low < high <= layers:
+                    raise self.page.wrong(
+                        way, f"layer_range: expected a part of [0, {layers}], got [{low}, {high}]"
+                    )
+                first = part.sources[0].layer_range
+                if high - low != first[1] - first[0]:
+                    raise self.page.wrong(way, "layer_range: as many layers as the first source")
+                whole = whole and (low, high) == (0, layers)
+                starts[model] = low
+            slices.append(LayerSlice(high - low, starts))
+        if whole or not slices:
+            return ()
+        way = self.root
+        if self.method.uses_precisions:
+            raise self.page.wrong(
+                way, f"precisions are of whole models: {self.method.name} takes no slices"
+            )
+        absent = {
+            one.model for one in self.listed if any(one.model not in s.starts for s in slices)
+        }
+        if self.method.span is not None and absent:
+            raise self.page.wrong(way, f"{self.method.name} needs the same models in all slices")
+        return tuple(slices)
 
     def _check_vocabularies(self) -> None:
         """Raise where models number their tokens differently: their rows are other words."""
@@ -318,46 +393,62 @@ class _RecipeReader:
     def _note_ignored(self) -> None:
         """Parameters without effect: a note where mergekit ignores them too, else an error."""
         method = self.method
-        idle = {"lambda": method.name != "task_arithmetic", "delta": not method.uses_base_precision}
+        idle = {
+            "lambda": method.name != "task_arithmetic" and not method.thinned,
+            "delta": not method.uses_base_precision,
+            "density": not method.thinned,
+            "t": method.name != "slerp",
+            "scale": method.name != "passthrough",
+            "weight": method.name in ("slerp", "passthrough", "model_stock"),
+            "seed": method.thinned != "chance",
+            "rescale": method.thinned != "chance",
+        }
         curved = ("missing_precision", "shrink", "power", "damping")
         idle |= dict.fromkeys(curved, not method.uses_precisions) | dict.fromkeys(FOREIGN, True)
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
+        if len(self.slices) > 1:
+            parts += [
+                ((*self.root, k, "parameters"), p.parameters) for k, p in enumerate(self.slices)
+            ]
         parts += [((*one.way, "parameters"), one.entry.parameters) for one in self.listed]
         for way, part in parts:
-            for name in sorted(part.model_fields_set - {"int8_mask", "weight"}):
+            for name in sorted(part.model_fields_set - {"int8_mask"}):
                 key = name.rstrip("_")
                 said = f"{key} has no effect on {method.name}"
+                own = method.uses_precisions or method.span or method.thinned
                 if idle.get(key):
-                    if method.uses_precisions and key not in ("delta", *curved):
+                    harmless = key == "rescale" and not part.rescale
+                    if own and key not in ("delta", "weight", "seed", *curved) and not harmless:
                         raise self.page.wrong((*way, key), f"{said}: take it out")
                     self.page.note((*way, key), said)
-                elif not isinstance(part, Parameters):
+                elif not isinstance(part, Parameters) and key not in ("weight", "density", "scale"):
                     self.page.note((*way, key), f"{key} has an effect only on all models together")
         said = [(*o.way, "precision") for o in self.listed if o.entry.precision is not None]
         if said and not method.uses_precisions:
             self.page.note(said[0], f"{method.name} takes no precisions: they are not read")
 
-    def _weights(self) -> tuple[Sequence[Weight], bool | None]:
+    def _weights(self, models: Sequence[Path]) -> tuple[Sequence[Weight], bool | None]:
         """α_t, and whether they are still to be normalized; None where the method decides."""
-        method, listed = self.method, self.listed
-        without = [one for one in listed if not one.rules]
-        if without and len(without) < len(listed) and not method.uses_precisions:
+        method = self.method
+        key = {"slerp": "t", "passthrough": "scale"}.get(method.name, "weight")
+        without = [o for o in self.listed if not self._rules(key, o.part, o.entry)]
+        if key == "t" and without:
+            raise self.page.wrong(("parameters",), "slerp needs t: 0 is base_model, 1 the other")
+        some = key == "weight" and 0 < len(without) < len(self.listed)
+        if some and not method.uses_precisions:
             raise self.page.wrong(
                 without[0].way, "no weight, and others have: write parameters: {weight: …}"
             )
-        usual = 1.0 if method.normalize else default_weights(method.name, len(listed))[0]
+        usual = 1.0
+        if not method.normalize and key == "weight":
+            usual = default_weights(method.name, len(models))[0]
         if without and method.name == "task_arithmetic":
             self.page.note(
                 ("models",), f"no weights: {usual:g} for each model, one over their number"
             )
-        factor = self._rules("lambda_")
-        around: Mapping[str, int] = {}
-        if any(varies(rules) for rules in (*(one.rules for one in listed), factor)):
-            way = ("base_model",) if self.base else ("models",)
-            around = self._depths(self.base or listed[0].model, way)
-        weights = [weight_by_layer(one.rules, around, usual) for one in listed]
+        weights = [self._by_layer(key, model, usual) for model in models]
         normalize = self._first("normalize")
-        times = weight_by_layer(factor, around)
+        times = self._by_layer("lambda_", None, 1.0)
         if method.name != "task_arithmetic" or times == 1.0:
             return weights, normalize
         with self.page.naming(("parameters", "normalize")):

@@ -34,8 +34,10 @@ from blr_analysis.errors import BLRError, InputError, StorageError
 
 MOST_BYTES = 200_000
 MOST_COMPLAINTS = 5
-# What other methods of mergekit take, and `linear` and `task_arithmetic` pay no heed to there.
-FOREIGN = ("density", "epsilon", "gamma", "rescale", "t", "select_topk", "normalize_weights")
+# What methods of mergekit take that are not here, or that are fixed here.
+FOREIGN = (
+    "epsilon", "gamma", "select_topk", "normalize_weights", "filter_wise", "max_iter", "tol", "eps",
+)  # fmt: skip
 
 Way = tuple[str | int, ...]
 
@@ -100,14 +102,19 @@ class ModelParameters(Section):
     weight: WrittenWeight | None = None
     lambda_: WrittenWeight | None = Field(default=None, alias="lambda")
     normalize: bool | None = None
+    density: WrittenWeight | None = None
+    scale: WrittenWeight | None = None
+    t: WrittenWeight | None = None
+    rescale: bool | None = None
     int8_mask: Any = None
-    density: Any = None
     epsilon: Any = None
     gamma: Any = None
-    rescale: Any = None
-    t: Any = None
     select_topk: Any = None
     normalize_weights: Any = None
+    filter_wise: Any = None
+    max_iter: Any = None
+    tol: Any = None
+    eps: Any = None
 
 
 class Parameters(ModelParameters):
@@ -118,6 +125,7 @@ class Parameters(ModelParameters):
     shrink: Annotated[Number, Field(ge=0, le=1)] | None = None
     power: Annotated[Number, Field(ge=0, le=1)] | None = None
     damping: Annotated[Number, Field(ge=0)] | None = None
+    seed: Annotated[StrictInt, Field(ge=0)] | None = None
 
 
 class Entry(Section):
@@ -136,11 +144,20 @@ class SliceSource(Entry):
 
 
 class Slice(Section):
-    """The only one of ``slices``, since whole models are merged."""
+    """One of ``slices``: layers of the result, and the layers that are merged into them."""
 
     sources: Annotated[list[SliceSource], Field(min_length=1)]
     base_model: Text | None = None
     parameters: Annotated[Parameters, BeforeValidator(_filled)] = Parameters()
+
+
+Slices = Annotated[list[Slice], Field(min_length=1)]
+
+
+class Module(Section):
+    """The only one of ``modules``."""
+
+    slices: Slices
 
 
 class Tokenizer(Section):
@@ -156,7 +173,8 @@ class RecipeText(Section):
     base_model: Text | None = None
     base_precision: Text | None = None
     models: Annotated[list[Entry], Field(min_length=1)] | None = None
-    slices: Annotated[list[Slice], Field(min_length=1, max_length=1)] | None = None
+    slices: Slices | None = None
+    modules: Annotated[dict[str, Module], Field(min_length=1, max_length=1)] | None = None
     parameters: Annotated[Parameters, BeforeValidator(_filled)] = Parameters()
     dtype: Dtype | None = None
     out_dtype: Dtype | None = None
@@ -173,6 +191,7 @@ PLACES: dict[str, type[Section]] = {
     "models": Entry,
     "models.parameters": ModelParameters,
     "tokenizer": Tokenizer,
+    "modules": Module,
     "slices": Slice,
     "slices.parameters": Parameters,
     "slices.sources": SliceSource,
@@ -296,8 +315,8 @@ class Page:
                 return f"{key}: expected a list, each item beginning with '- '"
             case "too_short":
                 return f"{key}: the list is empty"
-            case "too_long" if key == "slices":
-                return f"{key}: whole models are merged: expected one slice over all layers"
+            case "too_long" if key == "modules":
+                return f"{key}: only models of one module are merged"
             case "string_pattern_mismatch":
                 what = "expected text"
         what = re.sub("^Input should be|^Value error, expected", "expected", what)

@@ -1,0 +1,102 @@
+"""Merges of whole tensors as vectors: spherical means, and the stock of models.
+
+Each is a sum Σ_t c_t v_t of the models (or of their steps θ_t − θ_0) whose coefficients c depend on
+the vectors' lengths and angles alone. One pass over a tensor gives their products G = V Vᵀ; the
+sum then streams like any other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from blr_analysis.errors import InputError
+
+STRAIGHT = 0.9995  # a cosine above it: the arc is a line
+
+
+def slerp(gram: Tensor, weights: Tensor) -> Tensor:
+    """The point at t = α_2 / (α_1 + α_2) of the arc from the first vector to the second.
+
+        sin((1 − t)φ)/sin φ · v_1 + sin(tφ)/sin φ · v_2,      φ the angle between them
+
+    Source: Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
+
+    >>> slerp(torch.eye(2).double(), torch.tensor([1.0, 1.0]).double())
+    tensor([0.7071, 0.7071], dtype=torch.float64)
+    """
+    t = float(weights[1] / weights.sum())
+    lengths = gram.diagonal().sqrt()
+    cosine = float(gram[0, 1] / lengths.prod()) if bool(lengths.all()) else 1.0
+    if abs(cosine) > STRAIGHT:
+        return torch.tensor([1 - t, t], dtype=gram.dtype)
+    angle = math.acos(cosine)
+    shares = [math.sin((1 - t) * angle), math.sin(t * angle)]
+    return torch.tensor(shares, dtype=gram.dtype) / math.sin(angle)
+
+
+def multislerp(gram: Tensor, weights: Tensor) -> Tensor:
+    """The weighted mean of the directions, times the mean length: where :func:`karcher` starts.
+
+    (mergekit's method of this name takes a step from there along the mean of vectors that are
+    orthogonal to it, which is 0.)
+    """
+    return karcher(gram, weights, steps=0)
+
+
+def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10, tolerance: float = 1e-5) -> Tensor:
+    """The weighted mean of the directions on the sphere, times the mean length.
+
+    From u = Σ α v/|v|, made a unit vector: the tangents Σ α φ/sin φ (v/|v| − cos φ u), with φ
+    the angle between v and u, are walked along as an arc until they are shorter than ``tolerance``.
+
+    Source: Karcher, "Riemannian center of mass and mollifier smoothing", 1977.
+
+    >>> gram = torch.tensor([[4.0, 0.0], [0.0, 1.0]]).double()
+    >>> karcher(gram, torch.tensor([0.5, 0.5]).double())
+    tensor([0.5303, 1.0607], dtype=torch.float64)
+    """
+    lengths = gram.diagonal().sqrt()
+    there = lengths > tolerance
+    shares = torch.where(there, weights, 0.0)
+    if not float(shares.sum()):
+        return torch.zeros_like(weights)
+    shares = shares / shares.sum()
+    per_length = torch.where(there, 1 / lengths, 0.0)
+    at = _unit(shares * per_length, gram, tolerance)
+    for _ in range(steps):
+        cosines = (gram @ at * per_length).clamp(-1, 1)
+        angles = cosines.acos()
+        pull = shares * torch.where(angles > tolerance, angles / angles.sin(), 0.0)
+        tangent = pull * per_length - (pull @ cosines) * at
+        size = float((tangent @ gram @ tangent).clamp_min(0).sqrt())
+        if size < tolerance:
+            break
+        at = _unit(math.cos(size) * at + math.sin(size) / size * tangent, gram, tolerance)
+    return (weights @ lengths) / weights.sum() * at
+
+
+def _unit(at: Tensor, gram: Tensor, tolerance: float) -> Tensor:
+    length = float((at @ gram @ at).clamp_min(0).sqrt())
+    if length < tolerance:
+        raise InputError("the models point opposite ways: there is no spherical mean of them")
+    return at / length
+
+
+def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
+    """t/T of each of T steps, as far as they agree: t = T c / (1 + (T − 1) c), with c the mean
+    cosine between two of them.
+
+    Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", ECCV 2024.
+
+    >>> gram = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double()
+    >>> model_stock(gram, torch.ones(2).double())                # c = 1/2: t = 2/3
+    tensor([0.3333, 0.3333], dtype=torch.float64)
+    """
+    count = len(weights)
+    lengths = gram.diagonal().sqrt().clamp_min(1e-30)
+    cosines = (gram / lengths / lengths[:, None]).clamp(-1, 1)
+    mean = float(cosines.triu(1).sum()) / max(count * (count - 1) / 2, 1)
+    return torch.full_like(weights, mean / (1 + (count - 1) * mean))
