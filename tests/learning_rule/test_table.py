@@ -53,6 +53,8 @@ BEYOND = {
     "IVON",
     "IVON, mixture",
     "bSAM",
+    "message passing",
+    "hidden Markov model",
     "sparse Gaussian process",
     "exponential weights",
     "online Newton",

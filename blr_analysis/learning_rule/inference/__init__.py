@@ -9,6 +9,8 @@ To be read like a book; each part needs only those above it.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
 3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
    told. :mod:`.em`: parameters at their mode. :mod:`.vmp`: parameters averaged over.
+   :mod:`.messages`: local and global parameters of any such model; :mod:`.hidden_markov`:
+   chains of classes.
    :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
 4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
    one number. :mod:`.cvi`: the rule site by site. :mod:`.latent_fit`: fit, prediction, cavities;
@@ -34,9 +36,11 @@ from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import VariationalNewton
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
+from blr_analysis.learning_rule.inference.hidden_markov import FittedMarkov, HiddenMarkov
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
+from blr_analysis.learning_rule.inference.messages import MessagePassing
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
 from blr_analysis.learning_rule.inference.online import (
@@ -58,6 +62,7 @@ __all__ = [
     "Conjugate",
     "Factor",
     "Fitted",
+    "FittedMarkov",
     "FittedMeanField",
     "FittedMixture",
     "FittedSkewNormal",
@@ -66,8 +71,10 @@ __all__ = [
     "GaussianMixtureEM",
     "GaussianProcess",
     "GeneralizedLinear",
+    "HiddenMarkov",
     "LatentFitted",
     "MeanFieldRegression",
+    "MessagePassing",
     "MultimodalOptimisation",
     "NotConverged",
     "OnlineNewton",
