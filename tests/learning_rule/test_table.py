@@ -53,6 +53,7 @@ BEYOND = {
     "IVON",
     "IVON, mixture",
     "bSAM",
+    "factor analysis, PPCA",
     "message passing",
     "hidden Markov model",
     "sparse Gaussian process",

@@ -8,7 +8,8 @@ To be read like a book; each part needs only those above it.
    :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
 3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
-   told. :mod:`.em`: parameters at their mode. :mod:`.vmp`: parameters averaged over.
+   told. :mod:`.em`: parameters at their mode; :mod:`.factor_analysis` the same for
+   hidden numbers. :mod:`.vmp`: parameters averaged over.
    :mod:`.messages`: local and global parameters of any such model; :mod:`.hidden_markov`:
    chains of classes.
    :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from blr_analysis.learning_rule.inference.conjugate import Conjugate
 from blr_analysis.learning_rule.inference.em import Collapsed, FittedMixture, GaussianMixtureEM
+from blr_analysis.learning_rule.inference.factor_analysis import FactorAnalysis, FittedFactors
 from blr_analysis.learning_rule.inference.factors import (
     Factor,
     bernoulli,
@@ -61,7 +63,9 @@ __all__ = [
     "Collapsed",
     "Conjugate",
     "Factor",
+    "FactorAnalysis",
     "Fitted",
+    "FittedFactors",
     "FittedMarkov",
     "FittedMeanField",
     "FittedMixture",
