@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.record import fetched, together
 from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood, TokenCategorical
@@ -188,8 +188,10 @@ def loss_and_gradient(
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
     total = {n: torch.zeros_like(p) for n, p in params.items()}
     loss = 0.0
-    parts = (torch.arange(task.n_data) if indices is None else indices).split(task.batch_size)
-    given = [None] * len(parts) if errors is None else errors.split(task.batch_size)
+    order = torch.arange(task.n_data) if indices is None else indices
+    size = together(task, params, order)
+    parts = order.split(size)
+    given = [None] * len(parts) if errors is None else errors.split(size)
     shown = track(parts, total=len(parts), label="gradient", show=progress)
     with task.evaluation():
         for chosen, e in zip(shown, given, strict=True):

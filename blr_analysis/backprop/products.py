@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from blr_analysis.backprop.record import fetched
+from blr_analysis.backprop.record import SavedBytes, fetched, together
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -135,7 +134,7 @@ class Curvature:
         return next(iter(leads.values()))
 
     def _chunks(self, label: str, progress: bool | None) -> Iterator[Linearised]:
-        pieces = self._order.split(self._task.batch_size)
+        pieces = self._order.split(together(self._task, self._params, self._order))
         held = sum(part.size for part in self._kept.values())
         for i, chosen in enumerate(track(pieces, total=len(pieces), label=label, show=progress)):
             part = self._kept.get(i)
@@ -150,7 +149,7 @@ class Curvature:
 
 def linearised(task: Task, params: Mapping[str, Tensor], indices: Tensor, kind: str) -> Linearised:
     """Run some examples once and keep what products with their curvature need."""
-    counted = _Bytes()
+    counted = SavedBytes()
     likelihood = task.likelihood.at(indices)
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH), counted:
@@ -219,27 +218,3 @@ def _batched(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tenso
 def _full(grad: Tensor, like: Tensor, count: int) -> Tensor:
     """A gradient that does not depend on the cotangent comes back without their dimension."""
     return grad if grad.ndim > like.ndim else grad.expand(count, *like.shape)
-
-
-class _Bytes:
-    """Counts what autograd saves inside: each storage once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
-
-    @property
-    def total(self) -> int:
-        return sum(self._seen.values())
-
-    def _pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        self._seen[storage.data_ptr()] = storage.nbytes()
-        return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
-
-    def __enter__(self) -> _Bytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from blr_analysis.backprop.layers import Rule, lifted
@@ -32,6 +32,10 @@ ROUTING = (
     "Put",
     "CopySlices",
 )
+
+SEVERAL = 4  # batches from which on it pays to look how large they may be
+MOST = 4096  # examples of tensors in one pass
+SMALL = 64 * 2**20  # bytes that autograd may hold for them
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,20 @@ def fetched(task: Task, indices: Tensor) -> Any:
         )
 
 
+def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
+    """Examples in one forward and backward pass over these: the task's batch; of tensors, whose
+    batches cost nothing to fetch, as many more as keep what autograd holds below SMALL bytes."""
+    size = task.batch_size
+    if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
+        return size
+    first, saved = indices[:size], SavedBytes()
+    with torch.enable_grad(), task.evaluation(), saved:
+        task.run(
+            fetched(task, first), {n: p.detach().requires_grad_() for n, p in params.items()}, first
+        )
+    return max(size, min(MOST, size * SMALL // max(1, saved.total)))
+
+
 def record(
     task: Task,
     params: Mapping[str, Tensor],
@@ -218,3 +236,27 @@ def _shapes(tree: Any) -> Any:
 def _detached(tree: Any) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+class SavedBytes:
+    """Counts what autograd saves inside: each storage once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
+
+    @property
+    def total(self) -> int:
+        return sum(self._seen.values())
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        self._seen[storage.data_ptr()] = storage.nbytes()
+        return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)

@@ -67,6 +67,7 @@ class Descent:
             to linearise and two for each product with S.
         damping: μ of the next Newton step.
         moves: the accepted ones, the start first.
+        enough: of the first decrement, what may be left.
         stalled: no step along the last direction lowered F (as far as rounding lets one see).
     """
 
@@ -77,6 +78,7 @@ class Descent:
     passes: float = 1.0
     moves: list[AcceptedMove] = field(default_factory=list)
     stalled: bool = False
+    enough: float = 0.0
     damping: float = 0.0
     _pairs: list[tuple[Tree, Tree, float]] = field(default_factory=list)  # s, y and sᵀy
 
@@ -88,9 +90,12 @@ class Descent:
         preconditioner: Structure,
         *,
         memory_budget: int | None = None,
+        point: Point | None = None,
+        enough: float = 0.0,
     ) -> Descent:
-        """At these weights; one pass."""
-        descent = cls(data, preconditioner, data.at(params), memory_budget)
+        """At these weights; one pass, none where F and its gradient there are known."""
+        here = data.at(params) if point is None else point
+        descent = cls(data, preconditioner, here, memory_budget, enough=enough)
         descent._note("start")
         return descent
 
@@ -103,10 +108,10 @@ class Descent:
     @property
     def converged(self) -> bool:
         """Whether next to nothing is left to gain: of what there was at the start, no more than
-        one unit in the last place, or, where no step along the last direction lowered F, a
-        decrease that rounding hides in F."""
+        ``enough`` or one unit in the last place, or, where no step along the last direction
+        lowered F, a decrease that rounding hides in F."""
         left, first = self.decrement, self.moves[0].decrement
-        if left <= max(self._eps * first, NOTHING):
+        if left <= max(max(self._eps, self.enough) * first, NOTHING):
             return True
         return self.stalled and left <= 1e2 * self._eps * max(1.0, abs(self.point.value))
 

@@ -14,27 +14,33 @@ outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.engine import QUIET, Chunking, chunks, n_outputs
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature, linearised
+from blr_analysis.backprop.tree import add
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.stationarity import drifts
-from blr_analysis.posterior.structures import Tree
+from blr_analysis.posterior.structures import Full, Structure, Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.curvature import Precision, cg
 from blr_analysis.sensitivity.minimise import Descent, descend
-from blr_analysis.sensitivity.objective import changed
+from blr_analysis.sensitivity.objective import changed, whole
 from blr_analysis.task import Task
 
 HELD = 512 * 2**20  # bytes of vectors over the parameters, where the user names no bound
 PASSES = 12  # over the data, for each example of a descent
+ENOUGH = 1e-4  # of the first decrement, in the whole curvature: the rest is 1e-3 of a rise
+LITTLE = 1e-6  # the same in a posterior's precision, which may see some directions badly
 ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale
 VECTORS = 8  # of the size of the parameters, per example: what conjugate gradients hold
+DENSE = 4096  # parameters: up to here the whole curvature may be held as a matrix
+SAVED = 500  # gradients per example and parameter that a matrix for preconditioner may cost
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def exact_removals(
     outputs: list[Tensor] = []
     solutions: list[tuple[Tensor, ...]] = []
     iterations = 0
+    preconditioner = _whole_curvature(task, q, len(indices), chunking) or q.form
     groups = indices.split(together)
     for group in track(groups, total=len(groups), label="exact solves", show=chunking.progress):
         own = [Curvature(task, q.mean, indices=i.reshape(1), kind=kind) for i in group]
@@ -95,7 +102,7 @@ def exact_removals(
         solved = cg(
             without,
             {n: torch.stack([g[n] for g in slopes]) for n in q.mean},
-            preconditioner=q.form,
+            preconditioner=preconditioner,
             batch_dims=1,
             tolerance=tolerance,
             max_iterations=max_iterations,
@@ -121,11 +128,23 @@ def descended_removals(
     """Take each of these examples out by at most so many passes over the others."""
     outputs, drifting = [], torch.zeros(len(indices), dtype=torch.bool)
     left, spent = torch.ones(len(indices), dtype=torch.float64), 1.0
+    preconditioner: Structure | None = None
+    enough = ENOUGH
+    start = whole(task, q.prior).at(dict(q.mean))
     for k, row in enumerate(track(indices, total=len(indices), label="descents", show=progress)):
         alone = row.reshape(1)
-        params, drifting[k] = q.mean, drifts(task, q, loss_and_gradient(task, q.mean, alone)[0])
+        own, loss = loss_and_gradient(task, q.mean, alone)
+        params, drifting[k] = q.mean, drifts(task, q, own)
         if not drifting[k]:
-            descent = Descent.start(changed(task, q.prior, leaving=alone), dict(q.mean), q.form)
+            if preconditioner is None:
+                preconditioner = _whole_curvature(task, q, len(indices), QUIET)
+                if preconditioner is None:
+                    preconditioner, enough = q.form, LITTLE
+            without = changed(task, q.prior, leaving=alone)
+            here = replace(start, value=start.value - loss, gradient=add(start.gradient, -1.0, own))
+            descent = Descent.start(
+                without, start.params, preconditioner, point=here, enough=enough
+            )
             descend(descent, steps=None, passes=passes, tolerance=1.0)
             params, spent = descent.point.params, spent + descent.passes
             first = descent.moves[0].decrement
@@ -135,6 +154,21 @@ def descended_removals(
         outputs.append(f.cpu())
     residual = left.sqrt()
     return Removals(outputs, residual, residual <= ROUGH, drifting, passes, spent)
+
+
+def _whole_curvature(task: Task, q: Posterior, count: int, chunking: Chunking) -> Structure | None:
+    """Σ_i J_iᵀ Λ_i J_i + diag(δ) as a matrix; None where that costs more than ``count`` examples'
+    moves would."""
+    size = sum(m.numel() for m in q.mean.values())
+    if task.likelihood.is_sequence or size > DENSE:
+        return None
+    if n_outputs(task, q.mean) * size > SAVED * count:
+        return None
+    like = next(iter(q.mean.values()))
+    form = Full(like.new_zeros(size, size), {n: tuple(m.shape) for n, m in q.mean.items()})
+    for chunk in chunks(task, q.mean, chunking, label="curvature"):
+        form = form.add(chunk.terms(curvature_root(chunk)))
+    return form.plus_prior(q.prior)
 
 
 def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> list[Tensor]:

@@ -12,10 +12,12 @@ from parts import normal
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call, jacrev
+from torch.utils.data import StackDataset
 
 from blr_analysis import Task
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.record import together
 from blr_analysis.errors import InputError, ModelError
 
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
@@ -94,6 +96,21 @@ def test_loss_and_gradient_come_from_the_same_passes() -> None:
     assert abs(loss - float(truth.detach())) < 1e-10
     for found, expected in zip(gradient.values(), grads, strict=True):
         assert relative(found, expected) < 1e-12
+
+
+def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes(monkeypatch) -> None:
+    x, y = normal(600, 4), torch.arange(600) % 3
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    few = Task(model, StackDataset(x, y), batch_size=8)
+    many = Task(model, (x, y), batch_size=8)
+    order, params = torch.arange(600), many.parameters()
+    assert together(few, params, order) == together(many, params, order[:9]) == 8
+    assert together(many, params, order) > 600
+    (gradient, loss), (again, same) = (loss_and_gradient(t, params) for t in (many, few))
+    assert loss == pytest.approx(same, rel=1e-12)
+    assert relative(flat(gradient), flat(again)) < 1e-12
+    monkeypatch.setattr("blr_analysis.backprop.record.SMALL", 20_000)
+    assert 8 < together(many, params, order) < 100
 
 
 def test_budget_changes_what_is_kept_and_nothing_else() -> None:
