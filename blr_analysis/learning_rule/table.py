@@ -58,6 +58,7 @@ SPIKED = "mixture of Gaussians (spike and slab)"
 
 NOT_LEARNED = ""
 OPTIMIZER = "Posterior.from_optimizer"
+OWN_POSTERIOR = "optimizer.posterior()"
 LAPLACE = "fit_laplace"
 SITES = "sites of the fitted model"
 
@@ -157,6 +158,12 @@ _ROWS = (
     Row("IVON, mixture", "mixture of Gaussians, diagonal covariance", AT_SAMPLES, PRICE, RETRACTED,
         "stochastic approximation, momentum, retraction keeps the precisions positive",
         "3.2", OPTIMIZER, f"{OPTIM}.mixture"),
+    Row("noisy K-FAC", "Gaussian, Kronecker factors by layer", AT_SAMPLES, GAUSS_NEWTON, SMOOTH,
+        "stochastic approximation, Gauss–Newton, independent inputs and errors of a layer",
+        "Zhang et al. 2018", OWN_POSTERIOR, f"{OPTIM}.structured"),
+    Row("SLANG", "Gaussian, low rank plus diagonal", AT_SAMPLES, GAUSS_NEWTON, SMOOTH,
+        "stochastic approximation, Gauss–Newton, leading directions and the rest's diagonal",
+        "Mishkin et al. 2018", OWN_POSTERIOR, f"{OPTIM}.structured"),
     Row("bSAM", DIAGONAL, AT_ADVERSARY, ROOT_MAGNITUDE, BSAM,
         "stochastic approximation, expected loss relaxed to its Fenchel biconjugate",
         "Möllenhoff & Khan 2023", OPTIMIZER, f"{OPTIM}.bsam"),

@@ -52,6 +52,8 @@ BEYOND = {
     "Vadam",
     "IVON",
     "IVON, mixture",
+    "noisy K-FAC",
+    "SLANG",
     "bSAM",
     "factor analysis, PPCA",
     "message passing",
