@@ -62,18 +62,22 @@ class SuggestedWeights:
             stays, in nats summed over all examples; gradient matching with the same precisions
             stays at 0.
         excess_of_average, excess_of_sum: the same for α_t = 1/T and for α_t = 1.
+        diagonal_of: the models (and ``"base_precision"``) whose posterior knows how weights act
+            together, "gram" or "kron" say, and of which only the diagonal was taken.
     """
 
     weights: dict[str, float]
     excess: float
     excess_of_average: float
     excess_of_sum: float
+    diagonal_of: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{n}: {a:.4g}" for n, a in self.weights.items())
+        only = f"; of {some(self.diagonal_of)} the diagonal alone" if self.diagonal_of else ""
         return (
             f"SuggestedWeights({{{shown}}}; predicted {self.excess:.4g} nats above gradient "
-            f"matching, average {self.excess_of_average:.4g}, sum {self.excess_of_sum:.4g})"
+            f"matching, average {self.excess_of_average:.4g}, sum {self.excess_of_sum:.4g}{only})"
         )
 
 
@@ -109,8 +113,9 @@ def suggest_weights(
         models: the θ_t, a list or a dict by name.
         precisions: H_t of each, in that order or by those names: a diagonal by parameter name
             without the prior's share (sums over the examples), or a
-            :class:`~blr_analysis.Posterior`, whose prior is taken off. Tensors without a
-            precision take no part.
+            :class:`~blr_analysis.Posterior`, whose prior is taken off and, where it is "gram",
+            "kron", "lowrank" or "full", all but its diagonal left out; ``diagonal_of`` of the
+            result names those. Tensors without a precision take no part.
         base_precision: H_0 without δ, in the same form; None: 0.
         delta: δ, added to every entry of H_0.
         each: a weight for every model instead of one for all; the least-squares solution of
@@ -176,8 +181,15 @@ def suggest_weights(
         return max(0.0, float(0.5 * weights @ gram @ weights - weights @ pull) - best)
 
     one = torch.ones_like(pull)
+    given = dict(zip(states, in_order(precisions, list(states)), strict=True))
     return SuggestedWeights(
-        dict(zip(states, alphas.tolist(), strict=True)), *map(excess, (alphas, one / size, one))
+        dict(zip(states, alphas.tolist(), strict=True)),
+        *map(excess, (alphas, one / size, one)),
+        diagonal_of=tuple(
+            name
+            for name, p in [*given.items(), ("base_precision", base_precision)]
+            if isinstance(p, Posterior) and p.structure != "diag"
+        ),
     )
 
 
