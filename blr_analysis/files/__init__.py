@@ -5,11 +5,12 @@ from __future__ import annotations
 from blr_analysis.files.folder import Folder, read_config
 from blr_analysis.files.placing import check_free, check_room, drafted, folder_for, held
 from blr_analysis.files.shards import Shards
-from blr_analysis.files.source import Loaded, Scratch, Source, Spec, fingerprint
+from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
 
 __all__ = [
     "Folder",
     "Loaded",
+    "Owned",
     "Scratch",
     "Shards",
     "Source",

@@ -70,6 +70,17 @@ class Scratch:
         return sum(t.numel() for t in self._held.values())
 
 
+class Owned(Scratch):
+    """Part of a caller's scratch: what the caller read from the same source is left alone."""
+
+    def __init__(self, outer: Scratch, owner: Hashable) -> None:
+        self._outer, self._owner = outer, owner
+
+    def take(self, key: Hashable, nbytes: int) -> Tensor:
+        """As of the caller's, under keys of the owner's own."""
+        return self._outer.take((self._owner, key), nbytes)
+
+
 class Source(ABC):
     """Named tensors that can be read piecewise, by several threads at once.
 

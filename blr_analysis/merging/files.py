@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,23 @@ def copy_files(
             json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
     return fates
+
+
+def write_union(tokenizer: Mapping[str, Any], target: Path) -> None:
+    """Put ``tokenizer.json`` of several models in place of the copied one."""
+    for name in ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "added_tokens.json"):
+        (target / name).unlink(missing_ok=True)
+    text = json.dumps(tokenizer, ensure_ascii=False)
+    (target / "tokenizer.json").write_text(text, encoding="utf-8")
+    config = target / "tokenizer_config.json"
+    document = read_json(config) if config.is_file() else {}
+    if "added_tokens_decoder" in document:
+        known = {
+            str(t["id"]): {k: v for k, v in t.items() if k != "id"}
+            for t in tokenizer["added_tokens"]
+        }
+        document["added_tokens_decoder"] = {**known, **document["added_tokens_decoder"]}
+        config.write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from blr_analysis.merging.methods import Method, method_of
+from blr_analysis.merging.vocabularies import Vocabulary
 
 MISSING = ("error", "base", "zero")
 Weight = float | Callable[[str], float]
@@ -97,6 +98,7 @@ class Job(MergeSettings):
         base_precision: H_0 without δ; None: 0.
         tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
         slices: the layers of the result, where they are not those of whole models.
+        vocabulary: the tokens of the result, where the models have not all the same.
     """
 
     members: tuple[Member, ...]
@@ -104,3 +106,4 @@ class Job(MergeSettings):
     base_precision: Path | None = None
     tokenizer_source: str | Path = "base"
     slices: tuple[LayerSlice, ...] = ()
+    vocabulary: Vocabulary | None = None

@@ -105,7 +105,7 @@ def _difference(name: str, mine: Spec, theirs: Spec) -> str:
     if mine.shape != theirs.shape:
         text = f"{name!r} is {list(theirs.shape)}, expected {list(mine.shape)}"
         if len(mine.shape) == 2 and mine.shape[1:] == theirs.shape[1:] and _is_vocabulary(name):
-            text += " (a vocabulary: give all models the same tokens first)"
+            text += " (a vocabulary: set tokenizer_source)"
         return text
     if (mine.dtype in MERGEABLE) != (theirs.dtype in MERGEABLE):
         return f"{name!r} is of {theirs.dtype}, expected {mine.dtype}"

@@ -19,7 +19,7 @@ from blr_analysis.checks import at_least, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Shards, Source, check_free, check_room, drafted
 from blr_analysis.merging.fates import MERGED, OpenModel
-from blr_analysis.merging.files import copy_files
+from blr_analysis.merging.files import copy_files, write_union
 from blr_analysis.merging.job import Job, Member, MergeSettings, Weight
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.plan import (
@@ -128,8 +128,10 @@ def execute(
         shards.begin()
         with _bar(plan.bytes_read, progress) as bar:
             met = stream(plan, shards, bar.update)
-        change = partial(fit_config, plan.job, reference)
+        change = partial(fit_config, plan, reference)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
+        if plan.job.vocabulary is not None and plan.job.vocabulary.tokenizer is not None:
+            write_union(plan.job.vocabulary.tokenizer, draft)
         seconds = time.perf_counter() - started
         fallback, solves = dict(met.fallback), dict(met.solves)
         names = tuple(shards.names)

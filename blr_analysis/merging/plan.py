@@ -28,6 +28,7 @@ from blr_analysis.merging.precisions import (
     check_fits,
     open_precision,
 )
+from blr_analysis.merging.vocabularies import Retokenized, untied
 from blr_analysis.views import Tabular
 
 CHUNK = 2**18  # entries of a tensor in hand at a time, at most
@@ -349,10 +350,14 @@ def plan_folders(
     method = job.row
     base = None if job.base is None else Folder.open(job.base)
     opened = {m.model: open_model(m.model, base) for m in job.members}
+    every = untied(opened if base is None or job.base is None else {**opened, job.base: base})
+    if job.vocabulary is not None:
+        every = {place: Retokenized(job.vocabulary, place, every) for place in every}
+    opened = {model: every[model] for model in opened}
+    base = None if job.base is None else every[job.base]
     if job.slices:
         from blr_analysis.merging.arranged import in_slices
 
-        every = opened if base is None or job.base is None else {**opened, job.base: base}
         opened = {m: in_slices(job.slices, every, m, base=False) for m in opened}
         base = (
             in_slices(job.slices, every, job.base, base=True)
@@ -384,8 +389,17 @@ def reference_folder(job: Job) -> Path:
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
-def fit_config(job: Job, reference: Path, config: dict[str, Any]) -> None:
-    """Write into a configuration how many layers the result has, and of which kinds they are."""
+def fit_config(plan: MergePlan, reference: Path, config: dict[str, Any]) -> None:
+    """Write into a configuration how many tokens and layers the result has, of which kinds they
+    are, and whether its head is its embedding."""
+    job = plan.job
+    assert job is not None
+    heads = [i.name for i in plan.items if i.name.endswith("lm_head.weight")]
+    for section in (config, config.get("text_config") or {}):
+        if section.get("tie_word_embeddings") and heads:
+            section["tie_word_embeddings"] = False
+        if job.vocabulary is not None and "vocab_size" in section:
+            section["vocab_size"] = job.vocabulary.size
     if not job.slices:
         return
     total = sum(part.count for part in job.slices)

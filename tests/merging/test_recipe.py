@@ -329,7 +329,7 @@ def test_chat_templates(read: Read, place: Path) -> None:
         (place / "t.jinja").write_text("{{ file }}")
         assert read(models + "chat_template: t.jinja").chat_template == "{{ file }}"
         with pytest.raises(InputError, match=r"line 3.*Jinja"):
-            read(models + "chat_template: chatml")
+            read(models + "chat_template: gone.jinja")
         (place / "ft1/tokenizer_config.json").write_text("{")
         with pytest.raises(InputError, match=r"line 3.*ft1' cannot be read"):
             read(models + "chat_template: auto")
@@ -440,7 +440,10 @@ FAULTS = {
         HEAD + "slices:\n- residual_weight: 1\n  sources: [{model: ft1, layer_range: [0, 2]}]",
         "line 3.*residual_weight",
     ),
-    "union": (HEAD + BOTH + "tokenizer_source: union", "line 3.*'union'"),
+    "tokens of no tokenizer": (
+        HEAD + BOTH + "tokenizer: {source: ft1, pad_to_multiple_of: 8}",
+        "line 3.*tokenizer.json",
+    ),
     "base without base": (HEAD + BOTH + "tokenizer_source: base", "line 3.*no base_model"),
     "two tokenizers": (
         HEAD + BOTH + "tokenizer_source: ft1\ntokenizer: {source: ft2}",

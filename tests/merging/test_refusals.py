@@ -175,7 +175,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a negative delta": ({"delta": -1.0}, "delta must be"),
     "a huge delta": ({"delta": 1e39}, "delta must be"),
     "a weight in words": ({"weights": ["a", "b"]}, "expected a finite number"),
-    "an unknown method": ({"method": "ties"}, "method must be one of"),
+    "an unknown method": ({"method": "tyes"}, "method must be one of"),
     "no base": ({"base": None}, "needs the base"),
     "an odd dtype": ({"dtype": torch.bfloat16}, "dtype"),
     "an odd out_dtype": ({"out_dtype": torch.int8}, "out_dtype"),

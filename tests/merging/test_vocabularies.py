@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from jinja2 import Environment
 from merging.models_on_disk import near, state, write_model
 
-from blr_analysis.errors import InputError, StorageError
+from blr_analysis.errors import BLRError, InputError, StorageError
+from blr_analysis.files import Folder
+from blr_analysis.merging.merge import execute
+from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
-from blr_analysis.merging.recipe.places import renumbered, vocabulary
+from blr_analysis.merging.recipe.places import chat_template, renumbered, vocabulary
 
 WORDS = ["the", "a", "cat"]
 
@@ -78,3 +83,135 @@ def test_a_recipe_of_such_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.yml").write_text(f"{text}- model: ft2\n")
     with pytest.raises(InputError, match=r"line 5.*'ft2' and 'base'.*'cat' is 2 and 0"):
         read_recipe(tmp_path / "r.yml")
+
+
+# Models of different vocabularies
+
+
+def with_tokens(root: Path, name: str, tokens: list[str], seed: int, **config: Any) -> Path:
+    """An embedding and a head with a row for each token, and one more layer."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        n: torch.randn(rows, 3, generator=generator)
+        for n, rows in (("embed.weight", len(tokens)), ("mlp.weight", 4))
+    }
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = torch.randn(len(tokens), 3, generator=generator)
+    sizes = {"vocab_size": len(tokens), **config}
+    folder = write_model(root / name, tensors, config=sizes)
+    plain = {t: n for n, t in enumerate(tokens) if not t.startswith("<")}
+    added = [(t, n) for n, t in enumerate(tokens) if t.startswith("<")]
+    form = fast(plain, *added)
+    return put(folder, "tokenizer.json", {**form, "model": {**form["model"], "type": "BPE"}})
+
+
+TOKENS = {
+    "base": ["the", "a", "cat"],
+    "one": ["the", "a", "cat", "<x>"],
+    "two": ["a", "the", "cat", "<y>", "<x>"],
+}
+RECIPE = "merge_method: linear\nmodels: [{model: one}, {model: two}]\n"
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    for k, (name, tokens) in enumerate(TOKENS.items()):
+        with_tokens(tmp_path, name, tokens, k)
+    return tmp_path
+
+
+def merged(root: Path, text: str) -> tuple[dict[str, torch.Tensor], Path]:
+    (root / "r.yml").write_text(text)
+    out = root / "out"
+    execute(plan_folders(read_recipe(root / "r.yml").job), out)
+    return Folder.open(out).tensors(), out
+
+
+def row(root: Path, model: str, token: str, name: str) -> torch.Tensor:
+    return Folder.open(root / model).tensors()[name][TOKENS[model].index(token)]
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "lm_head.weight"])
+def test_a_union_has_every_token_once(three: Path, name: str) -> None:
+    tensors, out = merged(three, RECIPE + "tokenizer_source: union")
+    tokens = ["the", "a", "cat", "<x>", "<y>"]
+    assert vocabulary(out) == {t: n for n, t in enumerate(tokens)}
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 5
+    for at, token in enumerate(tokens):
+        knowing = [m for m in ("one", "two") if token in TOKENS[m]]  # the others take their mean
+        expected = sum(row(three, m, token, name) for m in knowing) / len(knowing)
+        torch.testing.assert_close(tensors[name][at], expected)
+
+
+def test_the_base_lends_its_row_to_models_that_lack_a_token(three: Path) -> None:
+    text = (
+        "merge_method: task_arithmetic\nbase_model: two\ntokenizer_source: base\n"
+        "models: [{model: one, parameters: {weight: 0.5}}]\n"
+    )
+    tensors, out = merged(three, text)
+    assert vocabulary(out) == {t: n for n, t in enumerate(TOKENS["two"])}
+    own = Folder.open(three / "two").tensors()["embed.weight"]
+    torch.testing.assert_close(tensors["embed.weight"][3], own[3])  # <y>, unknown to one: no step
+    expected = own[1] + 0.5 * (row(three, "one", "the", "embed.weight") - own[1])
+    torch.testing.assert_close(tensors["embed.weight"][1], expected)
+
+
+def test_rows_are_padded_and_chosen(three: Path) -> None:
+    text = RECIPE + (
+        "tokenizer:\n  source: union\n  pad_to_multiple_of: 4\n  tokens:\n"
+        "    <y>: {source: {kind: zero}}\n"
+        "    <x>: {source: {kind: model_token, model: two, token: cat}, force: true}\n"
+    )
+    tensors, out = merged(three, text)
+    embed = tensors["embed.weight"]
+    assert len(embed) == json.loads((out / "config.json").read_text())["vocab_size"] == 8
+    torch.testing.assert_close(embed[3], row(three, "two", "cat", "embed.weight"))
+    torch.testing.assert_close(embed[4], row(three, "two", "<y>", "embed.weight") / 2)
+    assert not embed[5:].any()
+
+
+def test_a_chosen_token_must_be_there(three: Path) -> None:
+    text = RECIPE + "tokenizer: {source: union, tokens: {<z>: {source: one}}}"
+    with pytest.raises(InputError, match=r"line 3.*<z>"):
+        merged(three, text)
+
+
+def test_other_lengths_without_a_word_on_tokens(three: Path) -> None:
+    with pytest.raises(BLRError, match="tokenizer_source"):
+        merged(three, "merge_method: linear\nmodels: [{model: base}, {model: one}]")
+
+
+def test_tied_and_untied_models_give_an_untied_one(tmp_path: Path) -> None:
+    with_tokens(tmp_path, "tied", TOKENS["base"], 0, tie_word_embeddings=True)
+    with_tokens(tmp_path, "free", TOKENS["base"], 1, tie_word_embeddings=False)
+    tensors, out = merged(tmp_path, "merge_method: linear\nmodels: [{model: tied}, {model: free}]")
+    tied, free = (Folder.open(tmp_path / n).tensors() for n in ("tied", "free"))
+    expected = (tied["embed.weight"] + free["lm_head.weight"]) / 2
+    torch.testing.assert_close(tensors["lm_head.weight"], expected)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ("alpaca", "### Instruction:\nhi\n\n### Response:\n"),
+        ("mistral", "<s>[INST] be brief\n\nhi [/INST]"),
+        (
+            "llama3",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+    ],
+)
+def test_named_chat_templates(tmp_path: Path, name: str, expected: str) -> None:
+    template = chat_template(name, tmp_path, [])
+    assert template is not None
+    turns = [{"role": "user", "content": "hi"}]
+    if name == "mistral":
+        turns.insert(0, {"role": "system", "content": "be brief"})
+    said = Environment().from_string(template).render(
+        messages=turns,
+        add_generation_prompt=True, bos_token="<s>", eos_token="</s>",
+    )  # fmt: skip
+    assert said == expected

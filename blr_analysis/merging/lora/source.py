@@ -7,12 +7,12 @@ Never more than the matrices of one tensor, and one block, are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from blr_analysis.files import Scratch, Source, Spec
+from blr_analysis.files import Owned, Scratch, Source, Spec
 from blr_analysis.merging.lora.changes import AdapterChange, LoraUpdate
 
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
@@ -52,7 +52,7 @@ class Adapted(Source):
         """Elements ``[start, stop)``, the same bits whatever the pieces and the threads."""
         spec = self.piece(name, start, stop)
         if name not in self.changes:
-            return self.base.read(name, start, stop, _Own(scratch, (self, "base")))
+            return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
         piece = scratch.array((self, "piece"), stop - start, spec.dtype)
         self.fill(name, start, piece, scratch)
         return piece
@@ -101,13 +101,13 @@ class Streamed(Adapted):
 
     def _start(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         """What a tensor is before anything is added."""
-        whole, own = self._how[name].whole, _Own(scratch, (self, "base"))
+        whole, own = self._how[name].whole, Owned(scratch, (self, "base"))
         if whole is not None:
             return self._file.read(whole, start, stop, own)
         return self.base.read(name, start, stop, own).cpu()
 
     def _read(self, key: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        return self._file.read(key, start, stop, _Own(scratch, (self, "file")))
+        return self._file.read(key, start, stop, Owned(scratch, (self, "file")))
 
     def _left(
         self, low_rank: LoraUpdate, first: int, last: int, scratch: Scratch, real: torch.dtype
@@ -130,16 +130,6 @@ class Streamed(Adapted):
             return self._read(key, 0, size, scratch).view(low_rank.rank, -1).to(real, copy=True)
         b = self._read(low_rank.b, 0, size, scratch).view(low_rank.cols, -1)
         return b.to(real).T.clone(memory_format=torch.contiguous_format)
-
-
-class _Own(Scratch):
-    """Part of a caller's scratch, so that what the caller read from the same base is left alone."""
-
-    def __init__(self, outer: Scratch, owner: Hashable) -> None:
-        self._outer, self._owner = outer, owner
-
-    def take(self, key: Hashable, nbytes: int) -> Tensor:
-        return self._outer.take((self._owner, key), nbytes)
 
 
 def _spans(low_rank: LoraUpdate, start: int, stop: int) -> list[tuple[int, int]]:

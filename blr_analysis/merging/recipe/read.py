@@ -22,6 +22,7 @@ from blr_analysis.checks import path_of
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, LayerSlice, Member, Weight
+from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.recipe.layer_weights import (
     Rule,
@@ -38,6 +39,7 @@ from blr_analysis.merging.recipe.places import (
     locate,
     renumbered,
     same_place,
+    vocabulary,
 )
 from blr_analysis.merging.recipe.schema import (
     FOREIGN,
@@ -46,9 +48,12 @@ from blr_analysis.merging.recipe.schema import (
     Page,
     Parameters,
     RecipeText,
+    Token,
+    TokenOf,
     Way,
     WrittenWeight,
 )
+from blr_analysis.merging.vocabularies import Chosen, Tokens, Vocabulary, union
 from blr_analysis.merging.weighting import default_weights
 
 AUTO = "auto"
@@ -171,6 +176,7 @@ class _RecipeReader:
                 self.page.note((key,), f"{key} has no effect, here as in mergekit: name the folder")
         self._check_vocabularies()
         self._note_ignored()
+        tokenizer, tokens = self._tokenizer()
         members = list({one.model: one for one in self.listed}.values())
         weights, normalize = self._weights([one.model for one in members])
         out_dtype = text.out_dtype or text.dtype
@@ -195,7 +201,8 @@ class _RecipeReader:
             damping=self._first("damping"),
             dtype=torch.float64 if text.dtype == "float64" else torch.float32,
             out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
-            tokenizer_source=self._tokenizer(),
+            tokenizer_source=tokenizer,
+            vocabulary=tokens,
             scale=self._by_layer("lambda_", None, 1.0) if method.thinned else 1.0,
             seed=self._first("seed", 0),
             rescale=self._first("rescale", True),
@@ -377,6 +384,8 @@ class _RecipeReader:
 
     def _check_vocabularies(self) -> None:
         """Raise where models number their tokens differently: their rows are other words."""
+        if self.text.tokenizer_source is not None or self.text.tokenizer is not None:
+            return  # which brings them together
         first = self.base or self.listed[0].model
         for one in self.listed:
             way = (*one.way, "model")
@@ -387,7 +396,7 @@ class _RecipeReader:
                     way,
                     f"{one.entry.model!r} and {first.name!r} number {len(odd):,} tokens "
                     "differently "
-                    f"({token!r} is {mine} and {theirs})",
+                    f"({token!r} is {mine} and {theirs}): set tokenizer_source",
                 )
 
     def _note_ignored(self) -> None:
@@ -494,18 +503,64 @@ class _RecipeReader:
                 self.page.note(("base_model",), f"base_precision: taken from {str(place)!r}")
         return place
 
-    def _tokenizer(self) -> str | Path:
+    def _tokenizer(self) -> tuple[str | Path, Vocabulary | None]:
+        """Where the tokenizer comes from, and the tokens of the result where models differ."""
         way: Way = ("tokenizer_source",)
-        source = self.text.tokenizer_source
-        if self.text.tokenizer is not None:
+        source, said = self.text.tokenizer_source, self.text.tokenizer
+        if said is not None:
             way = ("tokenizer", "source")
             if source is not None:
                 raise self.page.wrong(("tokenizer",), "beside tokenizer_source: one of them")
-            source = self.text.tokenizer.source
-        if source == "union":
-            raise self.page.wrong(way, "'union' vocabularies are not built: name base, or a model")
+            source = said.source
         if source == "base" and self.base is None:
             raise self.page.wrong(way, "'base', but the recipe has no base_model")
-        if source in (None, "base"):
-            return "base"
-        return self._place(way, source.removeprefix("model:"))
+        if source is None:
+            return "base", None
+        first = self.base or self.listed[0].model
+        named = source not in ("base", "union")
+        place = self._place(way, source.removeprefix("model:")) if named else first
+        models = list(dict.fromkeys([first, *(one.model for one in self.listed)]))
+        with self.page.naming(way):
+            own = {m: vocabulary(first if is_adapter(m) else m) for m in models}
+            tokens, document = dict(vocabulary(place)), None
+            if source == "union" and any(t.keys() - tokens.keys() for t in own.values()):
+                folders = [m for m in models if not is_adapter(m)]
+                tokens, document = union(folders, own)
+        asked = said is not None and (said.tokens or said.pad_to_multiple_of)
+        alike = all(known in (tokens, {}) for known in own.values())
+        if alike and not asked:
+            return (place if named else "base"), None
+        if not tokens or not all(own.values()):
+            raise self.page.wrong(way, "every model needs a tokenizer.json to tell its tokens")
+        if self.method.uses_precisions:
+            raise self.page.wrong(way, f"{self.method.name} needs models of one vocabulary")
+        many = (said.pad_to_multiple_of if said else None) or 1
+        size = -(-(1 + max(tokens.values())) // many) * many
+        chosen = self._chosen(said.tokens if said else {}, tokens, own)
+        found = Vocabulary(tokens, size, own, self.base, chosen, document)
+        return (place if named else "base"), found
+
+    def _chosen(
+        self, written: Mapping[str, Token], tokens: Tokens, own: Mapping[Path, Tokens]
+    ) -> dict[str, Chosen]:
+        """The rows that a recipe names for single tokens."""
+        chosen: dict[str, Chosen] = {}
+        for token, spec in written.items():
+            way: Way = ("tokenizer", "tokens", token)
+            if token not in tokens:
+                raise self.page.wrong(way, f"the tokenizer has no token {token!r}")
+            source = spec.source
+            if isinstance(source, TokenOf) and source.kind == "zero":
+                chosen[token] = Chosen(None, force=spec.force)
+                continue
+            text = source.model if isinstance(source, TokenOf) else source
+            if text is None:
+                raise self.page.wrong((*way, "source"), "model_token needs model")
+            place = self._place((*way, "source"), text)
+            word = (source.token or token) if isinstance(source, TokenOf) else token
+            row = source.token_id if isinstance(source, TokenOf) else None
+            row = own.get(place, {}).get(word) if row is None else row
+            if row is None:
+                raise self.page.wrong((*way, "source"), f"{text!r} is no model with {word!r}")
+            chosen[token] = Chosen(place, row, spec.force)
+        return chosen

@@ -160,10 +160,28 @@ class Module(Section):
     slices: Slices
 
 
+class TokenOf(Section):
+    """A token's row: zeros, or that of a token of a model."""
+
+    kind: Literal["zero", "model_token"]
+    model: Text | None = None
+    token: str | None = None
+    token_id: Annotated[StrictInt, Field(ge=0)] | None = None
+
+
+class Token(Section):
+    """What stands for one token in models that lack it; in all, with ``force``."""
+
+    source: TokenOf | Text
+    force: bool = False
+
+
 class Tokenizer(Section):
     """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
 
     source: Text = "base"
+    tokens: dict[str, Token] = {}
+    pad_to_multiple_of: Annotated[StrictInt, Field(gt=0)] | None = None
 
 
 class RecipeText(Section):
@@ -191,6 +209,8 @@ PLACES: dict[str, type[Section]] = {
     "models": Entry,
     "models.parameters": ModelParameters,
     "tokenizer": Tokenizer,
+    "tokenizer.tokens": Token,
+    "tokenizer.tokens.source": TokenOf,
     "modules": Module,
     "slices": Slice,
     "slices.parameters": Parameters,
