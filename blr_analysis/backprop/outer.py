@@ -309,7 +309,8 @@ def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
     """Σ_o d_co s_o d_c'o from d ``[B, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
     if d.shape[2] == 1:
         return d.squeeze(2).square_().mul_(scale).sum((1, 2)).view(-1, 1, 1)
-    d = d.mul_(scale.sqrt_().unsqueeze(2)).transpose(1, 2).flatten(2)
+    scale = scale.sqrt_().unsqueeze(2)
+    d = (d * scale if d.stride(0) == 0 else d.mul_(scale)).transpose(1, 2).flatten(2)
     return torch.bmm(d, d.mT)
 
 
@@ -347,7 +348,12 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
 
         scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
         d = term.stacked().squeeze(3)
-        return _scaled_gram(d if basis.left is None else d @ basis.left, scale)
+        if basis.left is None:
+            return _scaled_gram(d, scale)
+        several = d.shape[2] > 1 and d[0].numel() > CACHED
+        if several and bool((d == d[:1]).all()):  # of the layer that gives the outputs: units
+            d = d[:1]
+        return _scaled_gram((d @ basis.left).expand(len(scale), *d.shape[1:]), scale)
     turned = rotated(term, basis)
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None)

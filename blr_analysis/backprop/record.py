@@ -239,10 +239,10 @@ def _detached(tree: Any) -> Any:
 
 
 class SavedBytes:
-    """Counts what autograd saves inside: each storage once."""
+    """Counts what autograd saves inside: each place once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
+        self._seen: dict[tuple[int, int], int] = {}
         self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
 
     @property
@@ -251,7 +251,8 @@ class SavedBytes:
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        self._seen[storage.data_ptr()] = storage.nbytes()
+        # Of a slice of the data that slice; of an expanded tensor what is expanded.
+        self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
         return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
 
     def __enter__(self) -> SavedBytes:

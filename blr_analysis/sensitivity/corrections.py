@@ -15,6 +15,8 @@ to it for λ ≫ 1, where V_i can only be read as the variance without the examp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from blr_analysis.posterior.gaussian import Posterior
 
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1
+MANY = 128  # classes from which on the leverage comes from products with V_i and Λ_i
+STEPS = 48  # of the Lanczos iteration at most
+BOUND = 1e-3  # on its relative error
 OVERSTATED = 0.9  # the same for structures whose V_i may be overstated
 WORDS = ("first_order", "cavity", "bounded", "descent")
 
@@ -55,28 +60,22 @@ def left_out_by(
     word: str, f: Tensor, y: Tensor, v: Tensor, likelihood: Likelihood, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """f_i^{\\i} ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
-    e, root = likelihood.error(f, y), likelihood.hessian_root(f, y)
-    levers = leverage(v, root)
-    hessian = likelihood.hessian(f, y)
-    if word == "first_order":
-        none = torch.zeros_like(levers, dtype=torch.bool)
-        return left_out(f, e, v, hessian, none), levers, none.long()
-    cavity = levers < bound
-    after = left_out(f, e, v, hessian, cavity)
-    if not bool(cavity.all()):
-        over = ~cavity
-        after[over] = bounded(f[over], e[over], v[over], root[over], bound)
-    return after, levers, 2 - cavity.long()
-
-
-def left_out(f: Tensor, e: Tensor, v: Tensor, hessian: Tensor, cavity: Tensor) -> Tensor:
-    """f_i^{\\i}: by the cavity where ``cavity`` is true, to first order elsewhere; ``[B, C]``."""
+    e, levers = likelihood.error(f, y), leverage(v, f, y, likelihood)
     move = torch.bmm(v, e.unsqueeze(-1))
+    if word == "first_order":
+        return f + move.squeeze(-1), levers, torch.zeros_like(levers, dtype=torch.long)
+    cavity = levers < bound
     if bool(cavity.any()):
         eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        system = torch.where(cavity[:, None, None], eye - v @ hessian, eye)
+        shrunk = likelihood.hessian_times(f, y, v.transpose(0, 1)).transpose(0, 1)  # V_i Λ_i
+        system = torch.where(cavity[:, None, None], eye - shrunk, eye)
         move = torch.linalg.solve(system, move)
-    return f + move.squeeze(-1)
+    after = f + move.squeeze(-1)
+    if not bool(cavity.all()):
+        over = ~cavity
+        root = likelihood.hessian_root(f, y)[over]
+        after[over] = bounded(f[over], e[over], v[over], root, bound)
+    return after, levers, 2 - cavity.long()
 
 
 def bounded(f: Tensor, e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
@@ -91,13 +90,62 @@ def bounded(f: Tensor, e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tens
     return f + (first + further).squeeze(-1)
 
 
-def leverage(variance: Tensor, hessian_root: Tensor) -> Tensor:
-    """The largest eigenvalue of V_i Λ_i, from Lᵀ V_i L with Λ_i = L Lᵀ; ``[N]``."""
-    inner = hessian_root.mT @ variance @ hessian_root
+def leverage(v: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """The largest eigenvalue of V_i Λ_i, ``[N]``; of many classes with an error below BOUND."""
+    if f.shape[-1] < MANY:
+        return _largest(v, likelihood.hessian_root(f, y))
+    values, error = _lanczos(v, lambda x: likelihood.hessian_times(f, y, x))
+    rough = error > BOUND * values
+    if bool(rough.any()):
+        values[rough] = _largest(v[rough], likelihood.hessian_root(f, y)[rough])
+    return values
+
+
+def _largest(v: Tensor, root: Tensor) -> Tensor:
+    """The same from all eigenvalues of Lᵀ V_i L with Λ_i = L Lᵀ."""
+    inner = root.mT @ v @ root
     if inner.shape[-1] == 1:
         return inner.flatten()
     inner = (inner + inner.mT) / 2
     return torch.cat([torch.linalg.eigvalsh(part)[:, -1] for part in inner.split(4096)])
+
+
+def _lanczos(v: Tensor, hessian_times: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalue of V_i Λ_i and a bound on its error, ``[N]``, by Lanczos' iteration.
+
+    V_i Λ_i is symmetric in the inner product ⟨x, y⟩ = xᵀ Λ_i y. Its orthonormal Krylov basis
+    makes it tridiagonal; what that leaves out of the largest eigenvalue's vector, β_k times its
+    last entry, bounds the error (Paige, 1971).
+    """
+    n, c = v.shape[:2]
+    start = torch.randn(c, generator=torch.Generator().manual_seed(0), dtype=v.dtype)
+    x = start.to(v.device).expand(n, c)
+    curved = hessian_times(x)
+    basis, dual = v.new_zeros(n, STEPS, c), v.new_zeros(n, STEPS, c)
+    diagonal, beside = v.new_zeros(n, STEPS), v.new_zeros(n, STEPS)
+    tiny = torch.finfo(v.dtype).tiny
+    size = (x * curved).sum(-1).clamp_min(0).sqrt()
+    values = error = torch.zeros_like(size)
+    for k in range(STEPS):
+        length = size.clamp_min(tiny).unsqueeze(-1)
+        basis[:, k], dual[:, k] = x / length, curved / length
+        x = torch.bmm(v, dual[:, k].unsqueeze(-1)).squeeze(-1)
+        diagonal[:, k] = (x * dual[:, k]).sum(-1)
+        for _ in range(2):  # the second time for what rounding left in
+            within = torch.bmm(dual[:, : k + 1], x.unsqueeze(-1))
+            x = x - torch.bmm(basis[:, : k + 1].mT, within).squeeze(-1)
+        curved = hessian_times(x)
+        size = (x * curved).sum(-1).clamp_min(0).sqrt()
+        beside[:, k] = size
+        if k % 4 == 3:
+            side = torch.diag_embed(beside[:, :k], 1)
+            small = torch.diag_embed(diagonal[:, : k + 1]) + side + side.mT
+            ritz, vectors = torch.linalg.eigh(small.double())
+            values = ritz[:, -1].to(v)
+            error = (size * vectors[:, -1, -1].abs()).to(v)
+            if bool((error <= BOUND * values).all()):
+                break
+    return values, error
 
 
 def prediction_variance(q: Posterior, chunk: Chunk) -> Tensor:
@@ -116,6 +164,8 @@ def self_influence(q: Posterior, chunk: Chunk, error: Tensor) -> Tensor:
 
 def check_finite(values: Tensor, what: str = "prediction variance") -> None:
     """Raise :class:`ModelError` where these overflowed."""
+    if bool(torch.isfinite(values.sum())):
+        return
     if not bool(torch.isfinite(values).all()):
         raise ModelError(
             f"the {what} overflows {str(values.dtype).removeprefix('torch.')}; raise "

@@ -75,7 +75,7 @@ class Scores(NetworkScores):
         """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
         if self.variance is None:
             return None
-        return leverage(self.variance, self.likelihood.hessian_root(self.outputs, self.targets))
+        return leverage(self.variance, self.outputs, self.targets, self.likelihood)
 
 
 @overload

@@ -109,7 +109,7 @@ def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes(monkeypatch) -
     (gradient, loss), (again, same) = (loss_and_gradient(t, params) for t in (many, few))
     assert loss == pytest.approx(same, rel=1e-12)
     assert relative(flat(gradient), flat(again)) < 1e-12
-    monkeypatch.setattr("blr_analysis.backprop.record.SMALL", 20_000)
+    monkeypatch.setattr("blr_analysis.backprop.record.SMALL", 8000)
     assert 8 < together(many, params, order) < 100
 
 

@@ -29,6 +29,7 @@ from oracles_retraining import (
 from scipy.stats import spearmanr
 from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.posterior.structures import Full
@@ -483,3 +484,36 @@ def test_every_likelihood_gives_what_its_definition_says(kind: str, dtype: torch
         hits = loo.logits.argmax(1) == y
         assert loo.accuracy == pytest.approx(float(hits.double().mean()))
         assert loo.predictions.tolist() == loo.logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("correction", ["first_order", "cavity"])
+def test_hundreds_of_classes(structure: str, correction: str) -> None:
+    """Leverages by products with V and Λ, and V of the last layer by its shared unit columns."""
+    n, c = 6, 400
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, c)).double()
+    x, y = torch.randn(n, 3, dtype=torch.float64), torch.arange(n) * 7
+    with torch.no_grad():
+        model[2].weight *= 3
+    task = blr.Task(model, (x, y))
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.3, progress=False)
+    loo = blr.leave_one_out(task, q, correction=correction, progress=False)
+    assert set(loo.correction) <= {correction, "bounded"}
+    assert correction in loo.correction
+    jacobians = jacrev(lambda w: functional_call(model, w, (x,)))(q.mean)
+    for i in range(n):
+        jacobian = {m: whole[i].detach() for m, whole in jacobians.items()}
+        solved = q.form.solve(jacobian)
+        v = sum(jacobian[m].flatten(1) @ solved[m].flatten(1).T for m in q.mean)
+        f = model(x[i]).detach()
+        p = f.softmax(-1)
+        hessian, error = p.diag() - p.outer(p), p - nn.functional.one_hot(y[i], c)
+        largest = torch.linalg.eigvals(v @ hessian).real.max()
+        assert float(loo.leverage[i]) == pytest.approx(float(largest), rel=1e-3)
+        if loo.correction[i] == correction:
+            system = torch.eye(c, dtype=torch.float64)
+            if correction == "cavity":
+                system = system - v @ hessian
+            moved = f + torch.linalg.solve(system, v @ error)
+            torch.testing.assert_close(loo.logits[i], moved, rtol=1e-8, atol=1e-10)
