@@ -109,6 +109,14 @@ def merge(
         say(f"auto: {choice!r}")
         _print(console, "Tried", ("merge", choice.by), _tried(choice))
     parsed = replace(parsed, job=job)
+    if parsed.adapter_rank is not None and out is not None and not dry_run:
+        from blr_analysis.merging.lora.adapters import merge_adapters
+
+        made = merge_adapters(
+            job, out, rank=parsed.adapter_rank, max_memory=memory, threads=threads
+        )
+        console.print(repr(made), soft_wrap=True)
+        return
     plan = plan_folders(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)

@@ -165,6 +165,7 @@ def report_json(report: MergeReport) -> str:
                 "weight": repr(member.weight) if callable(member.weight) else member.weight,
                 "precision": named or None,
                 "n_data": member.n_data,
+                "density": repr(member.density) if callable(member.density) else member.density,
             }
             for member, named in zip(
                 job.members, precision_names(plan, described=False), strict=True
@@ -175,6 +176,9 @@ def report_json(report: MergeReport) -> str:
         "power": plan.power,
         "damping": plan.damping,
         "layers": {name: asdict(solved) for name, solved in report.solves.items()},
+        "lambda": repr(job.scale) if callable(job.scale) else job.scale,
+        "seed": job.seed,
+        "rescale": job.rescale,
         "missing_precision": job.missing_precision,
         "normalize": plan.method.normalize if job.normalize is None else job.normalize,
         "dtype": _dtype(plan.dtype),
@@ -284,6 +288,12 @@ def _settings(report: MergeReport) -> Iterable[str]:
     if plan.method.uses_base_precision:
         prior = "none" if job.base_precision is None else markdown(shown(job.base_precision))
         yield f"* precision of the base: {prior}, plus δ = {plan.delta:g}"
+    if plan.method.thinned:
+        shares = ", ".join(repr(member.density) for member in job.members)
+        yield f"* densities: `{markdown_code(shares)}`, λ = `{markdown_code(repr(job.scale))}`"
+    if plan.method.thinned == "chance":
+        divided = "" if job.rescale else ", not divided by its share"
+        yield f"* what stays was drawn with seed {job.seed}{divided}"
     if plan.method.uses_precisions:
         yield f"* missing precisions: {job.missing_precision}"
     divided = plan.method.normalize if job.normalize is None else job.normalize

@@ -171,6 +171,7 @@ def merge(
     validate: Any = None,
     criterion: str = "nll",
     out: str | os.PathLike[str] | None = None,
+    rank: float | None = None,
     max_memory: int = MAX_MEMORY,
     max_shard_bytes: int = SHARD,
     threads: int | None = None,
@@ -222,6 +223,8 @@ def merge(
         validate: tasks with data that no model was trained on, for method "auto".
         criterion: what "auto" goes by there: mean "nll" or "accuracy" of the tasks.
         out: with folders: the folder to write, new or empty.
+        rank: with folders of LoRA adapters alone: write an adapter of this rank, or below 1 of the
+            ranks that keep this share of every step (:mod:`blr_analysis.merging.lora.adapters`).
         max_memory: bytes of buffers at most, on top of what Python and torch take.
         max_shard_bytes, threads, progress: with folders, see
             :func:`~blr_analysis.merging.merge.execute`.
@@ -281,10 +284,14 @@ def merge(
             base=_path("base", base),
             base_precision=_path("base_precision", base_precision),
         )
+        if rank is not None:
+            from blr_analysis.merging.lora.adapters import merge_adapters
+
+            return merge_adapters(job, out, rank=rank, max_memory=max_memory, threads=threads)
         plan = plan_folders(job, max_memory=max_memory, threads=threads)
         return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
-    if out is not None:
-        raise InputError("out= is for folders; a merge in memory is returned")
+    if out is not None or rank is not None:
+        raise InputError("out= and rank= are for folders; a merge in memory is returned")
     parts = [
         OpenModel(
             _loaded(f"models[{t}]", m),

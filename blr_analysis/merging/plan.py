@@ -211,8 +211,9 @@ def make_plan(
 
 def _check_filters(part: OpenModel, reference: Source) -> None:
     """Raise :class:`InputError` where a weight's filter is in no tensor's name."""
-    unused = getattr(part.weight, "unused", None)
-    for word in [] if unused is None else unused(reference.specs):
+    asked = [getattr(given, "unused", None) for given in (part.weight, part.density)]
+    words = [word for unused in asked if unused is not None for word in unused(reference.specs)]
+    for word in words:
         parts = {p for name in reference.specs for p in (name, *name.split("."))}
         near = get_close_matches(word, parts, 3, 0.5) or sorted(parts, key=len)[-1:]
         raise InputError(

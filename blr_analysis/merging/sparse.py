@@ -94,7 +94,7 @@ def combine_sparse(
         for s, a, h in zip(steps, weights, precisions, strict=True)
     ]
     total, weight = torch.zeros_like(out), torch.zeros_like(out)
-    positive = sum(pulls) >= 0 if elect else None
+    positive = torch.stack(pulls).sum(0) >= 0 if elect else None
     for pull, alpha, h in zip(pulls, weights, precisions, strict=True):
         share = alpha * h if isinstance(h, Tensor) else torch.full_like(out, alpha)
         if positive is not None:

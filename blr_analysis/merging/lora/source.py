@@ -76,11 +76,11 @@ class Streamed(Adapted):
     ) -> None:
         words = {name: change.words for name, change in changes.items()}
         super().__init__(name, base, words, dtype, notes)
-        self._file, self._how = file, changes
+        self.file, self.how = file, changes
 
     def fill(self, name: str, start: int, piece: Tensor, scratch: Scratch) -> None:
         """Cut a piece out of the blocks that it touches."""
-        low_rank, stop = self._how[name].low_rank, start + len(piece)
+        low_rank, stop = self.how[name].low_rank, start + len(piece)
         if low_rank is None:
             piece.copy_(self._start(name, start, stop, scratch))
             return
@@ -101,13 +101,13 @@ class Streamed(Adapted):
 
     def _start(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         """What a tensor is before anything is added."""
-        whole, own = self._how[name].whole, Owned(scratch, (self, "base"))
+        whole, own = self.how[name].whole, Owned(scratch, (self, "base"))
         if whole is not None:
-            return self._file.read(whole, start, stop, own)
+            return self.file.read(whole, start, stop, own)
         return self.base.read(name, start, stop, own).cpu()
 
     def _read(self, key: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        return self._file.read(key, start, stop, Owned(scratch, (self, "file")))
+        return self.file.read(key, start, stop, Owned(scratch, (self, "file")))
 
     def _left(
         self, low_rank: LoraUpdate, first: int, last: int, scratch: Scratch, real: torch.dtype

@@ -69,6 +69,7 @@ class Recipe:
         job: what it means.
         chat_template: what the result gets as ``chat_template.jinja``; None: the tokenizer's own.
         notes: what the user should know and is no error, with line numbers.
+        adapter_rank: of the adapter that is written instead of a model.
         auto: whether the method is still to be chosen (:mod:`blr_analysis.merging.auto`).
     """
 
@@ -78,6 +79,7 @@ class Recipe:
     chat_template: str | None
     notes: tuple[str, ...]
     auto: bool = False
+    adapter_rank: float | None = None
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
@@ -127,7 +129,9 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         with page.naming(("chat_template",)):
             template = chat_template(reader.text.chat_template, page.folder, models)
     auto = reader.text.merge_method == AUTO
-    return Recipe(place, page.text, job, template, tuple(page.notes), auto)
+    return Recipe(
+        place, page.text, job, template, tuple(page.notes), auto, reader.text.adapter_rank
+    )
 
 
 @dataclass(frozen=True)
@@ -353,6 +357,7 @@ class _RecipeReader:
         whole = len(self.slices) == 1
         for k, part in enumerate(self.slices):
             starts: dict[Path, int] = {}
+            count = part.sources[0].layer_range[1] - part.sources[0].layer_range[0]
             for at, source in enumerate(part.sources):
                 way = (*self.root, k, "sources", at, "layer_range")
                 model = self._place((*way[:-1], "model"), source.model)
@@ -362,12 +367,11 @@ class _RecipeReader:
                     raise self.page.wrong(
                         way, f"layer_range: expected a part of [0, {layers}], got [{low}, {high}]"
                     )
-                first = part.sources[0].layer_range
-                if high - low != first[1] - first[0]:
+                if high - low != count:
                     raise self.page.wrong(way, "layer_range: as many layers as the first source")
                 whole = whole and (low, high) == (0, layers)
                 starts[model] = low
-            slices.append(LayerSlice(high - low, starts))
+            slices.append(LayerSlice(count, starts))
         if whole or not slices:
             return ()
         way = self.root

@@ -199,6 +199,7 @@ class RecipeText(Section):
     tokenizer_source: Text | None = None
     tokenizer: Tokenizer | None = None
     chat_template: Text | None = None
+    adapter_rank: Annotated[Number, Field(gt=0)] | None = None
     name: Any = None
     model_name: Any = None
 

@@ -1,0 +1,315 @@
+"""LoRA in, LoRA out: adapters of one base merged as the products s·B·A, and the best adapter of a
+chosen rank of the result.
+
+The base is 0 where adapters change it, so that θ_t − θ_0 = s_t B_t A_t exactly: its numbers are not
+read, be they rounded or quantised, and stay as they are. Of each merged step ΔW
+
+    B A = argmin ‖L^½ (ΔW − B A) R^½‖,    by the singular values of L^½ ΔW R^½,
+
+with R the tasks' second moments of the layer's inputs (precisions of structure "gram", where this
+is the precision itself), or the means of H over rows (L) and columns (R); L = R = 1 without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import (
+    Folder,
+    Scratch,
+    Source,
+    Spec,
+    check_free,
+    drafted,
+)
+from blr_analysis.files.shards import save_file
+from blr_analysis.merging.arranged import Arranged, Place
+from blr_analysis.merging.fates import OpenModel
+from blr_analysis.merging.job import Job
+from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
+from blr_analysis.merging.lora.changes import LoraUpdate, translate
+from blr_analysis.merging.lora.files import TENSORS, group, read_entries
+from blr_analysis.merging.lora.source import Streamed
+from blr_analysis.merging.plan import MergePlan, make_plan
+from blr_analysis.merging.precisions import open_precision
+from blr_analysis.merging.stream import stream
+
+REAL = torch.float32
+FLOOR = 1e-6  # of a metric's mean: directions that no example has count that much
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """An adapter that was written.
+
+    Attributes:
+        folder: where.
+        ranks: of each module.
+        lost: of each module, ‖ΔW − BA‖ / ‖ΔW‖ in the metric.
+    """
+
+    folder: Path
+    ranks: Mapping[str, int]
+    lost: Mapping[str, float]
+
+    def __repr__(self) -> str:
+        ranks, worst = sorted(set(self.ranks.values())), max(self.lost.values())
+        return (
+            f"adapter of {len(self.ranks)} modules, ranks {ranks[0]} to {ranks[-1]}, "
+            f"{worst:.2g} of a step lost at most, in {self.folder}"
+        )
+
+
+class Shaped(Source):
+    """A base whose named tensors are 0, of the shapes that adapters give them."""
+
+    def __init__(self, base: Source, zeros: Mapping[str, Spec]) -> None:
+        self.name, self._base, self._zeros = base.name, base, zeros
+        self.specs = {**base.specs, **zeros}
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        """Zeros, or what the base has."""
+        if name not in self._zeros:
+            return self._base.read(name, start, stop, scratch)
+        return scratch.array((self, "zeros"), stop - start, self._zeros[name].dtype).zero_()
+
+
+def low_rank(
+    step: Tensor, rank: float, left: Tensor | None = None, right: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """B [out, r], A [r, in] nearest to a step [out, in], and the part of it that is lost.
+
+    Args:
+        step: ΔW.
+        rank: r; below 1, the share of ‖ΔW‖² that is kept at least.
+        left: the diagonal of L, [out].
+        right: R, [in, in].
+
+    >>> b, a, lost = low_rank(torch.diag(torch.tensor([3.0, 1.0])), 1)
+    >>> b @ a, lost == 10 ** -0.5
+    (tensor([[3., 0.],
+            [0., 0.]], dtype=torch.float64), True)
+    """
+    rows = torch.ones(len(step), dtype=torch.float64) if left is None else left.double()
+    rows = (rows + FLOOR * rows.mean()).sqrt() if float(rows.sum()) else torch.ones_like(rows)
+    turned = rows[:, None] * step.double()
+    back = None
+    if right is not None and float(right.diagonal().sum()):
+        values, vectors = torch.linalg.eigh(right.double())
+        roots = (values.clamp_min(0) + FLOOR * values.mean()).sqrt()
+        turned = turned @ (vectors * roots)
+        back = (vectors / roots).T
+    u, s, v = torch.linalg.svd(turned, full_matrices=False)
+    total = float((s**2).sum())
+    real = max(1, int((s > 1e-7 * s[0]).sum()))
+    if rank < 1:
+        rank = 1 + int((s.square().cumsum(0) < rank * total).sum())
+    kept = min(int(rank), real)
+    lost = float((s[kept:] ** 2).sum() / total) ** 0.5 if total else 0.0
+    root = s[:kept].sqrt()
+    a = root[:, None] * v[:kept]
+    return u[:, :kept] * root / rows[:, None], a if back is None else a @ back, lost
+
+
+def merge_adapters(
+    job: Job,
+    out: str | os.PathLike[str],
+    *,
+    rank: float,
+    max_memory: int,
+    threads: int | None = None,
+) -> MergedAdapter:
+    """Merge adapters of one base into an adapter that PEFT loads.
+
+    Args:
+        job: the merge; its members are plain LoRA adapters of its base.
+        out: a folder that is new or empty.
+        rank: of every module, at most; below 1, the share of each step's square that is kept.
+        max_memory, threads: as for other merges; on top come the largest matrix and its
+            decomposition, once for every thread.
+
+    Raises:
+        InputError: a rank above a matrix, no base, or members that are no adapters.
+        ModelError: adapters with more than the matrices of plain LoRA.
+        Others as :func:`blr_analysis.merging.plan.make_plan`.
+    """
+    if isinstance(rank, bool) or not rank > 0 or (rank >= 1 and rank != int(rank)):
+        raise InputError(f"rank must be a whole number, or a share between 0 and 1, got {rank!r}")
+    if job.base is None:
+        raise InputError("adapters are merged on a base: name base_model")
+    plain = [str(m.model) for m in job.members if not is_adapter(m.model)]
+    if plain:
+        raise InputError(f"a rank is for adapters alone: {some(plain)} is none")
+    target = Path(out).expanduser()
+    check_free(target)
+    plan, updates = _plan(job, max_memory, threads)
+    for name, update in updates.items():
+        if rank > min(update.rows, update.cols):
+            raise InputError(
+                f"rank {rank} is above the matrix of {name!r}, {update.rows} × {update.cols}"
+            )
+    sink = _Decomposed(plan, updates, rank)
+    with torch.no_grad():
+        stream(plan, sink, lambda count: None)
+    with drafted(target) as draft:
+        draft.mkdir()
+        save_file(sink.tensors, draft / TENSORS, {"format": "pt"})
+        entries = read_entries(job.members[0].model)
+        (draft / CONFIG).write_text(json.dumps(_config(entries, sink.ranks), indent=2), "utf-8")
+        check_free(target)
+    return MergedAdapter(target, sink.ranks, sink.lost)
+
+
+def _config(entries: Mapping[str, object], ranks: Mapping[str, int]) -> dict[str, object]:
+    """Settings under which s = 1 everywhere: α is the rank of each module."""
+    usual = max(ranks.values())
+    odd = {f"^{re.escape(name)}": r for name, r in ranks.items() if r != usual}
+    mine = {
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": odd,
+        "alpha_pattern": odd,
+        "use_rslora": False,
+        "target_modules": sorted(ranks),
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    dropped = ("exclude_modules", "layers_to_transform", "layers_pattern")
+    return {k: v for k, v in entries.items() if k not in dropped} | mine
+
+
+def _plan(
+    job: Job, max_memory: int, threads: int | None
+) -> tuple[MergePlan, dict[str, LoraUpdate]]:
+    """The merge of the products alone, and where each lies."""
+    assert job.base is not None
+    base: Source = Folder.open(job.base)
+    base = Shaped(base, _quantised(job, base))
+    updates: dict[str, LoraUpdate] = {}
+    opened: list[Streamed] = []
+    for member in job.members:
+        source = open_adapter(member.model, base, dtype=REAL)
+        if not isinstance(source, Streamed) or any(c.whole for c in source.how.values()):
+            raise ModelError(
+                f"{str(member.model)!r} holds more than LoRA's matrices: merge it into a model"
+            )
+        opened.append(source)
+        for name, change in source.how.items():
+            assert change.low_rank is not None
+            updates.setdefault(name, replace(change.low_rank, a=_module(change.low_rank.a)))
+    zeros = {n: Spec(base.specs[n].shape, REAL) for n in updates}
+    start = Shaped(base, zeros)
+
+    def among(source: Source) -> Source:
+        return Arranged(source.name, {n: Place(source, n) for n in updates}, source.notes)
+
+    parts = []
+    for member, source in zip(job.members, opened, strict=True):
+        own = Streamed(source.name, start, source.file, source.how, REAL, source.notes)
+        precision = None
+        if job.row.uses_precisions and member.precision is not None:
+            precision = open_precision(member.precision, member.n_data)
+            layers = {k: v for k, v in precision.layers.items() if k in updates}
+            biased = [k for k, (joint, _) in layers.items() if joint.bias is not None]
+            if biased:
+                raise InputError(f"factors of {some(biased)} hold a bias: use a diagonal precision")
+            stored = {n: s for n, s in precision.stored.items() if n in updates}
+            precision = replace(precision, stored=stored, layers=layers)
+        parts.append(OpenModel(among(own), precision, member.weight, member.density))
+    settings = replace(job, out_dtype=REAL)
+    plan = make_plan(settings, among(start), parts, max_memory=max_memory, threads=threads)
+    return plan, updates
+
+
+def _quantised(job: Job, base: Source) -> dict[str, Spec]:
+    """The shapes of adapted weights that the base stores in few bits, from the matrices."""
+    shapes: dict[str, Spec] = {}
+    for member in job.members:
+        file = Folder.open(member.model / TENSORS)
+        pairs = {f"{m}.weight": ab for m, ab in group(file.specs, file.name).matrices.items()}
+        for name, own in translate(pairs, base.specs, str(member.model)).items():
+            if not base.specs[own].dtype.is_floating_point:
+                a, b = (file.specs[pairs[name][letter]].shape for letter in "AB")
+                shapes[own] = Spec((b[0], a[1]), REAL)
+    return shapes
+
+
+def _module(key: str) -> str:
+    """The name of A in an adapter's file without what follows the module's."""
+    return re.sub(r"\.lora_(embedding_)?A(\.weight)?$", "", key)
+
+
+class _Decomposed:
+    """A sink that keeps B and A of every tensor, and no tensor longer than until it is whole."""
+
+    def __init__(self, plan: MergePlan, updates: Mapping[str, LoraUpdate], rank: float) -> None:
+        self._plan, self._updates, self._rank = plan, updates, rank
+        self._open: dict[str, tuple[Tensor, int]] = {}
+        self._lock = threading.Lock()
+        self.tensors: dict[str, Tensor] = {}
+        self.ranks: dict[str, int] = {}
+        self.lost: dict[str, float] = {}
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        """Take a piece; the last one of a tensor decomposes it."""
+        update = self._updates[name]
+        with self._lock:
+            whole, left = self._open.get(name) or (
+                torch.empty(update.rows * update.cols),
+                update.rows * update.cols,
+            )
+            whole[start : start + len(values)] = values
+            left -= len(values)
+            self._open[name] = whole, left
+            if left:
+                return
+            del self._open[name]
+        step = whole.view(update.rows, update.cols)
+        step = step.T if update.transposed else step
+        b, a, lost = low_rank(step, self._rank, *self._metric(name, update))
+        prefix, module = update.a, update.a.removeprefix("base_model.model.")
+        embedding = update.transposed and ".lora_embedding_B" in update.b
+        made = (
+            {"lora_embedding_A": a, "lora_embedding_B": b}
+            if embedding
+            else {"lora_A.weight": a, "lora_B.weight": b}
+        )
+        with self._lock:
+            self.tensors |= {f"{prefix}.{k}": t.to(REAL).contiguous() for k, t in made.items()}
+            self.ranks[module], self.lost[module] = len(a), lost
+
+    def _metric(self, name: str, update: LoraUpdate) -> tuple[Tensor | None, Tensor | None]:
+        """L and R from the tasks' precisions, weighted as in the merge."""
+        item = next(item for item in self._plan.items if item.name == name)
+        left: Tensor | None = None
+        right: Tensor | None = None
+        for part, alpha in zip(self._plan.parts, item.weights, strict=True):
+            p = part.precision
+            if p is None or not p.covers(name):
+                continue
+            if name in p.layers:
+                factors = p.factors(name, self._plan.shrink, self._plan.power, self._plan.damping)
+                if factors.by_rows:
+                    own = factors.matrix()[0] * abs(alpha)
+                    right = own if right is None else right + own
+                    continue
+                h = factors.diagonal[0]
+            else:
+                spec = item.spec.numel
+                h = p.read(name, 0, spec, Scratch(), REAL).double().view(item.spec.shape)
+                h = h.T if update.transposed else h
+            rows, columns = abs(alpha) * h.mean(1), torch.diag(h.mean(0)) * abs(alpha)
+            left = rows if left is None else left + rows
+            right = columns if right is None else right + columns
+        return left, right
