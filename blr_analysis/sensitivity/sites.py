@@ -8,6 +8,7 @@ data and its sites; here only what it answers is asked for.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -90,6 +91,60 @@ class SiteScores(PerExample, Plottable):
         return f"SiteScores(N={len(self)}, mean deviation {mean:.4g} nats; {note})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SiteWhatIf:
+    """What :func:`blr_analysis.what_if` gives for a sum of sites.
+
+    Attributes:
+        q: the posterior on the changed data.
+        before: the mean of −log p(y_j | λ) over what is evaluated, in nats.
+        nll: the same on the changed data.
+        losses: its terms, ``[M]``.
+        error: how far ``nll`` may be from fitting again, by the size of the last steps and how
+            fast they shrink; 0 for conjugate models, infinite where they do not shrink, None
+            where the model has no step to repeat, and its first one is all there is.
+        steps: how many were taken after the subtraction.
+        note: what to know of it, in a line.
+    """
+
+    q: Any
+    before: float
+    nll: float
+    losses: Tensor
+    error: float | None
+    steps: int
+    note: str = ""
+
+    def __repr__(self) -> str:
+        error = "error unknown" if self.error is None else f"± {self.error:.2g}"
+        return f"SiteWhatIf(nll {self.before:.4f} → {self.nll:.4f}, {error}, steps={self.steps})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteInfluence:
+    """What :func:`blr_analysis.influence` gives for a sum of sites.
+
+    Attributes:
+        matrix: the rise of −log p(y_j), in nats, when training example i is left out by one
+            subtraction, ``[N, M]``.
+        error: by how much of itself a further step changes it, ‖change‖ / ‖step‖ over a probe of
+            training examples; 0 for conjugate models, None where there is no step to repeat.
+    """
+
+    matrix: Tensor
+    error: float | None
+
+    def top(self, j: int, k: int = 10) -> Tensor:
+        """The k training examples that help test example j most.
+
+        Raises:
+            InputError: k below 1, or above N.
+        """
+        if positive_int("k", k) > len(self.matrix):
+            raise InputError(f"k must be at most {len(self.matrix)}, got {k}")
+        return self.matrix[:, j].argsort(descending=True, stable=True)[:k]
+
+
 def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
     """The fitted model that was given in the place of one of them or both; None: a network's.
 
@@ -119,12 +174,74 @@ def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
     return SiteScores(losses=-before, deviation=before - after, note=getattr(fitted, "note", ""))
 
 
-def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+STEPS = 10  # after the subtraction
+PROBE = 8  # training examples whose second step is taken
+
+
+def site_what_if(
+    fitted: Any, remove: Any, add: Any, evaluate: Any, steps: Any, options: dict[str, Any]
+) -> SiteWhatIf:
+    """Other data for a sum of sites: a subtraction, then ``steps`` of the rule on what is left."""
+    _refuse(options)
+    if remove is None and add is None:
+        raise InputError("nothing to change: give remove= or add=")
+    data = fitted.data if evaluate is None else evaluate
+    number = STEPS if steps is None else positive_int("steps", steps)
+    qs = list(fitted.refitted(() if remove is None else remove, add=add, steps=number))
+    before = float(-fitted.log_predictive(data).double().nanmean())
+    losses = [-fitted.predictive(q, data) for q in qs]
+    path = [float(values.double().nanmean()) for values in losses]
+    return SiteWhatIf(
+        q=qs[-1],
+        before=before,
+        nll=path[-1],
+        losses=losses[-1].cpu(),
+        error=_remaining(path)
+        if len(path) > 2
+        else (None if len(path) == 1 else abs(path[1] - path[0])),
+        steps=len(qs) - 1,
+        note=getattr(fitted, "note", "") if len(path) == 1 else "",
+    )
+
+
+def _remaining(path: list[float]) -> float:
+    """What is left of a sequence whose differences shrink geometrically, and its last one."""
+    last, one_before = abs(path[-1] - path[-2]), abs(path[-2] - path[-3])
+    if last <= 1e-12 * max(1.0, abs(path[-1])):
+        return last
+    ratio = last / one_before if one_before else math.inf
+    return last * max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
+
+
+def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInfluence:
+    """Every training example left out by its site, and what that does to test examples."""
+    _refuse(options)
+    if test is None:
+        raise InputError("give the examples to predict, as the model takes them, third")
+    before = fitted.log_predictive(test)
+    rises = [before - fitted.predictive(fitted.without([i]), test) for i in range(fitted.n_data)]
+    matrix = torch.stack(rises).cpu()
+    changes, sizes = [], []
+    for i in torch.linspace(0, fitted.n_data - 1, min(PROBE, fitted.n_data)).long().tolist():
+        for q in list(fitted.refitted([i], steps=1))[1:]:
+            changes.append((before - fitted.predictive(q, test)).cpu() - matrix[i])
+            sizes.append(matrix[i])
+    if not changes:
+        return SiteInfluence(matrix=matrix, error=None)
+    error = torch.stack(changes).norm() / torch.stack(sizes).norm()
+    return SiteInfluence(matrix=matrix, error=float(error))
+
+
+def _refuse(options: dict[str, Any]) -> None:
     named = [name for name, value in options.items() if value not in (None, 0, "auto")]
     if named:
         raise InputError(
             f"{named[0]} is for posteriors over a network's weights, not for a sum of sites"
         )
+
+
+def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    _refuse(options)
     after = fitted.left_out()
     if fitted.data is None:
         raise InputError("the examples were not kept with the fit, so their losses are not known")

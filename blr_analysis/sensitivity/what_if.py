@@ -42,6 +42,7 @@ from blr_analysis.sensitivity.replay import Replay
 from blr_analysis.sensitivity.retraining import Retrained, Train, retrained
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
+from blr_analysis.sensitivity.sites import site_what_if, sum_of_sites
 from blr_analysis.sensitivity.solving import (
     Change,
     GroupSolver,
@@ -88,7 +89,10 @@ def what_if(
         posterior: learned on those data; or a list of those of one training run, the last one
             last: the losses (and hits) before the change are the last one's, and what changes is
             the mean of the changes that each finds at its own weights. ``parameters`` and
-            ``posterior`` are the last one's; passes add up.
+            ``posterior`` are the last one's; passes add up. A fitted probabilistic model of
+            :mod:`blr_analysis.learning_rule.inference` stands alone, ``what_if(fitted, remove=...,
+            add=data, evaluate=data)``: its sites are subtracted, then come ``steps`` (10) of the
+            rule on the changed data; ``error`` says how far that may be from fitting again.
         remove: a boolean mask ``[N]``, indices, or a function of a row of the scores' table
             (``lambda row: row.target == 3``; metadata columns included).
         add: a task with examples to be added (its model is not used, its data and forward are).
@@ -139,6 +143,9 @@ def what_if(
         >>> result.removed == int((y == 2).sum()), low <= result.nll <= high
         (True, True)
     """
+    if (sites := sum_of_sites(task, posterior)) is not None:
+        asked = dict(relabel=relabel, solver=solver, passes=passes, train=train, cache=cache)
+        return site_what_if(sites, remove, add, evaluate, steps, asked)  # type: ignore[return-value]
     plan = checked_plan(solver, steps, passes)
     if train is not None and plan.solver != "retrain":
         raise InputError("train= belongs to solver='retrain'")

@@ -108,6 +108,16 @@ class Conjugate(Generic[Q]):
             site_of=site_of,
             predictive=self.log_predictive,
             data=data,
+            step=self._step,
+        )
+
+    def _step(self, q: Q, data: Any, kept: Tensor) -> Q:
+        """The posterior of these examples, wherever it starts."""
+        held = self.factor.check(rows(data, kept), self.prior) if len(kept) else None
+        if held is None:
+            return self.prior
+        return bayes(
+            self.prior, total(lambda i: self.factor.site(rows(held, i)), torch.arange(len(kept)))
         )
 
     def log_predictive(self, q: Q, data: Any) -> Tensor:

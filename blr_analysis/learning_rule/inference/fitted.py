@@ -59,6 +59,8 @@ class Fitted(Plottable, Tabular, Generic[Q]):
             form.
         data: the examples, a tensor ``[N, …]`` or a tuple of them, for :meth:`left_out`.
         converged: whether the fit stopped by its tolerance (True for fits in one step).
+        step: (q, data, kept) → q after one step of the rule, ρ = 1, on the examples ``kept`` of
+            ``data``, for :meth:`refitted`; None where there is none to repeat.
         note: what to know of :meth:`without` and :meth:`left_out`, in a line; empty: nothing.
 
     Example:
@@ -82,6 +84,7 @@ class Fitted(Plottable, Tabular, Generic[Q]):
     predictive: Callable[[Q, Any], Tensor] | None = None
     data: Any = None
     converged: bool = True
+    step: Callable[[Q, Any, Tensor], Q] | None = None
     note: ClassVar[str] = ""
 
     def __repr__(self) -> str:
@@ -129,6 +132,33 @@ class Fitted(Plottable, Tabular, Generic[Q]):
         chosen = torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
         site_of = self._site_of()
         return self.q if not len(chosen) else self._less(total(site_of, chosen))
+
+    def refitted(self, remove: Any = (), *, add: Any = None, steps: int = 1) -> Iterator[Q]:
+        """Posteriors on other data: first λ − Σ_{i∈M} λ̃_i, then after each of ``steps`` further
+        steps of the rule on what is kept and added, toward fitting again.
+
+        Args:
+            remove: examples to take out, as indices or as a mask ``[N]``.
+            add: further examples, as the model takes them.
+            steps: at most so many; none where the model has no step to repeat.
+
+        Raises:
+            InputError: examples that do not exist, or to add where there is no step.
+        """
+        gone = set(chosen_indices(remove, self.n_data))
+        q, data = self.without(remove), self.data
+        yield q
+        if self.step is None or data is None:
+            if add is not None:
+                raise InputError("this model takes no further examples: fit it again")
+            return
+        kept = torch.tensor([i for i in range(self.n_data) if i not in gone], dtype=torch.long)
+        if add is not None:
+            kept = torch.cat([kept, self.n_data + torch.arange(_count(add))])
+            data = joined(data, add)
+        for _ in range(steps):
+            q = self.step(q, data, kept)
+            yield q
 
     def log_predictive(self, data: Any) -> Tensor:
         """log ∫ p(y_j|θ) q(θ) dθ of M further examples, in nats, ``[M]``.
@@ -193,6 +223,23 @@ def rows(data: Any, chosen: Tensor) -> Any:
     if isinstance(data, Tensor):
         return data[chosen.to(data.device)]
     return tuple(rows(part, chosen) for part in data)
+
+
+def _count(data: Any) -> int:
+    return len(data if isinstance(data, Tensor) else data[0])
+
+
+def joined(data: Any, more: Any) -> Any:
+    """Examples one after the other.
+
+    Raises:
+        InputError: other tensors in one than in the other.
+    """
+    if isinstance(data, Tensor) and isinstance(more, Tensor) and data.shape[1:] == more.shape[1:]:
+        return torch.cat([data, more.to(data)])
+    if isinstance(data, tuple) and isinstance(more, tuple) and len(data) == len(more):
+        return tuple(joined(a, b) for a, b in zip(data, more, strict=True))
+    raise InputError("add must be examples as those that were fitted: tensors of the same shapes")
 
 
 def until_flat(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullG
 from blr_analysis.learning_rule.inference.cvi import (
     Expectation,
     Problem,
+    aims,
     latent,
     run,
     spread,
@@ -176,10 +178,23 @@ class LatentModel(ABC):
             predictive=predictive,
             data=(x, y),
             converged=converged,
+            step=partial(_step, problem, features),
             problem=problem,
             messages=state.sites,
             features=features,
         )
+
+
+def _step(
+    problem: Problem, features: Features, q: FullGaussian, data: Any, kept: Tensor
+) -> FullGaussian:
+    """λ_prior + Σ_i ∇_μ E_q[log p(y_i|f_i)] of these examples."""
+    x, y = rows(data, kept)
+    design, residual = features(x)
+    left = residual if isinstance(problem.residual, Tensor) else 0.0
+    there = replace(problem, design=design, targets=y, residual=left)
+    told, _ = aims(latent(q, design, left), y, problem.likelihood, problem.expectation)
+    return there.posterior(told)
 
 
 def check_prior(prior: Any, kind: type) -> None:

@@ -188,6 +188,7 @@ class LDA:
             predictive=self.log_predictive,
             data=data,
             converged=flat,
+            step=lambda q, data, kept: _moved(q, prior, self.local(data, kept, q), 1.0, 1.0),
             model=self,
             documents=Dirichlet(gamma),
         )

@@ -131,7 +131,12 @@ class MessagePassing:
             site_of=lambda chosen: self.each(q, rows(data, chosen)),
             data=data,
             converged=converged,
+            step=self._step,
         )
+
+    def _step(self, q: Nodes, data: Any, kept: Tensor) -> Nodes:
+        told, _ = self.messages(q, rows(data, kept))
+        return {g: _toward(node, self.prior[g], told[g], 1.0) for g, node in q.items()}
 
     def messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
         """Σ_i λ̃_i for each node, and A_i ``[M]``."""

@@ -261,8 +261,8 @@ def fit_skew_normal(
     told = None if log_likelihood is None else partial(_log_likelihoods, log_likelihood)
     q = start
 
-    def everything(theta: Tensor) -> Tensor:
-        return log_joint(theta) if told is None else log_joint(theta) + told(data, theta).sum(0)
+    def everything(theta: Tensor, given: Any = data) -> Tensor:
+        return log_joint(theta) if told is None else log_joint(theta) + told(given, theta).sum(0)
 
     def elbos() -> Iterator[float]:
         nonlocal q
@@ -282,6 +282,7 @@ def fit_skew_normal(
         site_of=lambda chosen: _sites(q, told(rows(data, chosen), q.grid()[0])),
         predictive=lambda q, new: _log_predictive(q, new, told),
         data=data,
+        step=lambda q, data, kept: skew_step(q, partial(everything, given=rows(data, kept)), rho),
     )
 
 

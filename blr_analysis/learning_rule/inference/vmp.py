@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -158,6 +159,7 @@ class BayesianGaussianMixture:
             predictive=log_predictive,
             data=data,
             converged=converged,
+            step=partial(_step, prior),
         )
 
     def _prior(self, like: Tensor) -> MeanField:
@@ -234,6 +236,12 @@ def _expected_scores(q: MeanField, statistics: Natural) -> Tensor:
 def _sites(weights: Tensor, statistics: Natural, combine: Any) -> dict[str, Natural]:
     counts = combine(weights, {"log": torch.ones_like(weights[:, 0])})
     return {"weights": counts, "components": combine(weights, statistics)}
+
+
+def _step(prior: MeanField, q: MeanField, data: Tensor, kept: Tensor) -> MeanField:
+    statistics = FACTOR.site(data[kept])
+    weights = torch.softmax(_expected_scores(q, statistics), 1)
+    return _updated(prior, _sites(weights, statistics, pooled))
 
 
 def _updated(prior: MeanField, sites: dict[str, Natural]) -> MeanField:

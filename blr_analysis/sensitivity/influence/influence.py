@@ -55,6 +55,7 @@ from blr_analysis.sensitivity.influence.results import (
     joined,
 )
 from blr_analysis.sensitivity.scores import all_fitted, check_test
+from blr_analysis.sensitivity.sites import site_influence, sum_of_sites
 from blr_analysis.task import Task
 
 Measure = str | Callable[[Tensor, Tensor], Tensor]
@@ -92,7 +93,9 @@ def influence(
         task: the model and the data it was trained on.
         posterior: learned on those data; or a list of those of several checkpoints or seeds of one
             training run, the last one last: the mean of what each says at its own weights, for as
-            many times the cost. It agrees better with retraining than any one of them.
+            many times the cost. It agrees better with retraining than any one of them. A fitted
+            probabilistic model stands alone, ``influence(fitted, None, data)``: ``.matrix`` is by
+            subtraction of sites, ``.error`` how much a further step of the rule changes it.
         test_task: the examples whose loss is asked about, under the same model and likelihood.
         measure: "loss", or a function of outputs ``[B, C]`` and targets giving one number per
             test example, whose rise is computed instead (``lambda f, y: f.softmax(-1)[:, 3]``).
@@ -151,6 +154,10 @@ def influence(
         >>> matrix.shape, matrix.top(2).helpful.shape, matrix.group(by="target").values.shape
         (torch.Size([30, 4]), torch.Size([4, 2]), torch.Size([3, 4]))
     """
+    if (sites := sum_of_sites(task, posterior)) is not None:
+        asked = dict(normalize=normalize or None, expected=expected, projection=projection)
+        asked |= dict(solver=None if solver == "posterior" else solver)
+        return site_influence(sites, test_task, asked)  # type: ignore[return-value]
     place = None if folder is None else Path(path_of(folder)).expanduser()
     question = _Question(
         measure, normalize, expected, solver, projection, generator, memory_budget, place

@@ -1,0 +1,163 @@
+"""``what_if`` and ``influence`` of sums of sites, against fitting again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import Dirichlet, FullGaussian, Gamma, NormalWishart
+from blr_analysis.learning_rule.inference import (
+    LDA,
+    BayesianGaussianMixture,
+    Conjugate,
+    GeneralizedLinear,
+    HiddenMarkov,
+    SkewNormal,
+    fit_skew_normal,
+    linear,
+    poisson,
+)
+
+F64 = torch.float64
+ONE = torch.ones((), dtype=F64)
+
+
+def regression() -> tuple[Conjugate, tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 3, dtype=F64, generator=g)
+    y = x.sum(1) + 0.5 * torch.randn(20, dtype=F64, generator=g)
+    prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+    return Conjugate(prior, linear(0.25)), (x, y)
+
+
+def test_conjugate_models_are_exact() -> None:
+    model, (x, y) = regression()
+    fitted, test = model.fit((x[:15], y[:15])), (x[15:], y[15:])
+    result = blr.what_if(fitted, remove=[0, 3], add=(x[15:17], y[15:17]), evaluate=test)
+    kept = torch.tensor([i for i in range(17) if i not in (0, 3)])
+    again = model.fit((x[kept], y[kept]))
+    assert result.nll == pytest.approx(float(-again.log_predictive(test).mean()), abs=1e-10)
+    assert result.error == pytest.approx(0, abs=1e-12) and result.before != result.nll
+    rises = blr.influence(fitted, None, test)
+    for i in (0, 7):
+        rest = torch.arange(15) != i
+        without = model.fit((x[:15][rest], y[:15][rest]))
+        exact = fitted.log_predictive(test) - without.log_predictive(test)
+        torch.testing.assert_close(rises.matrix[i], exact, rtol=1e-8, atol=1e-9)
+    assert rises.error == pytest.approx(0, abs=1e-8)
+    assert rises.top(0, 1)[0] == rises.matrix[:, 0].argmax()
+
+
+def skew(y: torch.Tensor) -> Any:
+    start = SkewNormal(*torch.tensor([0.0, -1.0, 1.0], dtype=F64))
+    return fit_skew_normal(
+        lambda theta: -theta.square() / 20,
+        start,
+        log_likelihood=lambda y, theta: y[:, None] * theta - theta.exp(),
+        data=y,
+        rho=1.0,
+        tol=1e-8,
+        progress=False,
+    )
+
+
+def documents() -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    topics = torch.tensor([[8.0, 8, 4, 1, 1, 1], [1, 1, 1, 4, 8, 8]])
+    shares = torch.rand(25, 1, generator=g)
+    return torch.poisson(shares * topics[0] + (1 - shares) * topics[1], generator=g)
+
+
+def lda(counts: torch.Tensor, start: Dirichlet | None = None) -> Any:
+    model = LDA(2, local_tol=1e-8)
+    return model.fit(counts, passes=400, batch_size=None, tol=1e-10, start=start, progress=False)
+
+
+def clusters(y: torch.Tensor) -> Any:
+    prior = NormalWishart(torch.zeros(2, dtype=F64), ONE, 3 * ONE, torch.eye(2, dtype=F64))
+    model = BayesianGaussianMixture(Dirichlet(torch.ones(2, dtype=F64)), prior)
+    return model.fit(y, tol=1e-9, generator=torch.Generator().manual_seed(0), progress=False)
+
+
+def two_clusters() -> torch.Tensor:
+    g = torch.Generator().manual_seed(2)
+    y = torch.randn(30, 2, dtype=F64, generator=g)
+    y[:15] += 8.0
+    return y
+
+
+def logistic(data: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+    return GeneralizedLinear(prior, "bernoulli").fit(data, progress=False)
+
+
+def labels() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = regression()[1]
+    return x, (y > 0).to(F64)
+
+
+CASES = {
+    "skew normal of four rows": (skew, torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=F64), [2]),
+    "LDA of 25 documents": (lda, documents(), [0, 1, 2]),
+    "logistic regression": (logistic, labels(), [0, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
+    """The truth is a fit from the fitted posterior, without the examples."""
+    fit, data, gone = CASES[name]
+    fitted = fit(data)
+    kept = torch.tensor([i for i in range(fitted.n_data) if i not in gone])
+    rest = data[kept] if isinstance(data, torch.Tensor) else tuple(d[kept] for d in data)
+    again = lda(rest, fitted.q) if fit is lda else fit(rest)
+    truth = float(-again.log_predictive(data).mean())
+    first = float(-fitted.predictive(fitted.without(gone), data).mean())
+    result = blr.what_if(fitted, remove=gone)
+    assert abs(result.nll - truth) < 0.5 * abs(first - truth)
+    assert abs(result.nll - truth) <= 3 * result.error + 1e-6
+    assert result.steps == 10 and f"{result.nll:.4f}" in repr(result)
+
+
+@pytest.mark.parametrize("fit", [clusters, logistic])
+def test_a_step_rests_where_the_fit_does(fit: Callable[..., Any]) -> None:
+    fitted = fit(two_clusters() if fit is clusters else labels())
+    q, moved = fitted.refitted(steps=1)
+    for node in q if isinstance(q, dict) else [None]:
+        one, two = (p if node is None else p[node] for p in (q, moved))
+        for key, value in one.natural.items():
+            torch.testing.assert_close(two.natural[key], value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_chain_takes_further_series() -> None:
+    g = torch.Generator().manual_seed(0)
+    counts = torch.poisson(torch.tensor([[1.0, 1, 8, 8, 8, 1]]).expand(6, -1), generator=g)
+    model = HiddenMarkov(2, poisson(), Gamma(ONE, ONE))
+    part = model.fit(counts[:5], generator=g, tol=1e-12, progress=False)
+    *_, more = part.refitted(add=counts[5:].double(), steps=15)
+    *_, back = part.refitted([0], steps=15)
+    whole = part.refitted(steps=1)
+    assert len(list(whole)) == 2
+    shapes = part["emission"].shape.sum()
+    assert more["emission"].shape.sum() == pytest.approx(float(shapes + counts[5].sum()))
+    assert back["emission"].shape.sum() == pytest.approx(float(shapes - counts[0].sum()))
+
+
+def test_bad_input() -> None:
+    model, data = regression()
+    fitted = model.fit(data)
+    for wrong in (
+        {},
+        {"remove": [0], "solver": "cg"},
+        {"add": (data[0],)},
+        {"remove": [99]},
+    ):
+        with pytest.raises(InputError):
+            blr.what_if(fitted, **wrong)
+    with pytest.raises(InputError):
+        blr.influence(fitted)
