@@ -20,7 +20,7 @@ from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
 BROAD = 0.05
-"""How wide q may become in ``steps`` where the data say nothing, in units of the weights."""
+"""With ``steps``: how wide q may become where the data say nothing, and how far a step goes."""
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
@@ -47,6 +47,26 @@ def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0) -> float:
     except (TypeError, ValueError):  # what is wrong with them is said where groups are checked
         c = 1.0
     return 1 - min(max(c, 1.0), 5.0, steps) / steps
+
+
+def radius_for(
+    steps: int | None, lr: float, hess_init: float = 1.0, weight_decay: float = 0.0
+) -> float:
+    """The ``clip_radius`` with which a step of lr · (hess_init + weight_decay) is at most 0.05.
+
+    Where h falls faster than the gradient its steps grow without bound; bounded, they allow an
+    ``lr`` with which the others learn faster.
+
+    Example:
+        >>> radius_for(1000, lr=20.0), radius_for(None, lr=20.0)
+        (0.0025, inf)
+    """
+    if steps is None:
+        return math.inf
+    try:
+        return BROAD / (float(lr) * (float(hess_init) + float(weight_decay)))
+    except (TypeError, ValueError, ZeroDivisionError):  # said where groups are checked
+        return math.inf
 
 
 class IVON(RowOptimizer):
@@ -86,8 +106,9 @@ class IVON(RowOptimizer):
     examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``,
     which at the start is that of ``torch.optim.SGD(momentum=0)`` (ten times that of
     ``momentum=0.9``): h has left its start when training ends, and the step size is then
-    lr·(hess_init + δ)/(h + δ). Without ``steps`` or a ``beta2`` of your own h hardly moves in
-    trainings of less than 100,000 steps: the posterior is then ``hess_init``'s, not the data's.
+    lr·(hess_init + δ)/(h + δ); no weight moves further than 0.05 in a step. Without ``steps`` or a
+    ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: the posterior is
+    then ``hess_init``'s, not the data's.
 
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
     too (``steps`` apart); all but ``params``, ``mc_samples``, ``sync``, ``generator`` and ``steps``
@@ -105,7 +126,7 @@ class IVON(RowOptimizer):
         mc_samples: how often ``step(closure)`` calls the closure. Without a closure every
             ``sampled_params(train=True)`` since the last step counts as one draw.
         hess_approx: ``"price"`` or ``"gradsq"``.
-        clip_radius: bound on each element of the step before ``lr``.
+        clip_radius: bound on each element of the step before ``lr``, set by ``steps`` if inf.
         sync: average gradient and curvature estimates over all processes of
             ``torch.distributed`` in ``step`` (nothing happens if it is not initialised). Seed
             each process differently, so that they draw different weights.
@@ -114,7 +135,8 @@ class IVON(RowOptimizer):
         generator: draws the noise, on its own device, and is saved and restored with the state.
             By default torch's global generators, which are the user's to save.
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
-            is left at its default, see :func:`beta2_for`; after the last one a warning where more
+            is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
+            :func:`radius_for`, by the ``lr`` given here; after the last one a warning where more
             than half of ``hess`` is still its start.
         foreach: taken as by torch's optimizers, and nothing hangs on it.
 
@@ -175,7 +197,12 @@ class IVON(RowOptimizer):
         foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
-        given = {**locals(), "beta2": beta2 if beta2 != BETA2 else beta2_for(steps, ess, hess_init)}
+        given = dict(locals())
+        if beta2 == BETA2:
+            given["beta2"] = beta2_for(steps, ess, hess_init)
+        if clip_radius == math.inf:
+            scale = (hess_init, weight_decay) if rescale_lr else ()
+            given["clip_radius"] = radius_for(steps, lr, *scale)
         self.steps = steps
         self._set_up(ROWS["IVON"], given)
 

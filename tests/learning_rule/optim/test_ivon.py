@@ -260,6 +260,34 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
     assert "steps" not in state["param_groups"][0]
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"hess_init": 0.2, "weight_decay": 1e-3}, {"rescale_lr": False}]
+)
+def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, Any]) -> None:
+    def moved(**more: Any) -> Tensor:
+        param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        noise = torch.Generator().manual_seed(0)
+        optimizer = IVON([param], lr=20.0, ess=1e9, steps=10**12, generator=noise, **given, **more)
+        with optimizer.sampled_params(train=True):
+            (param * torch.tensor([1e-4, 1.0, -50.0])).sum().backward()
+        optimizer.step()
+        return param.detach() - 1
+
+    bounded, free = moved(), moved(clip_radius=1e9)
+    torch.testing.assert_close(bounded, free.clamp(-0.05, 0.05), rtol=1e-10, atol=0)
+    assert free.abs().max() > 1 and 0 < free[0].abs() < 0.05
+    without = IVON([torch.nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **given)
+    assert without.param_groups[0]["clip_radius"] == math.inf
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": "fast"}, {"lr": -1.0}, {"hess_init": "none"}, {"weight_decay": None}]
+)
+def test_steps_leave_the_complaint_to_what_is_wrong(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        IVON([torch.nn.Parameter(torch.ones(3))], **{"lr": 0.1, "ess": 9, "steps": 9, **wrong})
+
+
 def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> None:
     def train(**given: Any) -> list[int]:
         param = nn.Parameter(torch.ones(3))
