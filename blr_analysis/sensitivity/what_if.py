@@ -92,7 +92,7 @@ def what_if(
             ``posterior`` are the last one's; passes add up. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` stands alone, ``what_if(fitted, remove=...,
             add=data, evaluate=data)``: its sites are subtracted, then come ``steps`` (10) of the
-            rule on the changed data; ``error`` says how far that may be from fitting again.
+            rule on the changed data; ``error`` estimates how far that is from fitting again.
         remove: a boolean mask ``[N]``, indices, or a function of a row of the scores' table
             (``lambda row: row.target == 3``; metadata columns included).
         add: a task with examples to be added (its model is not used, its data and forward are).

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference import (
     Conjugate,
@@ -170,9 +170,12 @@ def test_the_fit_stands_alone(ask: Any) -> None:
     task = blr.Task(torch.nn.Linear(3, 1).double(), (x, y), likelihood="gaussian")
     with pytest.raises(InputError, match="stands alone"):
         ask(fitted, task)
-    with pytest.raises(InputError, match="is no network"):
+    with pytest.raises(DataError, match="pair"):
         blr.influence(fitted, fitted, task)
-    for alone in (blr.influence, blr.top_influence, blr.what_if, blr.what_if_each):
+    for alone, match in ((blr.influence, "predict"), (blr.what_if, "remove")):
+        with pytest.raises(InputError, match=match):
+            alone(fitted)
+    for alone in (blr.top_influence, blr.what_if_each):
         with pytest.raises(InputError, match="without"):
             alone(fitted)
     with pytest.raises(InputError, match="posterior"):
