@@ -89,7 +89,7 @@ def test_the_options_arrive(
     assert "not the Fisher" in said
     assert "5 used, scaled" in rows(said)["n_data"]
     assert record["truncated"] > 0
-    assert f"{record['truncated']} texts were cut" in rows(said)["n_data"]
+    assert f"{record['truncated']} texts were cut to 9 tokens" in rows(said)["n_data"]
     assert {t.dtype for t in storage.read(out)[0].values()} == {torch.bfloat16}
 
 

@@ -169,12 +169,15 @@ def test_an_adapter_is_indexed_on_its_base(
 def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit"
     options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--by", "source")
+    options += ("--max-length", 5)
     code, printed, err = run(capsys, "audit", model, model / "data.jsonl", "-o", out, *options)
     assert code == 0, err
     assert "perplexity" in printed
     table = pd.read_parquet(out / "table.parquet")
     loaded = load_model(model)
-    task = language_task(loaded, model / "data.jsonl")
+    task = language_task(loaded, model / "data.jsonl", max_length=5)
+    longer = sum(len(text.split()) > 5 for text in task.metadata["text"])
+    assert f"{longer} of {N} texts" in err and longer > 0
     q = blr.Posterior.load(out / "posterior.safetensors")
     loo = blr.leave_one_out(task, q, progress=False)
     assert table["left_out_loss"].tolist() == pytest.approx(loo.losses.tolist(), rel=1e-4)
@@ -182,6 +185,7 @@ def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert pd.read_parquet(out / "removals.parquet")["group"].tolist() == ["a", "b"]
     page = (out / "report.html").read_text()
     assert task.metadata["text"][0] in page
+    assert "Suspicious texts" in page
     assert (out / "memory_map.png").is_file()
 
 

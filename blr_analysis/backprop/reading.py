@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call
-from blr_analysis.backprop.record import Recording, Unit, Visit
+from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.task import Task, parameter_places
 
@@ -87,13 +87,14 @@ class Plan:
         lead = scales.view(batch, *[1] * (cotangent.ndim - 1))
         scaled = recording.backward([cotangent * lead])
         names: set[str] = set()
+        near = rounding(recording.outputs) ** 0.6
         for visit, before, after in zip(recording.visits, grads, scaled, strict=True):
             axes = self.axes_of(visit, batch)
             for axis, (g, *_), (h,) in zip(axes[1] if axes else [], before, after, strict=False):
                 rows = axis.first(g, batch).reshape(batch * axis.repeats, -1)
                 rows = rows * scales.repeat_interleave(axis.repeats).unsqueeze(1)
                 gap = axis.first(h, batch).reshape(rows.shape) - rows
-                bound = torch.finfo(g.dtype).eps ** 0.6 * torch.linalg.vector_norm(rows, dim=1)
+                bound = near * torch.linalg.vector_norm(rows, dim=1)
                 if bool((torch.linalg.vector_norm(gap, dim=1) > bound).any()):
                     names.update(visit.unit.names.values())
         return names

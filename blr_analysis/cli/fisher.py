@@ -204,7 +204,8 @@ def show_result(result: FisherResult, console: Console) -> None:
         "next": "blr-analysis merge recipe.yml OUT",
     }
     if result.truncated:
-        rows["n_data"] += f"; {result.truncated:,} texts were cut (--max-length)"
+        cut = f"{result.truncated:,} texts were cut to {result.max_length} tokens (--max-length)"
+        rows["n_data"] += f"; {cut}"
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         console.print(f"{name:<{width}}{value}", soft_wrap=True)

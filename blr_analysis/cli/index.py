@@ -58,7 +58,7 @@ def index(
     way.check()
     say = Teller()
     say(f"loading {model}")
-    task, _ = texts.tasks(str(model))
+    task, _ = texts.tasks(str(model), say=say)
     if dry_run:
         show_forecast(build_cost(task, way.stages(task), rank))
         return

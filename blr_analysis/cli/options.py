@@ -255,8 +255,10 @@ class Texts:
         """A Kronecker posterior is fitted where nobody names one."""
         return replace(way, fit=way.fit or (None if way.posterior else StructureName.kron))
 
-    def tasks(self, model: str, test: str | None = None) -> tuple[Task, Task | None]:
-        """The task of the data, and that of the test file."""
+    def tasks(
+        self, model: str, test: str | None = None, say: Callable[[str], None] | None = None
+    ) -> tuple[Task, Task | None]:
+        """The task of the data, and that of the test file; ``say`` hears how many were cut."""
         from blr_analysis.huggingface.models import load_language_model
         from blr_analysis.huggingface.questions import language_task
 
@@ -264,6 +266,10 @@ class Texts:
         paths = [self.data] if test is None else [self.data, Path(test)]
         how: dict[str, Any] = {"text": self.text, "max_length": self.max_length}
         made = [language_task(loaded, path, **how) for path in paths]
+        for path, one in zip(paths, made, strict=True):
+            if say is not None and one.dataset.cut:
+                count = f"{one.dataset.cut:,} of {one.n_data:,} texts of {path}"
+                say(f"{count} cut to {self.max_length} tokens (--max-length)")
         return made[0], made[1] if test is not None else None
 
 
@@ -298,7 +304,7 @@ def job(
     say = Teller()
     with nullcontext(Path()) if out is None else folder_for(out) as folder:
         say(f"loading {task}")
-        ours, theirs = load_tasks(task, test) if texts is None else texts.tasks(task, test)
+        ours, theirs = load_tasks(task, test) if texts is None else texts.tasks(task, test, say)
         if check is not None:
             check(ours)
         yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
@@ -313,7 +319,7 @@ def audit_forecast(task: str, way: Way, texts: Texts | None) -> Forecast:
 
     way = way if texts is None else texts.fitting(way)
     way.check()
-    ours, _ = load_tasks(task) if texts is None else texts.tasks(task)
+    ours, _ = load_tasks(task) if texts is None else texts.tasks(task, say=Teller())
     size = sum(p.nbytes for p in ours.parameters().values())
     n, some = ours.n_data, min(ours.n_data, 256)
     outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())

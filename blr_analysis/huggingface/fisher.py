@@ -53,6 +53,7 @@ class FisherResult:
         n_data: N, the examples that the sum stands for.
         examples: how many of them were used.
         truncated: how many of those were longer than was read.
+        max_length: tokens that were read of a text at most.
         zeros: the share of numbers that are exactly 0 (embeddings of words that do not occur).
         seconds: of the whole run.
     """
@@ -64,6 +65,7 @@ class FisherResult:
     n_data: int
     examples: int
     truncated: int
+    max_length: int
     zeros: float
     seconds: float
 
@@ -214,6 +216,7 @@ def fisher(
         n_data=n,
         examples=len(encoded),
         truncated=encoded.truncated,
+        max_length=encoded.max_length,
         zeros=zeros / size,
         seconds=time.monotonic() - started,
     )

@@ -102,6 +102,7 @@ def write_page(
         judged=judged(findings),
         agreement=None if findings.on_test is None else agreement(findings.loo, findings.on_test),
         classification="suspicious" in findings.table,
+        suspicious=_doubtful(findings),
         n_suspects=len(data["suspects"]),
         n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
         removals=removal_rows(removals, names if findings.by == "target" else None),
@@ -226,6 +227,13 @@ def _template() -> Any:
     loader = PackageLoader("blr_analysis.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return env.get_template("page.html.jinja")
+
+
+def _doubtful(findings: Findings) -> str:
+    """What may be wrong with an example."""
+    if "suspicious" in findings.table:
+        return "labels"
+    return "texts" if findings.task.likelihood.is_sequence else "targets"
 
 
 def _own(name: str) -> str:

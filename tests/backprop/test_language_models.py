@@ -98,6 +98,25 @@ def test_norms_of_every_name_are_read_by_what_they_compute() -> None:
         assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
 
 
+def test_a_router_in_single_precision_does_not_misplace_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which would send all layers before it through the whole model, one example at a time."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**small, **heads, head_dim=4, use_cache=False)
+    config._experts_implementation = "eager"
+    with seeded(0):
+        model = randomised(transformers.MixtralForCausalLM(config).double().eval())
+    ids = torch.randint(1, 16, (4, 7), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    task = Task(model, DataLoader(rows, batch_size=4), likelihood="causal_lm")
+    assert set(ways(task).values()) >= {"linear", "embedding"}
+    monkeypatch.delattr("blr_analysis.backprop.reading.task_columns")
+    fitted(task, "diag")
+
+
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere"])
 def test_models_whose_norms_are_in_single_precision_run_in_double(kind: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -292,6 +292,7 @@ def test_the_record_says_what_it_is(folder: Path, tmp_path: Path) -> None:
         N,
         N,
         0,
+        record["max_length"],
         result.zeros,
         result.seconds,
     )
