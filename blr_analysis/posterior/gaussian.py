@@ -111,6 +111,9 @@ class Posterior:
         explained = self.record.get("explained", 1.0)
         if explained < ENOUGH:
             notes += f", rank explains {explained:.0%}: too low for influence"
+        subset = self.record.get("subset")
+        if subset and not subset["converged"]:
+            notes += f", descent ended at residual {subset['residual']:.0e}"
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
             f"n_data={self.n_data}, kind={kind!r}{start}{notes}{checked})"

@@ -38,6 +38,10 @@ from blr_analysis.task import Task
 TRIES = 20  # dampings of one Newton step, each four times the last
 GAIN = 0.1  # of the decrease that the quadratic promises is enough for a Newton step
 MOST_PRODUCTS = 50  # of the curvature, per Newton step
+SERVES = 20  # passes of a Newton step up to which its preconditioner serves the next one too
+WINDOW = 8  # Newton steps in which a descent either gets on or is over
+STILL = 0.9  # of the least residual before them: what was no better than that has not got on
+LEVEL = 1e-3  # of F: nor has what fell less
 NEAR = 0.3  # residual: from here on the Hessian leads faster than the GGN
 MEMORY = 20  # pairs of moves and changes of the gradient that a secant move knows of
 SUFFICIENT = 1e-4  # of the decrease that the slope promises (Armijo)
@@ -313,8 +317,9 @@ def train(
         task: under a model of one's own; see :func:`on_a_copy`.
         prior_precision: δ, a number, or one per parameter name (number or tensor).
         structure: of the posterior that preconditions.
-        tolerance: the ``point.residual`` to reach; a descent that gets stuck, or has taken
-            ``max_steps``, ends above it.
+        tolerance: the ``point.residual`` to reach; a descent that gets stuck, does not get on
+            (at the kinks of a ReLU network no gradient vanishes), or has taken ``max_steps``,
+            ends above it.
 
     Raises:
         ModelError, DataError: as :meth:`Task.run`.
@@ -325,13 +330,29 @@ def train(
         return fit_laplace(task, structure=structure, prior_precision=prior, progress=False).form
 
     params = {n: p.clone() for n, p in task.parameters().items()}
-    descent = Descent.start(whole(task, prior), params, precision())
-    for step in range(max_steps):
-        if descent.point.residual <= tolerance or descent.stalled:
+    form = precision()
+    descent = Descent.start(whole(task, prior), params, form)
+    track, spent = [(descent.point.value, descent.point.residual)], 0.0
+    for _ in range(max_steps):
+        if descent.point.residual <= tolerance or descent.stalled or _still(track):
             break
-        descent.newton(precision() if step else descent.preconditioner)
+        form = precision() if spent > SERVES else form
+        before = descent.passes
+        descent.newton(form)
+        spent = descent.passes - before
+        track.append((descent.point.value, descent.point.residual))
         write(task, descent.point.params)
     return descent
+
+
+def _still(track: list[tuple[float, float]]) -> bool:
+    """Whether the last steps brought neither F nor the residual down."""
+    if len(track) <= WINDOW:
+        return False
+    earlier, late = track[:-WINDOW], track[-WINDOW:]
+    fell = earlier[-1][0] - late[-1][0]
+    least = [min(residual for _, residual in part) for part in (earlier, late)]
+    return fell <= LEVEL * abs(late[-1][0]) and least[1] > STILL * least[0]
 
 
 def on_a_copy(task: Task) -> Task:

@@ -30,6 +30,7 @@ from blr_analysis.task import Task
 SMALL = 300  # parameters: up to here the full structure preconditions the descent
 ROUNDS = 20  # of the effective weight's fixed point; four are usual
 SETTLED = 1e-4  # the fixed point's relative error
+NOISE = 0.1  # the same, of the residual, where the descents end above their tolerance
 COARSE = 1e-3  # residual of the descents in between: leverage changes little with the weights
 
 
@@ -209,9 +210,10 @@ class _Weighing:
         """The root of keep / (1 + (1 − w) v(w)) − w by secants, and whether it was found."""
         w, before = keep, None
         for _ in track(range(ROUNDS), total=ROUNDS, label="effective weight", show=progress):
-            self.moved(w, tolerance)
+            residual = self.moved(w, tolerance)
+            enough = SETTLED if residual <= tolerance else max(SETTLED, NOISE * residual)
             gap = keep / (1 + (1 - w) * self.leverage(w)) - w
-            if abs(gap) <= SETTLED * w:
+            if abs(gap) <= enough * w:
                 return w, True
             slope = -1.0 if before is None else (gap - before[1]) / (w - before[0])
             before = (w, gap)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from models import mlp
 from oracles import dense_ggn, dense_jacobian, unflatten
 from oracles_retraining import flat, linear, retrained, trained, with_ones
+from parts import normal
 from scipy.stats import spearmanr
 from sklearn.datasets import load_diabetes, load_wine
 from snapshots import untouched
@@ -15,6 +18,7 @@ from torch.func import functional_call
 
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, InputError, PosteriorError
+from blr_analysis.sensitivity.minimise import on_a_copy, train
 
 DELTA = 2.0
 
@@ -165,6 +169,24 @@ def test_a_network_moves_to_a_stationary_point_of_the_weighted_objective(dtype) 
     gap = sum(float((s + p).detach().square().sum()) for s, p in zip(slopes, pulls, strict=True))
     size = sum(float(s.square().sum()) for s in slopes)
     assert (gap / size) ** 0.5 < 1e-4 and size > 0.01
+
+
+def test_a_descent_that_does_not_get_on_is_over(monkeypatch) -> None:
+    """At the kinks of a ReLU network, where no gradient vanishes; little is missed."""
+    x, y = standardised(load_wine(return_X_y=True))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 24), nn.ReLU(), nn.Linear(24, 3)).double()
+    task = blr.Task(model, (x + 0.8 * normal(*x.shape), y))
+    options = {"structure": "full", "tolerance": 1e-9, "max_steps": 90}
+    short = train(on_a_copy(task), 0.3, **options)
+    monkeypatch.setattr(sys.modules[train.__module__], "WINDOW", 1000)
+    long = train(on_a_copy(task), 0.3, **options)
+    assert len(short.moves) < 0.5 * len(long.moves)
+    assert short.point.value < 1.01 * long.point.value
+    q = fit(task, "kron", delta=0.3)
+    with pytest.warns(RuntimeWarning, match="ended at a residual"):
+        found = subset(task, q, 0.5, effective=False, tolerance=1e-9, max_steps=60)
+    assert "residual" in repr(found)
 
 
 def test_a_prior_of_each_parameter_and_the_curvature_at_the_new_weights() -> None:
