@@ -113,7 +113,8 @@ def test_the_report_says_what_was_done(run: Run, family: dict[str, Any]) -> None
     # weights of three models and their precisions, all float32
     assert figures["bytes_read"] == 4 * 6 * figures["entries"]
     assert figures["models"][1] == {
-        "model": "ft2", "weight": "[0.5, 1.5]", "precision": "ft2/precision", "n_data": None
+        "model": "ft2", "weight": "[0.5, 1.5]", "precision": "ft2/precision", "n_data": None,
+        "density": 1.0,
     }  # fmt: skip
     assert figures["delta"] == 0.01
     assert figures["shards"] == ["model.safetensors"]

@@ -271,3 +271,35 @@ def test_slerp_with_a_gradient(place: Path) -> None:
     at = {"layers.0.mlp.weight": base, "layers.1.mlp.weight": one, "layers.0.norm.weight": one}
     for name, expected in at.items():
         torch.testing.assert_close(tensors[name], expected[name], rtol=0, atol=1e-6)
+
+
+def test_densities_and_weights_run_over_the_layers(place: Path) -> None:
+    tensors, _ = run(
+        place,
+        "merge_method: ties\nbase_model: base\nparameters: {normalize: true, lambda: 0.7}\n"
+        "models:\n- {model: ft1, parameters: {weight: [0.3, 0.6], density: [1, 0.5]}}\n"
+        "- model: ft2\n  parameters:\n    density: 0.5\n"
+        "    weight: [{filter: mlp, value: 0.5}, {value: 0.2}]\n",
+    )
+    base, one, two = (Folder.open(place / n).tensors() for n in ("base", "ft1", "ft2"))
+    for layer, (weight, density) in enumerate([(0.3, 1.0), (0.6, 0.5)]):
+        for part, other in (("mlp", 0.5), ("norm", 0.2)):
+            name = f"layers.{layer}.{part}.weight"
+            expected = blr.merge(
+                {name: base[name]},
+                [{name: one[name]}, {name: two[name]}],
+                method="ties",
+                weights=[weight, other],
+                density=[density, 0.5],
+                scale=0.7,
+            )
+            assert torch.equal(tensors[name], expected[name])
+
+
+def test_a_filter_of_a_density_that_matches_nothing(place: Path) -> None:
+    with pytest.raises(InputError, match="did you mean"):
+        run(
+            place,
+            "merge_method: dare_ties\nbase_model: base\nmodels:\n- model: ft1\n"
+            "  parameters: {weight: 1, density: [{filter: mpl, value: 0.5}, {value: 1}]}\n",
+        )
