@@ -1,5 +1,6 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
+from blr_analysis.sensitivity.adapt import Adapted, adapt
 from blr_analysis.sensitivity.calibration import calibrate
 from blr_analysis.sensitivity.ensemble import replays
 from blr_analysis.sensitivity.influence import (
@@ -23,6 +24,7 @@ from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
 from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
 
 __all__ = [
+    "Adapted",
     "GroupInfluence",
     "Index",
     "Influence",
@@ -39,6 +41,7 @@ __all__ = [
     "TokenScores",
     "TopInfluence",
     "WhatIf",
+    "adapt",
     "calibrate",
     "influence",
     "leave_one_out",

@@ -1,0 +1,117 @@
+"""New data without the old: the posterior as prior, and a memory of the examples that shape it.
+
+    λ^{\\M} = λ − Σ_{i∈M} λ̃_i,     θ ← argmin Σ_{i∈M} ℓ_i + Σ_{new} ℓ_j − log q^{\\M}(θ)
+
+M are the k examples of largest deviation (memorable past; Pan et al., NeurIPS 2020; Daxberger et
+al., 2023): their sites leave the posterior and they stay as data, so that nothing counts twice; all
+others stay as the quadratic that their sites are. It is :func:`blr_analysis.what_if`, once to take
+M out and once to add what is new, and it is iterated: what comes back is a task and its posterior.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset
+
+from blr_analysis.checks import instance, positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.sensitivity.minimise import on_a_copy, write
+from blr_analysis.sensitivity.scores import sensitivity
+from blr_analysis.sensitivity.what_if import what_if
+from blr_analysis.task import Task
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model that went on to new data; give both to :func:`adapt` again.
+
+    Attributes:
+        task: a copy of the model at the new weights, with what is remembered and the new data.
+        posterior: on those, its prior being what the other old examples said: δ is their diagonal
+            precision, around the mean without the memory.
+        memory: the examples of the earlier task that are remembered, by index ``[k]``.
+    """
+
+    task: Task
+    posterior: Posterior
+    memory: Tensor
+
+    def __repr__(self) -> str:
+        new = self.task.n_data - len(self.memory)
+        return f"Adapted(memory={len(self.memory)}, new={new})"
+
+
+@torch.inference_mode(False)
+def adapt(
+    task: Task,
+    posterior: Posterior,
+    new: Task,
+    *,
+    memory: int = 20,
+    passes: int | None = None,
+    progress: bool | None = None,
+) -> Adapted:
+    """Let a model learn new data with what its posterior knows of the old, and ``memory`` of them.
+
+    The old data are needed once more, to choose the memory and take its sites out (one sweep);
+    after that only the memory is. The precision carried on is diagonal.
+
+    Args:
+        task: the model and the data that it learned last.
+        posterior: learned on those.
+        new: further data, of the same likelihood; its model is not used.
+        memory: k, how many of ``task``'s examples are remembered, fewer than all.
+        passes: over memory and new data, about; None: as in :func:`blr_analysis.what_if`.
+        progress: None shows a bar on a terminal when the work is long.
+
+    Raises:
+        InputError: a memory below 1 or of all examples, new data of another likelihood.
+        PosteriorError, ModelError, DataError: as :func:`blr_analysis.what_if`.
+
+    Example:
+        >>> import blr_analysis as blr
+        >>> X = torch.randn(60, 2)
+        >>> task, new = (blr.Task(torch.nn.Linear(2, 2), (x, (x[:, 0] > 0).long()))
+        ...              for x in (X, X + 1))
+        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        >>> first = adapt(task, q, new, memory=5, progress=False)
+        >>> second = adapt(first.task, first.posterior, new, memory=5, progress=False)
+        >>> second, second.posterior.structure
+        (Adapted(memory=5, new=60), 'diag')
+    """
+    instance("new", new, Task, "a blr_analysis.Task with the new data")
+    if positive_int("memory", memory) >= task.n_data:
+        raise InputError(f"memory must be below the {task.n_data} examples, got {memory}")
+    scores = sensitivity(task, posterior, progress=progress)
+    deviation = scores.self_influence if scores.deviation is None else scores.deviation
+    kept = deviation.reshape(task.n_data, -1).abs().sum(1).topk(memory).indices
+    cavity = what_if(
+        task,
+        posterior,
+        remove=kept,
+        solver="posterior",
+        evaluate=task.subset(kept),
+        progress=progress,
+    ).posterior
+    prior = Prior({n: cavity.precision(n) for n in cavity.mean}, dict(cavity.mean))
+    remembered = task.subset(kept)
+    start = fit_laplace(
+        remembered, structure="diag", prior_precision=prior, initial=cavity.mean, progress=progress
+    )
+    moved = what_if(
+        remembered, start, add=new, solver="cg", passes=passes, evaluate=new, progress=progress
+    )
+    under = on_a_copy(task)
+    write(under, moved.parameters)
+    both = ConcatDataset([remembered.dataset, new.dataset])
+    joint = Task(under.model, both, likelihood=task.likelihood, forward=task.forward)
+    q = fit_laplace(
+        joint, structure="diag", prior_precision=prior, initial=cavity.mean, progress=progress
+    )
+    return Adapted(joint, q, kept)
