@@ -180,7 +180,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an odd dtype": ({"dtype": torch.bfloat16}, "dtype"),
     "an odd out_dtype": ({"out_dtype": torch.int8}, "out_dtype"),
     "an odd stand-in": ({"missing_precision": "guess"}, "missing_precision"),
-    "out in memory": ({"out": "somewhere"}, "out= is for"),
+    "out in memory": ({"out": "somewhere"}, "are for folders"),
     "paths and tensors": ({"base": "base"}, "all models as folders"),
     "weights that sum to 0": (
         {"method": "linear", "weights": [1.0, -1.0]},
