@@ -209,7 +209,7 @@ _ROWS = (
     Row("online Newton", FULL, AT_MEAN, GAUSS_NEWTON, RULE,
         f"{DELTA}, one example at a time, relative to the last posterior",
         "5.4", SITES, f"{INFERENCE}.online"),
-    Row("natural gradient of the likelihood", "the model of the data", EXACTLY, EXACT,
+    Row("natural-gradient MLE", "the model of the data", EXACTLY, EXACT,
         Move(entropy=False), "no entropy: maximum likelihood",
         "2, Eq. 19", NOT_LEARNED, f"{INFERENCE}.online"),
 )

@@ -61,7 +61,7 @@ BEYOND = {
     "sparse Gaussian process",
     "exponential weights",
     "online Newton",
-    "natural gradient of the likelihood",
+    "natural-gradient MLE",
 }
 
 
