@@ -78,8 +78,7 @@ def sketch(
         grown = space.grow()
         if space.rank < check and grown:
             continue
-        values, vectors = torch.linalg.eigh(space.core)
-        values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
+        values = torch.linalg.eigvalsh(space.core).flip(0).clamp_min(0)
         shares = _shares(values, curvature.trace, size)
         done = not grown or space.rank >= full
         if rank is None and bool((shares >= 1 - tolerance).any()):
@@ -91,6 +90,7 @@ def sketch(
         check = min(full, int(1.2 * space.rank))
     kept = min(kept, int((values > space.noise * values[:1]).sum()))
     share = float(shares[kept - 1]) if kept else 1.0
+    vectors = torch.linalg.eigh(space.core)[1].flip(1)
     basis = space.rotated(vectors[:, :kept])
     return Sketch(curvature.unwhitened(basis), curvature.diagonal, share, curvature.multiplied)
 
@@ -214,7 +214,7 @@ class _Krylov:
 
     def _without(self, v: Tensor) -> Tensor:
         for block in self._blocks:
-            v = v - (v @ block.mT) @ block
+            v = torch.addmm(v, v @ block.mT, block, alpha=-1)
         return v
 
     def _orthonormal(self, v: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""What takes long: each call once, its seconds and the process's peak memory.
+
+    python -m benchmarks.slow CASE [--threads T] [--share S]
+
+``--share`` below 1 takes that share of the examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blr_analysis as blr
+
+
+def table(n: int, features: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Inputs from N(0, 1), labels from a linear model with noise."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(n, features, generator=g), torch.randn(features, classes, generator=g)
+    return x, (x @ w + torch.randn(n, classes, generator=g)).argmax(1)
+
+
+def trained(x: Tensor, y: Tensor, hidden: int, classes: int, steps: int) -> nn.Module:
+    """An MLP after some steps of Adam; not at its minimum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(x.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    adam = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        batch = torch.randint(len(x), (256,))
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        adam.step()
+    return model
+
+
+def timed(name: str, call: Callable[[], Any]) -> Any:
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{name}: {wall:.1f} s, {cpu:.1f} CPU-s, peak {peak:.2f} GiB", flush=True)
+    return result
+
+
+Question = Callable[[blr.Task, blr.Posterior], Any]
+# Rows, features, hidden units, classes, steps of training, structure of the posterior, question.
+CASES: dict[str, tuple[int, int, int, int, int, str, Question]] = {
+    "top_influence": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.top_influence(
+        t, q, t.subset(range(1000)), k=5, progress=False)),
+    "suspicious": (20_000, 20, 32, 3, 300, "kron", lambda t, q: blr.suspicious(
+        t, q, progress=False)),
+    "calibrate": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.calibrate(
+        t, q, progress=False)),
+    "leave_one_out": (1000, 64, 32, 1000, 100, "kron", lambda t, q: blr.leave_one_out(
+        t, q, progress=False)),
+    "subset_posterior": (1000, 64, 330, 10, 100, "kron", lambda t, q: blr.subset_posterior(
+        t, q, 0.5, progress=False)),
+    "lowrank": (2444, 64, 330, 10, 100, "diag", lambda t, q: blr.fit_laplace(
+        t, structure="lowrank", prior_precision=1.0, progress=False)),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--share", type=float, default=1.0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows, features, hidden, classes, steps, structure, question = CASES[args.case]
+    x, y = table(int(args.share * rows), features, classes)
+    task = blr.Task(trained(x, y, hidden, classes, steps), (x, y))
+    q = timed(f"fit {structure}", lambda: blr.fit_laplace(
+        task, structure=structure, prior_precision=1.0, progress=False))  # fmt: skip
+    timed(args.case, lambda: question(task, q))
+
+
+if __name__ == "__main__":
+    main()
