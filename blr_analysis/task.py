@@ -112,6 +112,11 @@ class Task:
                 f"parameter {lazy[0]!r} of a lazy module has no shape yet; run a batch through "
                 "the model first"
             )
+        if any(hasattr(p, "full_tensor") for p in model.parameters()):
+            raise ModelError(
+                "the model's weights are sharded (fully_shard); load its full state dict into a "
+                "plain model"
+            )
         self.model = model = unwrapped(model)
         self.likelihood = resolve(likelihood)
         self.batch_size = positive_int("batch_size", batch_size)

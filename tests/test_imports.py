@@ -23,7 +23,7 @@ PACKAGE = "blr_analysis"
 # units on one line have never heard of each other. `__init__` stands on top of all.
 LAYERS = (
     {"errors"},
-    {"progress", "views", "checks"},
+    {"progress", "views", "checks", "ranks"},
     {"likelihoods", "files"},
     {"data", "estimators"},
     {"task"},

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from blr_analysis import ranks
 from blr_analysis.backprop.layers import (
     convolution,
     embedding,
@@ -26,7 +27,7 @@ from blr_analysis.backprop.layers import (
 )
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.record import Unit, shared
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -73,8 +74,12 @@ def input_moments(
     sums, wanted = InputMoments(), set(params) if only is None else {only}
     units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
     params = task.cast(params)
+    own = shared(task, params)
     for indices, batch in track(
-        task.batches(), total=-(-task.n_data // task.batch_size), label=label, show=progress
+        task.batches(indices=own),
+        total=-(-len(own) // task.batch_size),
+        label=label,
+        show=progress,
     ):
         mask = _mask(batch)
         with ExitStack() as hooks, task.evaluation():
@@ -83,6 +88,7 @@ def input_moments(
                 handle = unit.module.register_forward_hook(seen, with_kwargs=True)
                 hooks.callback(handle.remove)
             task.run(batch, params, indices)
+    ranks.total([*(moments for _, moments in sums.moments.values()), *sums.counts.values()])
     return sums
 
 

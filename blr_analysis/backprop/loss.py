@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blr_analysis.backprop.record import fetched, together
+from blr_analysis import ranks
+from blr_analysis.backprop.record import fetched, shared, together
 from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood, TokenCategorical
@@ -180,7 +181,7 @@ def loss_and_gradient(
     Args:
         indices: the examples to sum over; None: all.
         errors: ``[M, C]``, in place of the e_i = ∂ℓ_i/∂f.
-        watch: is shown the outputs, targets and indices of every batch.
+        watch: is shown the outputs, targets and indices of every batch, on every rank.
 
     Raises:
         ModelError, DataError: as :meth:`Task.run`; outputs that autograd cannot differentiate.
@@ -189,9 +190,10 @@ def loss_and_gradient(
     total = {n: torch.zeros_like(p) for n, p in params.items()}
     loss = 0.0
     order = torch.arange(task.n_data) if indices is None else indices
-    size = together(task, params, order)
-    parts = order.split(size)
-    given = [None] * len(parts) if errors is None else errors.split(size)
+    mine = torch.arange(len(order)) if watch else shared(task, params, torch.arange(len(order)))
+    pieces = mine.split(together(task, params, order[mine])) if len(mine) else ()
+    parts = [order[piece] for piece in pieces]
+    given = [None if errors is None else errors[piece] for piece in pieces]
     shown = track(parts, total=len(parts), label="gradient", show=progress)
     with task.evaluation():
         for chosen, e in zip(shown, given, strict=True):
@@ -201,6 +203,10 @@ def loss_and_gradient(
                 watch(f, y, chosen)
             for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
                 whole += grad
+    if watch is None:
+        sums = torch.tensor([loss], dtype=torch.float64)
+        ranks.total([*total.values(), sums])
+        loss = float(sums)
     return total, loss
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from blr_analysis.backprop.record import SavedBytes, fetched, together
+from blr_analysis import ranks
+from blr_analysis.backprop.record import SavedBytes, fetched, shared, together
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -90,6 +91,7 @@ class Curvature:
         self.kind = one_of("kind", kind, KINDS)
         self._task, self._params = task, dict(params)
         self._order = torch.arange(task.n_data) if indices is None else indices
+        self._mine = shared(task, self._params, self._order)
         if memory_budget is not None:
             positive_int("memory_budget", memory_budget)
         self._budget = memory_budget or HELD
@@ -112,12 +114,16 @@ class Curvature:
         count = max(1, lead.numel())
         flat = [v[n].detach().to(p).reshape((count, *p.shape)) for n, p in self._params.items()]
         total = [torch.zeros_like(x) for x in flat]
+        before = self._swept
         for part in self._chunks(f"{self.kind} products", progress):
             group = max(1, self._budget // max(1, part.size))
             for start in range(0, count, group):
                 columns = [x[start : start + group] for x in flat]
                 for whole, share in zip(total, part.multiply(columns), strict=True):
                     whole[start : start + group] += share
+        swept = torch.tensor([self._swept - before])
+        ranks.total([*total, swept])
+        self._swept = before + int(swept)
         self.products += count
         return {
             n: t.reshape((*lead, *p.shape))
@@ -134,7 +140,8 @@ class Curvature:
         return next(iter(leads.values()))
 
     def _chunks(self, label: str, progress: bool | None) -> Iterator[Linearised]:
-        pieces = self._order.split(together(self._task, self._params, self._order))
+        size = together(self._task, self._params, self._mine)
+        pieces = self._mine.split(size) if len(self._mine) else ()
         held = sum(part.size for part in self._kept.values())
         for i, chosen in enumerate(track(pieces, total=len(pieces), label=label, show=progress)):
             part = self._kept.get(i)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from blr_analysis import ranks
 from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.data import check_rows
 from blr_analysis.task import Task
@@ -145,6 +146,22 @@ def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
             fetched(task, first), {n: p.detach().requires_grad_() for n, p in params.items()}, first
         )
     return max(size, min(MOST, size * SMALL // max(1, saved.total)))
+
+
+def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None) -> Tensor:
+    """The examples (None: of all) that this rank visits, where several work together.
+
+    Raises:
+        InputError: more ranks than examples, or ranks with other weights or data.
+    """
+    order = torch.arange(task.n_data) if indices is None else indices
+    if ranks.count() == 1:
+        return order
+    ranks.check_enough(task.n_data)
+    example = tree_leaves(fetched(task, torch.zeros(1, dtype=torch.long)))
+    sizes = [x.double().norm() for x in example if isinstance(x, Tensor)]
+    sizes += [torch.linalg.vector_norm(p, dtype=torch.float64) for p in params.values()]
+    return ranks.share(order, task.n_data, *(float(size) for size in sizes))
 
 
 def record(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr_analysis import ranks
 from blr_analysis.cli.algorithms import algorithms as _algorithms
 from blr_analysis.cli.fisher import fisher as _fisher
 from blr_analysis.cli.index import index as _index
@@ -149,12 +150,15 @@ def audit(
         findings = investigate(
             at.task, at.posterior, test=at.test, by=column, passes=passes, say=at.say
         )
-        printed = summary(findings)
-        files = write(findings, at.out, say=at.say)
-        files.append(write_text(as_text(printed), at.out, "summary.txt"))
-        at.say("writing the page")
-        shown = at.task.metadata["text"] if texts else None
-        files.append(write_report(findings, at.out / "report.html", texts=shown))
+        if not ranks.first():
+            return
+        with ranks.alone():
+            printed = summary(findings)
+            files = write(findings, at.out, say=at.say)
+            files.append(write_text(as_text(printed), at.out, "summary.txt"))
+            at.say("writing the page")
+            shown = at.task.metadata["text"] if texts else None
+            files.append(write_report(findings, at.out / "report.html", texts=shown))
     show(printed, paper())
     show(files_section(at.out, files), paper())
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from blr_analysis import ranks
 from blr_analysis.cli.options import (
     Base,
     DryRun,
@@ -67,6 +68,8 @@ def index(
     built = Index.build(task, q, out, rank=rank)
     about = {"model": model, "data": data, "base": base}
     about = {n: p and str(p.expanduser().absolute()) for n, p in about.items()}
+    if not ranks.first():
+        return
     with drafted(out / SOURCE) as draft:
         record = {**about, "text": text, "max_length": max_length}
         draft.write_text(json.dumps(record, indent=2), encoding="utf-8")

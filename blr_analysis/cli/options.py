@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
+from blr_analysis import ranks
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -302,7 +303,7 @@ def job(
     way = way if texts is None else texts.fitting(way)
     way.check()
     say = Teller()
-    with nullcontext(Path()) if out is None else folder_for(out) as folder:
+    with folder_for(out) if out is not None and ranks.first() else nullcontext(Path()) as folder:
         say(f"loading {task}")
         ours, theirs = load_tasks(task, test) if texts is None else texts.tasks(task, test, say)
         if check is not None:

@@ -13,14 +13,16 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import typer
 
+from blr_analysis import ranks
 from blr_analysis.cli.commands import app
-from blr_analysis.errors import BLRError
+from blr_analysis.errors import BLRError, InputError
 
 NAME = "blr-analysis"
+TOGETHER = {"audit", "index", "fisher"}  # the commands that several ranks share
 UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # What a wrong command line raises, whether typer brings its click along or not.
 _BadUsage = typer.BadParameter.__bases__[0].__bases__[0]
@@ -39,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Greek letters is no reason
     try:
-        code = app(arguments, prog_name=NAME, standalone_mode=False)
+        if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
+            raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
+        with ranks.opened(), contextlib.nullcontext() if ranks.first() else _silent():
+            code = app(arguments, prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()
         return _said_if_interrupted(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
@@ -54,8 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
-        _complain(_said(error), hint=not (debug or expected))
+        if ranks.speaks():
+            _complain(_said(error), hint=not (debug or expected))
         return BAD_INPUT if expected else UNEXPECTED
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Inside, nothing is shown: the first rank shows it."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def _unread() -> int:

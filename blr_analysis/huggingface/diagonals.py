@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.loss import batch_gradient
 from blr_analysis.backprop.plan import plan_for
+from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.posterior import curvature_root
+from blr_analysis.posterior import curvature_root, drawn_labels
 from blr_analysis.task import Task
 
 KINDS = ("fisher_mc", "fisher_emp", "ggn", "squared_minibatch")
@@ -134,14 +136,16 @@ def _add_examples(
     seeds = torch.randint(2**31, (task.n_data,), generator=source)  # one for every example
     wanted = {"fisher_mc": samples, "fisher_emp": 1}.get(kind, n_outputs(task, params))
     with _bar(task.n_data, kind, progress) as bar:
-        for chunk in _passes(task, params, min(wanted, COLUMNS), budget, lengths):
-            for columns in _columns(task, chunk, kind, samples, seeds):
+        own = shared(task, params)
+        for chunk in _passes(task, params, min(wanted, COLUMNS), budget, lengths, own):
+            for columns in _columns(chunk, kind, samples, seeds):
                 for term in chunk.terms(columns):
                     term.add_square_sum(total)
-            bar.update(len(chunk.indices))
+            bar.update(ranks.count() * len(chunk.indices))
+    ranks.total(total.values())
 
 
-def _columns(task: Task, chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[Tensor]:
+def _columns(chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[Tensor]:
     """Cotangents ``[B, K, C]``, a few at a time, whose squared gradients are the chunk's share."""
     if kind == "ggn":
         yield from curvature_root(chunk).split(COLUMNS, dim=1)
@@ -149,7 +153,7 @@ def _columns(task: Task, chunk: Chunk, kind: str, samples: int, seeds: Tensor) -
     if kind == "fisher_emp":
         yield chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
         return
-    drawn = _sampled(task, chunk, samples, seeds[chunk.indices])
+    drawn = drawn_labels(chunk, samples, seeds[chunk.indices])
     for start in range(0, samples, COLUMNS):
         errors = [
             chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y)
@@ -158,46 +162,20 @@ def _columns(task: Task, chunk: Chunk, kind: str, samples: int, seeds: Tensor) -
         yield torch.stack(errors, dim=1) / samples**0.5
 
 
-def _sampled(task: Task, chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
-    """K labels for every example from the model's own predictions: K tensors as the targets."""
-    counted = task.likelihood.counted(chunk.targets)
-    if counted is not None:
-        return _sampled_tokens(chunk, counted, samples, seeds)
-    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
-    source, drawn = torch.Generator(), []
-    for row, seed in enumerate(seeds.tolist()):
-        source.manual_seed(seed)
-        own = outputs[row : row + 1], targets[row : row + 1]
-        drawn.append([task.likelihood.resample(*own, source) for _ in range(samples)])
-    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
-
-
-def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
-    """The same for sequences, by one uniform number per token that counts: where it falls among
-    the cumulated probabilities."""
-    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
-    for row, seed in enumerate(seeds.tolist()):
-        own = counted[row].cpu()
-        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
-    reached = chunk.outputs.softmax(-1).cumsum(-1)
-    heights = uniform.to(reached) * reached[..., -1:]
-    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
-    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
-
-
 def _passes(
     task: Task,
     params: Mapping[str, Tensor],
     columns: int,
     budget: int,
     lengths: Sequence[int] | None,
+    own: Tensor,
 ) -> Iterator[Chunk]:
-    """The task in chunks; where lengths are known, as large as each length allows."""
+    """These examples in chunks; where lengths are known, as large as each length allows."""
     if lengths is None:
-        yield from chunks(
-            task, params, Chunking(memory_budget=budget, progress=False), columns=columns
-        )
+        whole = Chunking(memory_budget=budget, progress=False)
+        yield from chunks(task, params, whole, columns=columns, indices=own)
         return
+    lengths = [lengths[i] for i in own.tolist()]
     plan = plan_for(task, params)
     itemsize = next(iter(params.values())).element_size()
     for bucket in buckets(lengths):
@@ -205,7 +183,7 @@ def _passes(
         fits = plan.chunk_size(columns, int(budget * shorter), itemsize, len(bucket))
         size = min(fits, AT_ONCE)
         yield from chunks(
-            task, params, Chunking(size, progress=False), columns=columns, indices=bucket
+            task, params, Chunking(size, progress=False), columns=columns, indices=own[bucket]
         )
 
 
@@ -236,15 +214,17 @@ def _add_batches(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(task.n_data, generator=generator)
     batches = order.split(batch_size)
+    own = ranks.share(torch.arange(len(batches))).tolist()
     scale = task.n_data / len(batches)
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
     with task.evaluation(), _bar(task.n_data, "squared_minibatch", progress) as bar:
-        for indices in batches:
+        for indices in (batches[i] for i in own):
             grads = batch_gradient(task, leaves, indices)[2]
             for sums, grad in zip(total.values(), grads or (), strict=grads is not None):
                 mean = grad.to_dense() / len(indices)
                 sums.addcmul_(mean, mean, value=scale)
             bar.update(len(indices))
+    ranks.total(total.values())
 
 
 def _bar(total: int, label: str, progress: bool | None) -> tqdm:  # type: ignore[type-arg]

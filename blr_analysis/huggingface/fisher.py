@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from blr_analysis import ranks
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import held, storage
@@ -154,7 +156,8 @@ def fisher(
     place = Path(path_of(model)).expanduser()
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
     read_config(place)
-    with held(storage.check_target(target, force=force)):  # by one run at a time
+    leads = ranks.first()
+    with held(storage.check_target(target, force=force)) if leads else nullcontext():
         loaded = load_model(place, task=task, device=device)
         check_kind(kind, loaded.task == "causal_lm", batch_size)
         names = checkpoint_names(loaded)
@@ -189,6 +192,7 @@ def fisher(
             kind, about = str(q.record["kind"]), str(q.record["definition"])
             tensors = q.form.tensors()
             write = partial(write_factors, target, q, names=names, scale=n / len(encoded))
+        write = write if leads else dict
         write(
             definition=about,
             n_data=n,

@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.record import shared
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.task import Task
@@ -28,12 +30,14 @@ def expected_errors(task: Task, q: Posterior, chunking: Chunking) -> Tensor:
         InputError: sequences, whose outputs have no V_i.
     """
     check(task)
-    means = []
+    means, own = [], shared(task, q.mean)
     columns = n_outputs(task, q.mean)
-    for chunk in chunks(task, q.mean, chunking, columns=columns, label="expected errors"):
+    for chunk in chunks(
+        task, q.mean, chunking, columns=columns, indices=own, label="expected errors"
+    ):
         errors = [chunk.likelihood.error(f, chunk.targets) for f in _draws(q, chunk)]
         means.append(torch.stack(errors).mean(0))
-    return torch.cat(means)
+    return ranks.gathered(torch.cat(means), own, task.n_data)
 
 
 def expected_root(q: Posterior, chunk: Chunk) -> Tensor:

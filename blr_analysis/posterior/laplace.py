@@ -27,6 +27,7 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -143,7 +144,8 @@ def fit_laplace(
     columns, count = _columns(task, curvature, samples, generator, expected)
 
     def passes(label: str, indices: Tensor | None = None) -> Iterator[list[Term]]:
-        swept = chunks(task, params, chunking, columns=count, indices=indices, label=label)
+        own = shared(task, params, indices)
+        swept = chunks(task, params, chunking, columns=count, indices=own, label=label)
         return (chunk.terms(columns(chunk)) for chunk in swept)
 
     fit = Fit(
@@ -276,7 +278,6 @@ def _columns(
     generator: torch.Generator | None,
     expected: Posterior | None,
 ) -> tuple[Columns, int | None]:
-    likelihood = task.likelihood
     if expected is not None:
         return lambda chunk: expected_root(expected, chunk), None
     if curvature in ("ggn", "exact"):
@@ -285,21 +286,46 @@ def _columns(
         return lambda chunk: chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
 
     source = torch.Generator() if generator is None else generator
-    drawn: dict[tuple[int, ...], list[Tensor]] = {}
+    seeds = torch.randint(2**31, (task.n_data,), generator=source, device=source.device).cpu()
 
     def sampled(chunk: Chunk) -> Tensor:
-        # Labels are kept by example, so that a second pass sees those of the first.
-        which = tuple(chunk.indices.tolist())
-        if which not in drawn:
-            outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
-            drawn[which] = [likelihood.resample(outputs, targets, source) for _ in range(samples)]
         errors = [
-            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y.to(chunk.outputs.device))
-            for y in drawn[which]
+            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y)
+            for y in drawn_labels(chunk, samples, seeds[chunk.indices])
         ]
         return torch.stack(errors, dim=1) / samples**0.5
 
     return sampled, samples
+
+
+def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
+    """K labels for every example from the model's own predictions: K tensors as the targets.
+
+    Each example has a seed, so that they do not depend on how the data are divided into passes.
+    """
+    counted = chunk.likelihood.counted(chunk.targets)
+    if counted is not None:
+        return _sampled_tokens(chunk, counted, samples, seeds)
+    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
+    source, drawn = torch.Generator(), []
+    for row, seed in enumerate(seeds.tolist()):
+        source.manual_seed(seed)
+        own = outputs[row : row + 1], targets[row : row + 1]
+        drawn.append([chunk.likelihood.resample(*own, source) for _ in range(samples)])
+    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
+
+
+def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
+    """The same for sequences, by one uniform number per token that counts: where it falls among
+    the cumulated probabilities."""
+    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
+    for row, seed in enumerate(seeds.tolist()):
+        own = counted[row].cpu()
+        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
+    reached = chunk.outputs.softmax(-1).cumsum(-1)
+    heights = uniform.to(reached) * reached[..., -1:]
+    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
+    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
 
 
 def _checked(

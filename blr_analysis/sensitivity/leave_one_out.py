@@ -18,7 +18,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import QUIET, Chunking, chunks
+from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
@@ -191,13 +193,19 @@ def leave_one_out(
     word = taken(q, correction)
     likelihood = task.likelihood
     if scores is None:
-        known = _computed(task, q, chunking)
+        own = shared(task, q.mean)
+        known = _computed(task, q, chunking, own)
     else:
+        own = torch.arange(task.n_data)
         known = _ready(task, q, scores)
     parts = [(f, y, *left_out_by(word, f, y, v, own, bound_of(q))) for f, y, v, own in known]
     before, targets, after, levers, used = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
+    if len(own) < task.n_data:
+        before, targets, after, levers, used = (
+            ranks.gathered(t, own, task.n_data) for t in (before, targets, after, levers, used)
+        )
     if refine:
         change = likelihood.nll(after, targets) - likelihood.nll(before, targets)
         rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
@@ -243,9 +251,9 @@ def _rough(used: Tensor, levers: Tensor) -> str:
     return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
 
 
-def _computed(task: Task, q: Posterior, chunking: Chunking) -> Iterator[Known]:
-    """f, y, V and likelihood of the whole task, chunk by chunk."""
-    for chunk in chunks(task, q.mean, chunking, label="leave one out"):
+def _computed(task: Task, q: Posterior, chunking: Chunking, own: Tensor) -> Iterator[Known]:
+    """f, y, V and likelihood of these examples, chunk by chunk."""
+    for chunk in chunks(task, q.mean, chunking, indices=own, label="leave one out"):
         yield chunk.outputs, chunk.targets, prediction_variance(q, chunk), chunk.likelihood
 
 

@@ -18,7 +18,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fingerprint import recognise
@@ -164,13 +166,13 @@ def sensitivity(
         variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)
     columns = c if variance else 1
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
-    start = 0
-    for chunk in chunks(task, q.mean, chunking, columns=columns, label="sensitivity"):
+    own = shared(task, q.mean)
+    for chunk in chunks(task, q.mean, chunking, columns=columns, indices=own, label="sensitivity"):
         parts = _chunk_scores(task, q, chunk, variance)
-        kept = kept or [t.new_empty((task.n_data, *t.shape[1:])) for t in parts]
+        kept = kept or [t.new_zeros((task.n_data, *t.shape[1:])) for t in parts]
         for whole, part in zip(kept, parts, strict=True):
-            whole[start : start + len(part)] = part
-        start += len(chunk.indices)
+            whole[ranks.rows(chunk.indices)] = part
+    ranks.total(kept)
     error, outputs, targets, influence, *rest = kept
     likelihood = task.likelihood
     return Scores(

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.backprop.loss import loss_per_token, perplexity
+from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
@@ -138,7 +140,9 @@ def sequence_scores(
             single token that counts.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="sequences"):
+    split = indices is None and not variance  # whose draws go by chunk
+    own = shared(task, q.mean) if split else indices
+    for chunk in chunks(task, q.mean, chunking, columns=1, indices=own, label="sequences"):
         losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         influence = self_influence(q, chunk, error)
@@ -146,7 +150,10 @@ def sequence_scores(
         size = torch.linalg.vector_norm(error.flatten(1), dim=1)
         estimate = trace(q, chunk, signs) if variance else ()
         parts.append(tuple(t.cpu() for t in (losses, influence, tokens, size, *estimate)))
-    losses, influence, tokens, size, *estimate = (torch.cat(p) for p in zip(*parts, strict=True))
+    columns = [torch.cat(p) for p in zip(*parts, strict=True)]
+    if split and own is not None:
+        columns = [ranks.gathered(t, own, task.n_data) for t in columns]
+    losses, influence, tokens, size, *estimate = columns
     return SequenceScores(
         losses=losses,
         self_influence=influence,

@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.inputs import InputMoments
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
@@ -87,7 +88,7 @@ class Structure(ABC):
         """Σ_i G_iᵀ G_i in this structure, and what the posterior's record says of the fit."""
 
     def summed(self, fit: Fit) -> Self:
-        """S + Σ_i G_iᵀ G_i over one sweep."""
+        """S + Σ_i G_iᵀ G_i over one sweep of this rank's examples."""
         form = self
         for terms in fit.passes(f"{self.kind} {fit.label}"):
             form = form.add(terms)
@@ -255,11 +256,13 @@ class Spectral(Structure):
         return self.backward({k: turned[k] * s**power for k, s in self.values.items()})
 
     def summed(self, fit: Fit) -> Self:
-        sums = {n: s.clone() for n, s in self.values.items()}
+        """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
+        sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
         for terms in fit.passes(f"{self.kind} {fit.label}"):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
-        return self.with_values(sums)
+        ranks.total(sums.values())
+        return self.with_values({n: sums[n].add_(s) for n, s in self.values.items()})
 
     def times(self, v: Tree) -> Tree:
         return self._power(v, 1.0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
@@ -41,7 +42,9 @@ class Full(Structure):
         size = sum(p.numel() for p in fit.params.values())
         like = next(iter(fit.params.values()))
         zero = cls(like.new_zeros(size, size), {n: p.shape for n, p in fit.params.items()})
-        return zero.summed(fit), {}
+        form = zero.summed(fit)
+        ranks.total([form.matrix])
+        return form, {}
 
     @classmethod
     def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Full:

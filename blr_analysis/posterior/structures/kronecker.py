@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
@@ -186,6 +187,7 @@ def factor_sums(fit: Fit) -> Moments:
                 moments[joint.key][2].add_(left)
             else:
                 moments[joint.key] = (joint, right, left)
+    ranks.total(m for _, *pair in moments.values() for m in pair)
     return moments
 
 

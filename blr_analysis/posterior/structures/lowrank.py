@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
@@ -121,6 +122,7 @@ class LowRank(Structure):
         base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
         like = next(iter(fit.params.values()))
         form = cls(base, directions.basis, like.new_zeros(kept, kept)).summed(fit)
+        ranks.total([form.core])
         record = {"rank": kept, "tolerance": None if fit.rank else tolerance}
         return form.with_rest(directions.diagonal), {**record, "explained": directions.share}
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, products
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.contract import Tree
@@ -141,6 +142,7 @@ class _WhitenedCurvature:
                 term.combined(weights, into)
                 if first:
                     term.add_square_sum(self.diagonal)
+        ranks.total([*into.values(), *(self.diagonal.values() if first else ())])
         self.multiplied += len(v)
         if first:
             self.trace = sum(

@@ -17,6 +17,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
@@ -119,6 +122,8 @@ class Index:
                 ``rank=32768`` is 64 kB per example.
             memory_budget: as for :func:`blr_analysis.influence`.
 
+        Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
+
         Raises:
             PosteriorError: a posterior of another model, number of examples or structure.
             StorageError: the folder holds something else, or the index of another posterior, or
@@ -152,22 +157,32 @@ class Index:
             "last_loss": _last_loss(task, q),
         }
         chunking = Chunking(memory_budget=memory_budget, progress=False)
-        with held(place):
-            place.mkdir(parents=True, exist_ok=True)
-            _claim(place, described)
-            sheets = _sheets(task, q, place, rank, chunking)
+        leads = ranks.first()
+        shared(task, q.mean)  # refuses ranks that differ
+        with held(place) if leads else nullcontext():
+            if leads:
+                place.mkdir(parents=True, exist_ok=True)
+                _claim(place, described)
+                _find_directions(task, q, place, rank, chunking)
+            ranks.wait()
+            stored = _read_sheets(place)
+            sheets = {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in stored.items()}
             numbers = sum(sheet.size for sheet in sheets.values())
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
             check_room(place / STEM, len(missing) * SHARD * numbers * DTYPES[dtype].itemsize)
-            for name in missing:
-                _write_shard(task, q, sheets, place / name, files[name], DTYPES[dtype], chunking)
-            if not (place / CONFIG).is_file():
+            for k in ranks.share(torch.arange(len(missing))).tolist():
+                file, rows = place / missing[k], files[missing[k]]
+                _write_shard(task, q, sheets, file, rows, DTYPES[dtype], chunking)
+            ranks.wait()
+            if leads and not (place / CONFIG).is_file():
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
-                error = _measured(task, q, place, list(files), chunking)
+                with ranks.alone():
+                    error = _measured(task, q, place, list(files), chunking)
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | {"numbers": numbers})
+        ranks.wait()
         return cls.open(place, task=task)
 
     @classmethod
@@ -413,17 +428,14 @@ def _projected(
         yield z, torch.stack(squares)
 
 
-def _sheets(
-    task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking
-) -> dict[str, Sheet]:
-    """The directions, found in some of the examples; read where a run before wrote them."""
+def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking) -> None:
+    """Write the directions, found in some of the examples, where no run before did."""
     if not (place / DIRECTIONS).is_file():
         found = _find_sheets(task, q, rank, chunking)
         tensors = {f"{n}.left": s.left for n, s in found.items()}
         tensors |= {f"{n}.right": s.right for n, s in found.items()}
         with drafted(place / DIRECTIONS) as draft:
             save_file(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
-    return {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in _read_sheets(place).items()}
 
 
 def _read_sheets(place: Path) -> dict[str, Sheet]:

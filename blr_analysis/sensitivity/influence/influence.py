@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
+from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.expected import expected_errors
@@ -168,10 +170,11 @@ def influence(
     matrix: Tensor | None = None
     for piece in _mean(works, progress):
         if matrix is None:
-            matrix = piece.values.new_empty((task.n_data, n_test), device="cpu")
-        rows, columns = (slice(int(i[0]), int(i[-1]) + 1) for i in (piece.train, piece.test))
-        matrix[rows, columns] = piece.values
+            matrix = piece.values.new_zeros((task.n_data, n_test), device="cpu")
+        columns = slice(int(piece.test[0]), int(piece.test[-1]) + 1)
+        matrix[ranks.rows(piece.train), columns] = piece.values
     assert matrix is not None
+    ranks.total([matrix])
     return Influence.of(matrix, works[-1].about(len(works)))
 
 
@@ -221,6 +224,8 @@ def top_influence(
     blocks: dict[int, Best] = {}
     for piece in _mean(works, progress):
         blocks.setdefault(int(piece.test[0]), Best(k)).add(piece.train, piece.values)
+    for best in blocks.values():
+        best.shared(task.n_data)
     return joined(list(blocks.values()), works[-1].about(len(works)))
 
 
@@ -327,11 +332,16 @@ class _Work:
     def _roots(self, task: Task, cotangent: Cotangent) -> Tensor:
         """√(gᵀ Σ g) of every example, on the CPU; where there is no gradient, 1."""
         chunking = Chunking(memory_budget=self.question.memory_budget, progress=False)
-        squares = [
-            self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
-            for chunk in chunks(task, self.q.mean, chunking, columns=1)
-        ]
-        return _rooted(torch.cat(squares))
+        own = torch.arange(task.n_data) if task is self.test_task else shared(task, self.q.mean)
+        squares = torch.cat(
+            [
+                self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
+                for chunk in chunks(task, self.q.mean, chunking, columns=1, indices=own)
+            ]
+        )
+        if len(own) < task.n_data:
+            squares = ranks.gathered(squares, own, task.n_data)
+        return _rooted(squares)
 
     def exact(self, progress: bool | None, **where: Any) -> Iterator[Piece]:
         return pieces(
@@ -370,7 +380,8 @@ class _Work:
 
     def pieces(self, progress: bool | None) -> Iterator[Piece]:
         if self.question.projection is None:
-            yield from self.exact(progress, squares=bool(self.question.normalize))
+            own = shared(self.task, self.q.mean)
+            yield from self.exact(progress, squares=bool(self.question.normalize), indices=own)
             return
         budget = Budget.of(self.question.memory_budget, self.q, self.test_task.n_data)
         sketch = self._sketch(self.question.projection, budget)
@@ -382,7 +393,8 @@ class _Work:
             del held
         seen = torch.cat(parts)
         self.error = self._measured(sketch, seen, budget)
-        for indices, numbers in self._train(sketch, budget, None, progress):
+        own = shared(self.task, self.q.mean)
+        for indices, numbers in self._train(sketch, budget, own, progress):
             for columns in order.split(WIDE):
                 values = numbers @ seen[columns[0] : int(columns[-1]) + 1].mT
                 check_finite(values, "influence")
@@ -397,11 +409,10 @@ class _Work:
         return projection_for(self.q.form, terms, size, self.generator, budget.room)
 
     def _train(
-        self, sketch: Projection, budget: Budget, indices: Tensor | None, progress: bool | None
+        self, sketch: Projection, budget: Budget, indices: Tensor, progress: bool | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        n = self.task.n_data if indices is None else len(indices)
         numbers = max(sketch.size, min(WIDE, self.test_task.n_data))
-        size = chunk_size(self.task, self.q, budget, n, numbers)
+        size = chunk_size(self.task, self.q, budget, len(indices), numbers)
         chunking = Chunking(size, progress=progress)
         for chunk in chunks(self.task, self.q.mean, chunking, indices=indices, label="influence"):
             yield chunk.indices, sketch.train(loss_terms(self.task, chunk, self.own))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import predict
 from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
@@ -293,6 +294,24 @@ class Best:
     def sides(self) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest."""
         return [kept for kept in self._kept if kept is not None]
+
+    def shared(self, n_data: int) -> None:
+        """Choose among what all ranks kept of their shares of ``n_data`` rows."""
+        size = ranks.count()
+        if size == 1:
+            return
+        for side, largest in enumerate((True, False)):
+            kept = self._kept[side]
+            assert kept is not None
+            most, columns = min(self.k, -(-n_data // size)), kept[0].shape[1]
+            nothing = -torch.inf if largest else torch.inf
+            values, names = (part.new_zeros(size, most, columns) for part in kept)
+            values[ranks.rank()] = nothing
+            for whole, part in zip((values, names), kept, strict=True):
+                whole[ranks.rank(), : len(part)] = part
+            ranks.total([values, names])
+            best, places = values.flatten(0, 1).topk(self.k, dim=0, largest=largest)
+            self._kept[side] = best, names.flatten(0, 1).gather(0, places)
 
     def result(self, pairs: Pairs) -> TopInfluence:
         return joined([self], pairs)

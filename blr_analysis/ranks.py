@@ -1,0 +1,174 @@
+"""The processes that ``torchrun`` starts: each visits its share of the examples, once.
+
+All ranks run the same program on the same model and data. Rank r of R visits the examples
+r, r + R, r + 2R, …; what is summed over examples is added up over the ranks, and what is a row
+per example is put together in dataset order, so that every rank holds what one process would.
+
+In Python the process group is the one that ``torch.distributed.init_process_group`` opened; where
+there is none, or inside of :func:`alone`, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blr_analysis.errors import BLRError, InputError
+
+WAIT = timedelta(hours=2)  # for a slower rank; one that dies is noticed at once
+_alone = False
+_store: Any = None  # of the group that a command opened
+
+
+def count() -> int:
+    """How many ranks work together."""
+    together = dist.is_available() and dist.is_initialized() and not _alone
+    return dist.get_world_size() if together else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if count() > 1 else 0
+
+
+def first() -> bool:
+    """Whether this is the one that writes."""
+    return rank() == 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process works as if it were the only one: for analyses of a single rank.
+
+    >>> with alone():
+    ...     count()
+    1
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def share(indices: Tensor, *same: float) -> Tensor:
+    """Those of the indices, the same ones on all ranks, that this rank visits.
+
+    Args:
+        same: numbers that tell models and data apart.
+
+    Raises:
+        InputError: ranks with other indices or numbers.
+    """
+    if count() == 1:
+        return indices
+    _agree(len(indices), float(indices.double().sum()), *same)
+    return indices[rank() :: count()]
+
+
+def check_enough(n_data: int) -> None:
+    """Raise :class:`InputError` where there are more ranks than examples."""
+    if n_data < count():
+        raise InputError(f"{count()} ranks for {n_data} examples: start fewer processes")
+
+
+def total(tensors: Iterable[Tensor]) -> None:
+    """Make every tensor its sum over the ranks, in place."""
+    if count() == 1:
+        return
+    own = list(tensors)
+    _agree(len(own), sum(t.numel() for t in own))
+    for t in own:
+        summed = t.contiguous()
+        _reduce(summed, dist.ReduceOp.SUM)
+        if summed is not t:
+            t.copy_(summed)
+
+
+def gathered(rows: Tensor, indices: Tensor, n_data: int) -> Tensor:
+    """Rows ``[n_data, ...]`` of all ranks in dataset order; ``indices``: of this rank's.
+
+    >>> gathered(torch.tensor([3.0, 4.0]), torch.arange(2), 2)
+    tensor([3., 4.])
+    """
+    if count() == 1:
+        return rows
+    whole = rows.new_zeros((n_data, *rows.shape[1:]))
+    whole[indices.to(rows.device)] = rows
+    total([whole])
+    return whole
+
+
+def rows(indices: Tensor) -> slice:
+    """Where consecutive examples of a share stand in the whole."""
+    return slice(int(indices[0]), int(indices[-1]) + 1, count())
+
+
+def wait() -> None:
+    """Until all ranks are here."""
+    if count() > 1:
+        _agree(0)
+
+
+def _agree(*numbers: float) -> None:
+    """Raise :class:`InputError` unless all ranks name the same numbers."""
+    own = torch.tensor(numbers, dtype=torch.float64)
+    both = torch.cat([own, -own])
+    _reduce(both, dist.ReduceOp.MAX)
+    most, least = both[: len(own)], -both[len(own) :]
+    if bool((most - least > 1e-6 * most.abs()).any()):
+        raise InputError(
+            "the ranks hold different models or data: give all of them the same, or analyse on "
+            "one of them within blr_analysis.ranks.alone()"
+        )
+
+
+def _reduce(tensor: Tensor, how: Any) -> None:
+    where = "cuda" if dist.get_backend() == "nccl" else tensor.device
+    moved = tensor.to(where)
+    try:
+        dist.all_reduce(moved, how)
+    except RuntimeError as error:  # what gloo and nccl raise where a connection breaks
+        raise BLRError(f"another rank is gone, start again: {error}") from error
+    if moved is not tensor:
+        tensor.copy_(moved)
+
+
+def launched() -> bool:
+    """Whether ``torchrun`` started this process beside others."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def opened() -> Iterator[None]:
+    """Under ``torchrun`` a process group until the block ends: nccl for CUDA, gloo for the rest."""
+    global _store
+    if not launched() or dist.is_initialized():
+        yield
+        return
+    from torch.distributed.rendezvous import rendezvous  # not in every build of torch
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    _store, own, size = next(rendezvous("env://", timeout=WAIT))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=_store, rank=own, world_size=size, timeout=WAIT)
+    yield
+    dist.destroy_process_group()  # after an error the others may not be there to take leave
+
+
+def speaks() -> bool:
+    """Whether this rank is the first to say why a command fails."""
+    try:
+        return _store is None or _store.add("failed", 1) == 1
+    except RuntimeError:  # the store went with the rank that held it
+        return True

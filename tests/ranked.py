@@ -1,0 +1,140 @@
+"""What several processes compute together, for ``test_ranks``: run by ``torchrun``, or alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import mlp
+from tiny_lm import sequences, task_of, tiny_lm
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis import ranks
+from blr_analysis.backprop.inputs import input_moments
+from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.products import Curvature
+from blr_analysis.cli import main
+from blr_analysis.errors import InputError
+from blr_analysis.huggingface.diagonals import fisher_diagonal
+from blr_analysis.sensitivity.influence import index as indexing
+
+N = 23  # which neither two nor four divide
+REST: dict[str, Any] = {"progress": False}
+indexing.SHARD = 4
+
+
+def network(n: int = N, seed: int = 0) -> blr.Task:
+    """A small classifier in double precision."""
+    source = torch.Generator().manual_seed(seed)
+    X, y = torch.randn(n, 4, dtype=torch.float64, generator=source), torch.arange(n) % 3
+    return blr.Task(nn.DataParallel(mlp().double()), (X, y), batch_size=4)
+
+
+def answers(folder: Path) -> dict[str, Any]:
+    """Everything that is shared out, on a classifier and on a language model."""
+    task = network()
+    found: dict[str, Any] = {}
+    qs: dict[str, blr.Posterior] = {}
+    for structure in ("diag", "kron", "lowrank", "full"):
+        more: dict[str, Any] = {"rank": 6} if structure == "lowrank" else {}
+        q = blr.fit_laplace(task, structure=structure, prior_precision=2.0, **more, **REST)
+        qs[structure], v = q, {n: m.sin() for n, m in q.mean.items()}
+        found[f"fit {structure}"] = q.form.times(v)
+    gram = blr.fit_laplace(task, structure="gram", **REST)
+    found["gram"] = gram.form.diagonal()
+    exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher", **REST)
+    found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
+    q = qs["kron"]
+    params = dict(q.mean)
+    found["moments"] = [m for _, m in input_moments(task, params, progress=False).moments.values()]
+    found["loss"] = loss_and_gradient(task, params)
+    found["two losses"] = loss_and_gradient(task, params, torch.tensor([3, 1, 7]))
+    found["one loss"] = loss_and_gradient(task, params, torch.tensor([3]))
+    curvature = Curvature(task, params)
+    found["product"] = [curvature.product(params, progress=False), curvature.passes]
+    scores = blr.sensitivity(task, q, chunk_size=3, **REST)
+    found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
+    found["self-influence"] = blr.sensitivity(task, q, variance=False, **REST).self_influence
+    loo = blr.leave_one_out(task, q, refine=1, **REST)
+    found["leave one out"] = [loo.logits, loo.losses, loo.leverage]
+    test = task.subset(range(3))
+    for name, options in {
+        "influence": {},
+        "normalized": {"normalize": "cosine"},
+        "cg": {"solver": "cg"},
+        "expected": {"expected": True},
+        "projected": {"projection": 8},
+    }.items():
+        found[name] = torch.as_tensor(blr.influence(task, q, test, **options, **REST))
+    best = blr.top_influence(task, q, test, k=9, **REST)
+    found["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
+    found["several"] = torch.as_tensor(blr.influence(task, [qs["diag"], q], test, **REST))
+    index = blr.Index.build(task, q, folder / "index", dtype="float64", rank=43, **REST)
+    found["index"] = [index.influence(test), index.self_influence]
+    for kind in ("ggn", "fisher_mc", "squared_minibatch"):
+        size = 5 if kind == "squared_minibatch" else None
+        found[kind] = fisher_diagonal(task, kind=kind, batch_size=size, **REST)
+    words = task_of(tiny_lm(tied=True), sequences(9))
+    p = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0, **REST)
+    found["words"] = p.form.diagonal()
+    seen = blr.sensitivity(words, p, **REST)
+    found["words' scores"] = [seen.losses, seen.self_influence, seen.tokens]
+    found["words' loss"] = blr.leave_one_out(words, p, **REST).losses
+    found["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1]), **REST))
+    return found
+
+
+def refusals() -> list[str]:
+    """What is said where there are too few examples, other data, or another model."""
+    words = []
+    for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
+        try:
+            blr.fit_laplace(task, structure="diag", prior_precision=1.0, **REST)
+        except InputError as error:
+            words.append(str(error))
+    return words
+
+
+def commands(folder: Path, model: Path, data: Path) -> list[int]:
+    """The exit codes of the commands that ranks share."""
+    asked = (str(model), str(data))
+    fit = ("--fit", "diag", "--prior-precision", "1")
+    return [
+        main(["fisher", *asked, "--out", str(folder / "p")]),
+        main(["index", *asked, *fit, "--out", str(folder / "i"), "--rank", "600"]),
+        main(["audit", *asked, *fit, "--out", str(folder / "a")]),
+    ]
+
+
+def dies(folder: Path) -> None:
+    """A build whose second rank is killed at its second file."""
+    write, files = indexing._write_shard, []
+
+    def written(*args: Any) -> None:
+        files.append(args[3])
+        if ranks.rank() == 1 and len(files) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    indexing._write_shard = written
+    task = network()
+    q = blr.Posterior.load(folder / "q.safetensors")
+    blr.Index.build(task, q, folder / "index", **REST)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    with ranks.opened():
+        if sys.argv[2:] == ["dies"]:
+            dies(place)
+        found = {"answers": answers(place)}
+        if sys.argv[2:]:
+            found["refusals"] = refusals()
+            found["codes"] = commands(place, *map(Path, sys.argv[2:]))
+        torch.save(found, place / f"rank{ranks.rank()}.pt")

@@ -1,0 +1,128 @@
+"""Two and four processes give the numbers of one; what happens where one of them is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked
+import tiny_transformers as tiny
+import torch
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
+
+import blr_analysis as blr
+
+TESTS = Path(__file__).parent
+
+
+def torchrun(count: int, *argv: object) -> subprocess.CompletedProcess[str]:
+    """The script under so many processes of one thread."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    return subprocess.run(
+        [sys.executable, *launcher, str(TESTS / "ranked.py"), *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process's answers."""
+    return ranked.answers(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A language model, and what it was trained on."""
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("model")
+    tiny.save(place, tiny.build("llama", "causal_lm", tie_word_embeddings=True), pairs=False)
+    data = place / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": t}) for t in tiny.sentences(9, low=3)))
+    return place, data
+
+
+@pytest.fixture(scope="module")
+def two(
+    tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """What two processes left behind, and said."""
+    place = tmp_path_factory.mktemp("two")
+    return place, torchrun(2, place, *texts)
+
+
+def agree(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        mine, theirs = (tree_leaves(answers[name]) for answers in (found, wanted))
+        assert len(mine) == len(theirs), name
+        for a, b in zip(mine, theirs, strict=True):
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+            assert a.shape == b.shape, name
+            assert float((a - b).norm()) <= 1e-6 * float(b.norm()), name
+
+
+def test_two_processes_give_the_numbers_of_one(
+    two: tuple[Path, subprocess.CompletedProcess[str]], alone: dict[str, Any]
+) -> None:
+    place, said = two
+    assert said.returncode == 0, said.stderr
+    for rank in range(2):
+        agree(torch.load(place / f"rank{rank}.pt")["answers"], alone)
+
+
+def test_refused_on_all_ranks(two: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    for rank in range(2):
+        few, *others = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
+        assert "2 ranks for 1 examples" in few
+        assert len(others) == 2 and all("different" in words for words in others)
+
+
+def test_commands_write_once_what_one_process_writes(
+    two: tuple[Path, subprocess.CompletedProcess[str]], texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    place, said = two
+    assert ranked.commands(tmp_path, *texts) == [0, 0, 0]
+    for rank in range(2):
+        assert torch.load(place / f"rank{rank}.pt")["codes"] == [0, 0, 0], said.stderr
+    assert said.stdout.count("seconds") == 1
+    stored = [blr.Index.open(folder / "i").self_influence for folder in (place, tmp_path)]
+    agree({"index": stored[0]}, {"index": stored[1]})
+    written = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file())
+    for file in written:
+        assert (place / file).is_file(), file
+        if file.suffix == ".safetensors" and file.parts[0] != "i":  # float16
+            agree(load_file(place / file), load_file(tmp_path / file))
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
+    said = torchrun(4, tmp_path)
+    assert said.returncode == 0, said.stderr
+    for rank in range(4):
+        agree(torch.load(tmp_path / f"rank{rank}.pt")["answers"], alone)
+
+
+def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    task = ranked.network()
+    q = blr.fit_laplace(task, structure="diag", prior_precision=2.0, progress=False)
+    q.save(tmp_path / "q.safetensors")
+    started = time.monotonic()
+    said = torchrun(2, tmp_path, "dies")
+    assert said.returncode != 0 and time.monotonic() - started < 60
+    begun = {p: p.stat().st_mtime_ns for p in tmp_path.glob("index/gradients*")}
+    index = blr.Index.build(task, q, tmp_path / "index", progress=False)
+    assert begun and all(p.stat().st_mtime_ns == then for p, then in begun.items())
+    whole = blr.Index.build(task, q, tmp_path / "whole", progress=False)
+    assert torch.equal(index.influence(task), whole.influence(task))
