@@ -12,6 +12,7 @@ import torch
 from models import mlp
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
 from blr_analysis import ranks
@@ -19,7 +20,7 @@ from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.sensitivity.influence import index as indexing
 
@@ -32,7 +33,9 @@ def network(n: int = N, seed: int = 0) -> blr.Task:
     """A small classifier in double precision."""
     source = torch.Generator().manual_seed(seed)
     X, y = torch.randn(n, 4, dtype=torch.float64, generator=source), torch.arange(n) % 3
-    return blr.Task(nn.DataParallel(mlp().double()), (X, y), batch_size=4)
+    model = mlp().double()
+    model = nn.parallel.DistributedDataParallel(model) if ranks.count() > 1 else model
+    return blr.Task(model, (X, y), batch_size=4)
 
 
 def answers(folder: Path) -> dict[str, Any]:
@@ -90,8 +93,14 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 def refusals() -> list[str]:
-    """What is said where there are too few examples, other data, or another model."""
+    """What is said of a sharded model, too few examples, fewer than elsewhere, and other data."""
     words = []
+    sharded = mlp()
+    fully_shard(sharded)
+    try:
+        blr.Task(sharded, (torch.zeros(2, 4), torch.zeros(2).long()))
+    except ModelError as error:
+        words.append(str(error))
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
         try:
             blr.fit_laplace(task, structure="diag", prior_precision=1.0, **REST)

@@ -84,7 +84,8 @@ def test_two_processes_give_the_numbers_of_one(
 
 def test_refused_on_all_ranks(two: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     for rank in range(2):
-        few, *others = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
+        sharded, few, *others = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
+        assert "sharded" in sharded
         assert "2 ranks for 1 examples" in few
         assert len(others) == 2 and all("different" in words for words in others)
 
