@@ -78,7 +78,7 @@ def characters() -> Problem:
         n = (len(ids) - 1) // LENGTH * LENGTH
         return ids[:n].view(-1, LENGTH), ids[1 : n + 1].view(-1, LENGTH)
 
-    grids = {"AdamW": (0.005, 0.01, 0.02), "IVON": (10.0, 20.0, 40.0)}
+    grids = {"AdamW": (0.01, 0.015, 0.02, 0.03), "IVON": (10.0, 20.0)}
     return Problem(rows(0, 4000), rows(5000, 5600), rows(4000, 5000), len(index), 32, 402, grids)
 
 
