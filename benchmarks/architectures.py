@@ -3,6 +3,8 @@ how its gradients are read, and how far they are from autograd's.
 
     python -m benchmarks.architectures [--only llama mixtral ...] [--seconds 20]
 
+writes ``results/architectures.csv``; with ``--only``, these rows of it.
+
 Each model has random weights in float64 and four random sequences of 12 tokens; its gradients are
 the examples' own, summed with different weights over a batch of four, against plain autograd, one
 sequence at a time. ``rules``: parameters that are read by a layer's rule, by structure or type;
@@ -19,11 +21,13 @@ import argparse
 import inspect
 import json
 import os
+import resource
 import signal
 import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,11 +231,11 @@ def said(error: Exception) -> str:
 
 
 def guarded(kind: str, seconds: int) -> dict[str, Any]:
-    """The row, made in a process of its own that ends after so many seconds."""
+    """The row, made in a process of its own that ends after so many seconds of CPU."""
     with tempfile.NamedTemporaryFile("r") as file:
         child = os.fork()
         if not child:
-            signal.alarm(seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             try:
                 row = looked_at(kind)
                 with open(file.name, "w") as draft:
@@ -242,14 +246,23 @@ def guarded(kind: str, seconds: int) -> dict[str, Any]:
         text = file.read()
     if text:
         return json.loads(text)
-    ended = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    ended = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
     return {"outcome": "skipped", "said": f"over {seconds} s" if ended else "the process ended"}
+
+
+def kept(before: pd.DataFrame, rows: Sequence[dict[str, Any]], file: Path) -> dict[str, int]:
+    """Rows in place of those of the same names before, in the file; how many there are of each."""
+    new = pd.DataFrame(rows, columns=list(COLUMNS)).fillna("")
+    old = before[~before["architecture"].isin(new["architecture"])] if len(before) else before
+    table = pd.concat([old, new]).sort_values(by=["architecture"])
+    table.to_csv(file, index=False)
+    return table["outcome"].value_counts().to_dict()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
     parser.add_argument("--only", nargs="+", help="these, by their names in transformers")
-    parser.add_argument("--seconds", type=int, default=30, help="for each")
+    parser.add_argument("--seconds", type=int, default=30, help="of CPU, for each")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
@@ -257,9 +270,11 @@ def main() -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    import blr_analysis  # noqa: F401  # once, before the processes
+    import blr_analysis.sensitivity.influence  # noqa: F401  # once, before the processes
 
     transformers.logging.set_verbosity_error()
+    with torch.no_grad():
+        built("llama", torch.float64)(input_ids=torch.ones(1, 2, dtype=torch.long))
     rows = []
     for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if args.only is None or kind in args.only:
@@ -268,11 +283,9 @@ def main() -> None:
             seconds = f"{time.perf_counter() - start:.1f}"
             rows.append({"architecture": kind, "model": model, "seconds": seconds, **row})
             print(" | ".join(str(rows[-1].get(c, "")) for c in COLUMNS), flush=True)
-    counts = Counter(row["outcome"] for row in rows)
-    print(f"transformers {transformers.__version__}: {dict(counts)}")
-    if args.only is None:
-        table = pd.DataFrame(rows, columns=list(COLUMNS)).sort_values("architecture")
-        table.to_csv(RESULTS / "architectures.csv", index=False)
+    file = RESULTS / "architectures.csv"
+    before = pd.read_csv(file, dtype=str).fillna("") if args.only else pd.DataFrame()
+    print(f"transformers {transformers.__version__}: {kept(before, rows, file)}")
 
 
 if __name__ == "__main__":

@@ -120,6 +120,20 @@ def test_merging(tmp_path: Path) -> None:
         check_picture(tmp_path / f"{name}.png")
 
 
+@pytest.mark.slow
+def test_sources(tmp_path: Path) -> None:
+    """The text that states a fact is among the first five of a question about it."""
+    settings = {"BLR_DATA": "made-up", "BLR_FACTS": 6, "BLR_PASSAGES": 40}
+    said = run_tutorial("06_sources.py", BLR_OUT=tmp_path, **settings)
+    assert "64 texts, 6 of them state a fact" in said
+    table = pd.read_csv(tmp_path / "recall.csv").set_index(["method", "words"])
+    recall: Any = table["recall@5"]
+    assert recall["influence", "shared"] > 0.8
+    assert (recall["BM25, question"][["shared", "not shared"]].diff().dropna() < 0).all()
+    sources = pd.read_parquet(tmp_path / "sources.parquet")
+    assert len(sources) == 12 * 3
+
+
 def check_flips(examples: pd.DataFrame) -> None:
     """Five per cent of the labels are wrong, and they are those that are marked."""
     flipped, given, true = examples[["flipped", "label", "true_label"]].to_numpy().T

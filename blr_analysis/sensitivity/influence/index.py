@@ -5,9 +5,9 @@ For a layer with gradient G_i and posterior covariance Σ, what is kept of an ex
     z_i = Lᵀ (Σ^½ G_i) R,    z_iᵀ z_j ≈ G_iᵀ Σ G_j
 
 with orthonormal L and R: the leading directions, on either side, of Σ^½ G over some of the training
-examples, in the posterior's own basis (its Kronecker factors, where it has them). A layer gets as
-many numbers as its share of Σ ‖Σ^½ G_i‖² says. With as many numbers as parameters nothing is left
-out. (Choe et al., 2024, project on both sides too, with the Fisher's factors.)
+examples, in the posterior's own basis (its Kronecker factors, where it has them). Layers get the
+numbers that keep most of Σ ‖Σ^½ G_i‖². With as many numbers as parameters nothing is left out.
+(Choe et al., 2024, project on both sides too, with the Fisher's factors.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,6 +56,8 @@ CONFIG, PLAN, DIRECTIONS = "index_config.json", "index_plan.json", "directions.s
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SAMPLE = 64  # training examples that the directions are found in
+WIDER = 4  # times the directions of an average matrix: how many are looked into
+PRICES = 60  # halvings of the price of a number
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
 CACHED = 2**18  # stored numbers that are multiplied at once, so that they stay in the cache
@@ -445,46 +447,89 @@ def _read_sheets(place: Path) -> dict[str, Sheet]:
 
 
 def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dict[str, Sheet]:
-    """A random range finder (Halko et al., 2011) on either side of [Σ^½ G_1, Σ^½ G_2, …]."""
+    """The directions of some of the examples."""
     generator = torch.Generator().manual_seed(0)
     some = torch.randperm(task.n_data, generator=generator)[:SAMPLE].sort().values
-    energy: dict[str, float] = {}
-    shapes: dict[str, torch.Size] = {}
-
     roots = _roots(q)
 
     def sweep() -> Iterator[tuple[str, Tensor]]:
         for chunk in chunks(task, q.mean, chunking, columns=1, indices=some):
             for terms in _parts(loss_terms(task, chunk)):
-                yield from _scaled(q, terms, roots)
+                for name, w in _scaled(q, terms, roots):
+                    yield name, w[0]
 
+    return leading(sweep, rank, WIDER * math.sqrt(rank / len(roots)), generator)
+
+
+def leading(
+    sweep: Callable[[], Iterator[tuple[str, Tensor]]],
+    rank: int,
+    wide: float,
+    generator: torch.Generator,
+) -> dict[str, Sheet]:
+    """Leading eigenvectors of Σ W Wᵀ and Σ Wᵀ W over the matrices W ``[g, O, I]`` of every name.
+
+    They are found within a random range that is ``wide`` (Halko et al., 2011); the numbers go where
+    they add most to Σ ‖Lᵀ W R‖².
+    """
+    energy: dict[str, float] = {}
+    sums: dict[tuple[str, int], Tensor] = {}
     for name, w in sweep():
         energy[name] = energy.get(name, 0.0) + float(w.square().sum())
-        shapes[name] = w.shape[1:]
-    total = sum(energy.values()) or 1.0
-    widths = {n: _sides(shapes[n], rank * energy[n] / total) for n in shapes}
-    lefts: dict[str, Tensor] = {}
-    rights: dict[str, Tensor] = {}
+        for side, x in enumerate((w, w.mT)):
+            width = min(x.shape[1], math.ceil(max(wide, rank / (x.shape[0] * x.shape[2]))))
+            drawn = torch.randn(len(x), x.shape[2], width, generator=generator).to(x)
+            sums[name, side] = sums.get((name, side), x.new_zeros(())) + x @ drawn
+    ranges = {key: torch.linalg.qr(y)[0] for key, y in sums.items()}
+    moments = dict.fromkeys(ranges, torch.zeros(()))
     for name, w in sweep():
-        a, b = widths[name]
-        for sums, matrix, width in ((lefts, w[0], a), (rights, w[0].mT, b)):
-            drawn = torch.randn(len(matrix), matrix.shape[-1], width, generator=generator).to(w)
-            share = matrix @ drawn
-            sums[name] = sums[name] + share if name in sums else share
-    return {n: Sheet(torch.linalg.qr(lefts[n])[0], torch.linalg.qr(rights[n])[0]) for n in shapes}
+        for side, x in enumerate((w, w.mT)):
+            inside = ranges[name, side].mT @ x
+            moments[name, side] = moments[name, side].to(x) + inside @ inside.mT
+    shares: dict[tuple[str, int], Tensor] = {}
+    for key, moment in moments.items():
+        values, vectors = torch.linalg.eigh(moment)
+        ranges[key] = ranges[key] @ vectors.flip(-1)
+        shares[key] = values.flip(-1).sum(0).clamp_min(0).cumsum(0) / (energy[key[0]] or 1.0)
+    grids = {n: energy[n] * torch.outer(shares[n, 0], shares[n, 1]) for n in energy}
+    groups = {n: len(ranges[n, 0]) for n in energy}
+    return {
+        n: Sheet(ranges[n, 0][..., :a].contiguous(), ranges[n, 1][..., :b].contiguous())
+        for n, (a, b) in shared_out(grids, groups, rank).items()
+    }
 
 
-def _sides(shape: torch.Size, numbers: float) -> tuple[int, int]:
-    """a ≤ O and b ≤ I with g · a · b about ``numbers``, at least 1.
+def shared_out(
+    grids: Mapping[str, Tensor], groups: Mapping[str, int], rank: int
+) -> dict[str, tuple[int, int]]:
+    """For each name the a and b that maximise Σ grid[a − 1, b − 1] with Σ g · a · b ≤ rank, by the
+    price of a number; 1 and 1 at least.
 
-    >>> _sides(torch.Size([1, 100, 4]), 64), _sides(torch.Size([1, 3, 3]), 1e9)
-    ((16, 4), (3, 3))
+    >>> grids = {"steep": torch.tensor([[9.0], [9.1]]), "flat": torch.tensor([[2.0, 4.0]])}
+    >>> shared_out(grids, {"steep": 1, "flat": 1}, 3)
+    {'steep': (1, 1), 'flat': (1, 2)}
     """
-    g, o, i = shape
-    each = max(1.0, numbers / g)
-    short = min(o, i, max(1, int(math.sqrt(each))))
-    long = min(max(o, i), max(1, int(each / short)))
-    return (long, short) if o >= i else (short, long)
+    costs = {
+        n: groups[n] * torch.outer(*(torch.arange(1.0, k + 1) for k in grid.shape)).to(grid)
+        for n, grid in grids.items()
+    }
+
+    def bought(price: float) -> dict[str, tuple[int, int]]:
+        best = {n: int((grid - price * costs[n]).argmax()) for n, grid in grids.items()}
+        return {n: (k // grids[n].shape[1] + 1, k % grids[n].shape[1] + 1) for n, k in best.items()}
+
+    if sum(groups[n] * grid.numel() for n, grid in grids.items()) <= rank:
+        return {n: (grid.shape[0], grid.shape[1]) for n, grid in grids.items()}
+    low, high = 0.0, max(float(grid.max()) for grid in grids.values()) or 1.0
+    chosen = bought(low)
+    for _ in range(PRICES):
+        price = (low + high) / 2 if not low else math.sqrt(low * high)
+        tried = bought(price)
+        if sum(groups[n] * a * b for n, (a, b) in tried.items()) > rank:
+            low = price
+        else:
+            high, chosen = price, tried
+    return chosen
 
 
 def _write_shard(
