@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from blr_analysis import ranks
 from blr_analysis.cli.algorithms import algorithms as _algorithms
 from blr_analysis.cli.fisher import fisher as _fisher
 from blr_analysis.cli.index import index as _index
@@ -126,6 +125,7 @@ def audit(
     ] = Path("blr-audit"),
 ) -> None:
     """Everything, into a folder."""
+    from blr_analysis import ranks
     from blr_analysis.audit import (
         check_column,
         files_section,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from blr_analysis import ranks
 from blr_analysis.cli.options import (
     Base,
     DryRun,
@@ -50,6 +49,7 @@ def index(
     dry_run: DryRun = False,
 ) -> None:
     """Fit a posterior, pass over the data once, write."""
+    from blr_analysis import ranks
     from blr_analysis.files import drafted
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.index import build_cost

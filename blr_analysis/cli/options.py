@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from blr_analysis import ranks
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
@@ -297,6 +296,7 @@ def job(
 ) -> Iterator[Inputs]:
     """Options, folder, script (or model and texts) and posterior, in the order in which their
     faults cost least."""
+    from blr_analysis import ranks
     from blr_analysis.audit import folder_for
     from blr_analysis.cli.script import load_tasks
 

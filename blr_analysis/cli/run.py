@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
-from blr_analysis import ranks
 from blr_analysis.cli.commands import app
 from blr_analysis.errors import BLRError, InputError
 
@@ -41,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Greek letters is no reason
     try:
-        if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
-            raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
-        with ranks.opened(), contextlib.nullcontext() if ranks.first() else _silent():
+        with _together(arguments):
             code = app(arguments, prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()
         return _said_if_interrupted(code if isinstance(code, int) else 0)
@@ -59,9 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
-        if ranks.speaks():
+        ranks = sys.modules.get("blr_analysis.ranks")
+        if ranks is None or ranks.speaks():
             _complain(_said(error), hint=not (debug or expected))
         return BAD_INPUT if expected else UNEXPECTED
+
+
+@contextlib.contextmanager
+def _together(arguments: Sequence[str]) -> Iterator[None]:
+    """Under ``torchrun`` the process group; only the first rank shows anything."""
+    if "RANK" not in os.environ:  # and torch need not be loaded
+        yield
+        return
+    from blr_analysis import ranks
+
+    with ranks.opened(), contextlib.nullcontext() if ranks.first() else _silent():
+        if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
+            raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
+        yield
 
 
 @contextlib.contextmanager
