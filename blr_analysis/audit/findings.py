@@ -170,7 +170,8 @@ def investigate(
 def _removal(task: Task, posterior: Posterior, passes: int | None) -> tuple[str, str]:
     """How groups are taken out, and what that costs."""
     if not stationarity(task, posterior).near:
-        return "auto", f"about {passes or REPLAY_PASSES} passes over the data for each"
+        cost = f"about {passes}" if passes else f"{REPLAY_PASSES} or a few more"
+        return "auto", f"{cost} passes over the data for each"
     return ("cg", f"{passes} passes for each") if passes else ("posterior", "one step")
 
 

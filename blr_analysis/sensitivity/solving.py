@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
 from blr_analysis.backprop.engine import Chunking
+from blr_analysis.backprop.loss import evaluated
 from blr_analysis.backprop.tree import add
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
@@ -28,7 +29,9 @@ from blr_analysis.task import Task
 
 SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")
 PASSES = 60  # of "cg" over the changed data, where the user names no bound
-REPLAY_PASSES = 6  # of "replay"
+REPLAY_PASSES = 6  # of "replay": where nobody says how many, and its training comes near the model
+REACHED = 0.75  # of the way from the first weights' loss to the model's is near …
+DOUBLINGS = 2  # … and as often, at most, its passes are doubled until it is
 MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there the posterior's one step is taken by solver="auto"
 LEAST_PASSES = 8  # with fewer a descent is not worth its start
@@ -212,15 +215,33 @@ class GroupSolver:
     def replay(self) -> Replay:
         """The short training on all data, shared by all groups."""
         assert self._start is not None
-        return prepare(
-            self.task,
-            dict(self.q.mean),
-            self._start,
-            passes=self.plan.passes or REPLAY_PASSES,
-            groups=self.groups,
-            seed=self.seed,
-            family=FAMILIES.get(str(self.q.record.get("kind"))),
+        passes = self.plan.passes or REPLAY_PASSES
+        longest = passes if self.plan.passes else passes * 2**DOUBLINGS
+        spent = 0.0
+        while True:
+            replay = prepare(
+                self.task,
+                dict(self.q.mean),
+                self._start,
+                passes=passes,
+                groups=self.groups,
+                seed=self.seed,
+                family=FAMILIES.get(str(self.q.record.get("kind"))),
+            )
+            spent += replay.passes
+            if passes >= longest or self._near(replay):
+                return replace(replay, passes=spent)
+            passes *= 2
+
+    def _near(self, replay: Replay) -> bool:
+        """Whether it comes most of the way from the first weights' loss to the model's."""
+        some = torch.randperm(self.task.n_data, generator=torch.Generator().manual_seed(self.seed))
+        data = self.task.subset(some[:SEEN])
+        first, last, model = (
+            evaluated(data, w, progress=False)[0].nll
+            for w in (replay.start, replay.reference, dict(self.q.mean))
         )
+        return first - last >= REACHED * (first - model)
 
     def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
         """Whether a descent would show more of the training that goes on than of the change; one

@@ -115,8 +115,9 @@ def what_if(
             which is retraining by another name.
         passes: at most about that many passes over the changed data. Of "cg": default 60 where
             ``steps`` is None, no bound else; ``result.error`` says what one more step would
-            change. Of "replay": default 6, spent on finding the size of the steps and on two
-            trainings; retraining takes as many as it had epochs.
+            change. Of "replay": spent on finding the size of the steps and on two trainings;
+            default 6, doubled up to twice where the training stays far from the model's loss.
+            Retraining takes as many as it had epochs.
         train: of "retrain": your own training, ``train(data, seed)`` → model or state dict, where
             ``data`` is the dataset of the changed data.
         seeds: how many runs of it; the answer is their mean.
@@ -344,7 +345,8 @@ class References:
                     f"{self.before.nll:.2f}): give more passes=, or initial= to the posterior"
                 )
         low, high = interval(self.before.nll, account["after"].nll, moved.solver, missing)
-        account["interval"] = low, high = low, max(high, most)
+        least = -math.inf if self.before.correct is None else 0.0  # −log of a probability
+        account["interval"] = low, high = max(low, least), max(high, most)
         if moved.replay is not None and not account["note"] and low <= self.before.nll <= high:
             account["note"] = (
                 "a short training cannot tell this from no change: give more passes=, or "

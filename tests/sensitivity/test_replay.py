@@ -82,6 +82,42 @@ def test_classes_taken_out_of_a_model_stopped_early_come_near_retraining() -> No
     assert np.mean(covered) >= 0.75
 
 
+def test_a_short_training_that_stays_far_from_the_model_is_made_longer() -> None:
+    """A single group of a small data set: six passes, most of them spent on finding the step size,
+    see a third of what retraining does."""
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(500, 12, generator=draw), torch.randn(12, 4, generator=draw)
+    y = (x @ w + 0.5 * torch.randn(500, 4, generator=draw)).argmax(1)
+    new, y_new, x, y = x[300:], y[300:], x[:300], y[:300]
+
+    def trained(kept: Tensor, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(15):
+            for rows in kept[torch.randperm(len(kept))].split(32):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        return model
+
+    task = blr.Task(trained(torch.arange(300), 0), (x, y))
+    q = blr.fit_laplace(task, progress=False)
+    test = blr.Task(task.model, (new, y_new))
+    gaps: dict[int | None, list[float]] = {None: [], 6: []}
+    for label in (1, 3):
+        kept = (y != label).nonzero().flatten()
+        models = [trained(kept, seed) for seed in range(3)]
+        runs = [nn.functional.cross_entropy(m(new), y_new).item() for m in models]
+        for passes, gap in gaps.items():
+            gone = (y == label).nonzero().flatten().tolist()
+            result = blr.what_if(task, q, remove=gone, evaluate=test, passes=passes, progress=False)
+            assert result.passes <= (passes or 30)
+            assert result.interval[0] >= 0
+            gap.append(abs(result.nll / np.mean(runs) - 1))
+    assert np.mean(gaps[None]) < 0.25 < 0.35 < np.mean(gaps[6]), gaps
+
+
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_the_weights_tell_which_steps_trained_them(kind: str) -> None:
     task, q, _ = problem(kind)
