@@ -147,7 +147,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     shares = pd.read_parquet(found / "tokens.parquet")
     sums = shares.groupby(["question", "example"])["influence"].sum()
     for row in table.itertuples():
-        assert sums[row.question, row.example] == pytest.approx(row.influence, rel=1e-3)
+        assert float(sums[row.question, row.example]) == pytest.approx(row.influence, rel=1e-3)
     words = shares.query("question == 0 and example == @first")["token"].tolist()
     assert words == task.metadata["text"][first].split()[1:]
 

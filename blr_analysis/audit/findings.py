@@ -170,8 +170,8 @@ def investigate(
 def _removal(task: Task, posterior: Posterior, passes: int | None) -> tuple[str, str]:
     """How groups are taken out, and what that costs."""
     if not stationarity(task, posterior).near:
-        cost = f"about {passes}" if passes else f"{REPLAY_PASSES} or a few more"
-        return "auto", f"{cost} passes over the data for each"
+        more = "" if passes else ", more where that stays far from the model"
+        return "auto", f"about {passes or REPLAY_PASSES} passes over the data for each{more}"
     return ("cg", f"{passes} passes for each") if passes else ("posterior", "one step")
 
 

@@ -46,7 +46,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module", "module"])
 def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) -> None:
     bare = mlp()
-    inside = nn.Sequential(*bare) if name == "module" else nn.Sequential(
+    inside = nn.Sequential(*bare.children()) if name == "module" else nn.Sequential(
         Wrapped(name, bare[0]), *bare[1:]
     )  # fmt: skip
     wrapped = Wrapped(name, inside) if name == "module" else inside

@@ -109,5 +109,6 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
                 start = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
                 hess = optimizer.state[p]["hess"] if p in optimizer.state else start.detach()
                 precision = group["ess"] * (hess + group["weight_decay"])
-                found.append((means.get(p, p).detach(), precision))
+                mean: Tensor = means.get(p, p)  # type: ignore[assignment]
+                found.append((mean.detach(), precision))
     return found

@@ -31,6 +31,9 @@ SIGNATURES = {
     "noise=1.0, mc_samples=1, sync=False, generator=None, foreach=None)",
     "Dropout": "(params, lr, row='SGD', *, keep=1.0, dim=1, ess=1.0, weight_decay=0.0, "
     f"hess_init=0.0, {ADAMS}, mc_samples=1, {TAIL})",
+    "Mixture": "(optimizers)",
+    "NoisyKFAC": "(model, lr, ess, *, refresh=1, **settings)",
+    "SLANG": "(model, lr, ess, *, rank=10, **settings)",
     "Newton": "(params, lr=1.0, ess=1.0, weight_decay=0.0, hess_init=1.0)",
     "RowOptimizer": "(params, row, lr, ess=1.0, *, weight_decay=0.0, hess_init=0.0, "
     f"{ADAMS}, radius=0.05, damping=0.1, mc_samples=1, {TAIL})",
