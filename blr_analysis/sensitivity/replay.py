@@ -8,10 +8,11 @@ a short training lacks cancels in the difference
     ℓ_j^{\\G} ≈ ℓ_j(m) + ℓ_j(θ_K^{\\G}) − ℓ_j(θ_K)
 
 θ_K and θ_K^{\\G} are trained for as many steps, on all data and on the changed data, from the same
-weights, with the same kind of steps and, but for the change, the same minibatches: their order
-moves the loss more than a small group does. As many epochs of n' instead of n examples are n'/n as
-many steps; here the steps are n'/n as large, so that every example counts as often. Minibatches
-lower the mean loss, with no decay of the weights: that a training ends is what holds them back.
+weights, with the same kind of steps, the same step sizes and, but for the change, the same
+minibatches: their order moves the loss more than a small group does. Minibatches lower the mean
+loss, with no decay of the weights: that a training ends is what holds them back. (As many epochs of
+half the data are half as many steps: of groups that large, retraining for as many epochs loses
+more. Smaller steps for fewer data say so, and mistake small groups: they are not taken.)
 
 How the model was trained, its weights tell (:func:`shortfall`). Steps of Adam's kind move all
 weights alike, those of SGD's (and IVON's) kind the ones with large gradients; and steps that make
@@ -88,9 +89,7 @@ class Replay:
         Raises:
             ModelError, DataError: as :meth:`Task.run`; ModelError where it diverges.
         """
-        n = sum(len(indices) for _, indices, _ in parts)
-        recipe = replace(self.recipe, lr=self.recipe.lr * n / self.recipe.n_data)
-        return _train(parts, self.start, recipe).weights
+        return _train(parts, self.start, self.recipe).weights
 
 
 def prepare(
