@@ -214,7 +214,7 @@ def merge(
         density: of "ties", "fisher_ties", "dare_linear" and "dare_ties", the share of each
             θ_t − θ_0 that stays; given like ``weights``.
         scale: λ, what their step is multiplied by; a number or a function of the name.
-        rescale: what "dare_…" leave by chance is divided by its share.
+        rescale: what "dare_linear" and "dare_ties" leave by chance is divided by its share.
         seed: of that chance; the same seed leaves the same entries, whatever the shards.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++, see
