@@ -37,7 +37,7 @@ from blr_analysis.merging.merge import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import Stationarity
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     GroupInfluence,

@@ -7,17 +7,15 @@ in the posterior's record when it is fitted, or at the first analysis of one tha
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import BLRError, PosteriorWarning
+from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.task import Task
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.gaussian import Posterior
 
 FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change

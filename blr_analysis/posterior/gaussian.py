@@ -17,11 +17,11 @@ from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.posterior.stationarity import Stationarity
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
 from blr_analysis.posterior.structures.lowrank import ENOUGH

@@ -14,9 +14,7 @@ Source: McCandlish et al., "An empirical model of large-batch training", 2018 (t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,74 +23,12 @@ from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.posterior.fingerprint import fingerprint, recorded
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.minimum import DRIFT, Stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
 
-if TYPE_CHECKING:
-    from blr_analysis.posterior.gaussian import Posterior
-
-DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
 SAMPLE = 256  # examples whose own gradients are taken
-
-
-@dataclass(frozen=True)
-class Stationarity(Tabular):
-    """How far a model is from the minimum of its own objective.
-
-    Attributes:
-        residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
-        decrement, pull: in nats, see the module.
-        n_data: N.
-        blocks: by parameter ``gradient`` ‖g‖ and ``noise`` (Σ_i ‖g_i‖²)^½.
-        likelihood: whose minimum is meant.
-        table: one row per parameter, with ``batch``.
-    """
-
-    residual: float
-    decrement: float
-    pull: float
-    n_data: int
-    blocks: Mapping[str, Mapping[str, float]]
-    likelihood: str = ""
-
-    @property
-    def least_group(self) -> float:
-        """The examples of the smallest group whose removal is told from training that goes on."""
-        if self.decrement == 0:
-            return 1
-        few = self.decrement / (DRIFT * self.pull) if self.pull > 0 else math.inf
-        return max(1, math.ceil(few)) if math.isfinite(few) else few
-
-    @property
-    def at_minimum(self) -> bool:
-        """Whether even single examples are told."""
-        return self.least_group <= 1
-
-    @property
-    def near(self) -> bool:
-        """Whether groups of at most half the data are."""
-        return self.least_group <= self.n_data / 2
-
-    @property
-    def caveat(self) -> str:
-        """The verdict, where it is one to beware of; "" at the minimum."""
-        return "" if self.at_minimum else f"model {self.verdict}"
-
-    @property
-    def verdict(self) -> str:
-        """What follows, in one line."""
-        gain = f"a step would gain {self.decrement:.2g} nats"
-        if self.at_minimum:
-            return f"at the minimum of this loss ({gain})"
-        single = "single examples: ranking only"
-        if self.near:
-            few = f"groups from {self.least_group:,.0f} examples: as predicted"
-            return f"near the minimum of this loss ({gain}): {single}; {few}"
-        return f"not at the minimum of this loss ({gain}): {single}; groups: ranking only"
-
-    def __repr__(self) -> str:
-        return f"Stationarity({self.verdict})"
 
 
 _SEEN: WeakKeyDictionary[Posterior, tuple[Task, Stationarity]] = WeakKeyDictionary()

@@ -1,0 +1,70 @@
+"""How far a model is from the minimum of its own objective: the numbers, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blr_analysis.views import Tabular
+
+DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
+
+
+@dataclass(frozen=True)
+class Stationarity(Tabular):
+    """How far a model is from the minimum of its own objective.
+
+    Attributes:
+        residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
+        decrement, pull: in nats, see :mod:`blr_analysis.posterior.stationarity`.
+        n_data: N.
+        blocks: by parameter ``gradient`` ‖g‖ and ``noise`` (Σ_i ‖g_i‖²)^½.
+        likelihood: whose minimum is meant.
+        table: one row per parameter, with ``batch``.
+    """
+
+    residual: float
+    decrement: float
+    pull: float
+    n_data: int
+    blocks: Mapping[str, Mapping[str, float]]
+    likelihood: str = ""
+
+    @property
+    def least_group(self) -> float:
+        """The examples of the smallest group whose removal is told from training that goes on."""
+        if self.decrement == 0:
+            return 1
+        few = self.decrement / (DRIFT * self.pull) if self.pull > 0 else math.inf
+        return max(1, math.ceil(few)) if math.isfinite(few) else few
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether even single examples are told."""
+        return self.least_group <= 1
+
+    @property
+    def near(self) -> bool:
+        """Whether groups of at most half the data are."""
+        return self.least_group <= self.n_data / 2
+
+    @property
+    def caveat(self) -> str:
+        """The verdict, where it is one to beware of; "" at the minimum."""
+        return "" if self.at_minimum else f"model {self.verdict}"
+
+    @property
+    def verdict(self) -> str:
+        """What follows, in one line."""
+        gain = f"a step would gain {self.decrement:.2g} nats"
+        if self.at_minimum:
+            return f"at the minimum of this loss ({gain})"
+        single = "single examples: ranking only"
+        if self.near:
+            few = f"groups from {self.least_group:,.0f} examples: as predicted"
+            return f"near the minimum of this loss ({gain}): {single}; {few}"
+        return f"not at the minimum of this loss ({gain}): {single}; groups: ranking only"
+
+    def __repr__(self) -> str:
+        return f"Stationarity({self.verdict})"
