@@ -33,7 +33,7 @@ from blr_analysis.learning_rule.inference.lda import TopicWords
 from blr_analysis.learning_rule.table import Table1
 from blr_analysis.memory_map import REGIONS, MemoryMap, error_size, variance_size
 from blr_analysis.merging.curve import MergeCurve
-from blr_analysis.merging.merge import MergeReport
+from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
 from blr_analysis.posterior.gaussian import Posterior

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder
-from blr_analysis.merging.merge import execute
+from blr_analysis.merging.folders import execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
 from blr_analysis.merging.recipe.places import vocabulary

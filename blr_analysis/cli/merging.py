@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from blr_analysis.merging.auto import Choice
+    from blr_analysis.merging.folders import MergeReport
     from blr_analysis.merging.job import Job
-    from blr_analysis.merging.merge import MergeReport
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
 
@@ -88,7 +88,7 @@ def merge(
     from blr_analysis.errors import InputError
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
-    from blr_analysis.merging.merge import execute
+    from blr_analysis.merging.folders import execute
     from blr_analysis.merging.plan import plan_folders
     from blr_analysis.merging.recipe import read_recipe
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve, simplex_grid
+from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.formula import combine
-from blr_analysis.merging.merge import MergeReport, execute, merge
+from blr_analysis.merging.merge import merge
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.mismatch import GradientMismatch, gradient_mismatch
 from blr_analysis.merging.weighting import SuggestedWeights, default_weights, suggest_weights

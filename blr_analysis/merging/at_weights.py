@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder
-from blr_analysis.merging.merge import MergeReport
+from blr_analysis.merging.folders import MergeReport
 from blr_analysis.task import Task
 
 State = Mapping[str, Tensor]

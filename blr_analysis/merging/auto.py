@@ -20,7 +20,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging.at_weights import State, named_tasks, state_of
 from blr_analysis.merging.curve import CRITERIA, MergePoint, Merger, Trial, rank
+from blr_analysis.merging.in_memory import SETTINGS, merged
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_adapter
-from blr_analysis.merging.merge import MergeReport, merge
 from blr_analysis.merging.plan import open_model
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.posterior import FACTORED
@@ -128,37 +127,19 @@ def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, floa
     return [own, *(family for family in tried if family != own)]
 
 
-def merged_by_choice(
-    base: Any, models: Sequence[Any], *, validate: Any, criterion: str, **settings: Any
-) -> Any:
-    """:func:`blr_analysis.merge` by the best of :func:`candidates`."""
-    choice = chosen(base, models, validate=validate, criterion=criterion, **settings)
-    outer = ("out_dtype", "out", "max_memory", "max_shard_bytes", "threads", "progress", *COMMON)
-    result = merge(base, models, **{**{k: settings[k] for k in outer}, **choice.settings})
-    if isinstance(result, MergeReport):
-        return replace(result, choice=choice)
-    merged = Merged(result)
-    merged.choice = choice
-    return merged
-
-
 def chosen_job(job: Job, validate: Any, *, criterion: str = "nll") -> tuple[Job, Choice]:
     """A merge of folders by the best of :func:`candidates`."""
-    names = signature(merge).parameters
-    given = {k: v for k, v in vars(job).items() if k in names and k not in ("base", "method")}
-    usual = {k: p.default for k, p in names.items() if k not in ("base", "models", "method")}
     choice = chosen(
         job.base,
         [m.model for m in job.members],
-        **{
-            **usual,
-            **given,
-            "precisions": [m.precision for m in job.members],
-            "weights": [m.weight for m in job.members],
-            "n_data": [m.n_data for m in job.members],
-            "validate": validate,
-            "criterion": criterion,
-        },
+        **{k: getattr(job, k) for k in SETTINGS - {"method"}},
+        precisions=[m.precision for m in job.members],
+        weights=[m.weight for m in job.members],
+        base_precision=job.base_precision,
+        n_data=[m.n_data for m in job.members],
+        tasks=None,
+        validate=validate,
+        criterion=criterion,
     )
     how = choice.settings
     weights = how.get("weights") or [m.weight for m in job.members]
@@ -226,7 +207,7 @@ def _tried(
 ) -> list[MergePoint]:
     def maker(how: Mapping[str, Any]) -> Merger:
         def make(base: Any, models: Any, weights: Any) -> Any:
-            return merge(base, models, progress=False, **{**common, **how})
+            return merged(base, models, progress=False, **{**common, **how})
 
         return Merger(make)
 
@@ -253,7 +234,7 @@ def _predicted(
 ) -> list[MergePoint]:
     points = []
     for name, how in found.items():
-        merged = merge(base, list(states), progress=False, **{**common, **how})
-        gaps = tuple(p.gap(merged, s) for p, s in zip(opened, states, strict=True))
+        made = merged(base, list(states), progress=False, **{**common, **how})
+        gaps = tuple(p.gap(made, s) for p, s in zip(opened, states, strict=True))
         points.append(MergePoint(name, _weights(how), gaps, (math.nan,) * len(gaps)))
     return points

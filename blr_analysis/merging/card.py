@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from blr_analysis.merging.recipe.places import hub_name
 
 if TYPE_CHECKING:
+    from blr_analysis.merging.folders import MergeReport
     from blr_analysis.merging.job import Job
-    from blr_analysis.merging.merge import MergeReport
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
 

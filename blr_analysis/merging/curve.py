@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
-from blr_analysis.merging.merge import merge
+from blr_analysis.merging.in_memory import ARGUMENTS, merged
 from blr_analysis.merging.methods import Method, method_of
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.weighting import default_weights, in_order
@@ -286,10 +285,10 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
         InputError: none, an unknown one, something that is neither name nor function, a method
             that needs precisions without any, an argument that merge does not take.
     """
-    strange = set(inputs) - set(signature(merge).parameters)
-    if "out" in inputs or strange:
+    strange = set(inputs) - ARGUMENTS
+    if strange:
         raise InputError(
-            f"merge_curve takes no {some(sorted(strange or {'out'}))}: see those of "
+            f"merge_curve takes no {some(sorted(strange))}: see those of "
             "blr_analysis.merge, in memory"
         )
     given = method if isinstance(method, (list, tuple, Mapping)) else [method]
@@ -308,7 +307,7 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
         choice = inputs.get("normalize")
         normalize = row.normalize if choice is None else bool(choice)
         mergers[str(name)] = Merger(
-            partial(merge, method=row.name, progress=False, **own),
+            partial(merged, method=row.name, progress=False, **own),
             row.name,
             normalize,
             normalize or (row.uses_precisions and not row.uses_base_precision),

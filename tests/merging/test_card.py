@@ -14,7 +14,7 @@ from merging.models_on_disk import near, state, write_family, write_model
 from ruamel.yaml import YAML
 
 from blr_analysis.merging.card import documents, markdown, model_card, shown, size
-from blr_analysis.merging.merge import MergeReport, execute
+from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import Recipe, read_recipe
 

@@ -16,7 +16,7 @@ import blr_analysis as blr
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging import stream as streaming
-from blr_analysis.merging.merge import execute
+from blr_analysis.merging.folders import execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
 

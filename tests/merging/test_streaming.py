@@ -20,8 +20,8 @@ from merging.models_on_disk import state, write_family, write_model
 import blr_analysis as blr
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.files import Folder, fingerprint, shards
+from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
-from blr_analysis.merging.merge import execute
 from blr_analysis.merging.plan import plan_folders
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from merging.models_on_disk import near, state, write_model
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder
-from blr_analysis.merging.merge import execute
+from blr_analysis.merging.folders import execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
 from blr_analysis.merging.recipe.places import chat_template, renumbered, vocabulary

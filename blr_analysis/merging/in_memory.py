@@ -1,0 +1,107 @@
+"""State dicts in memory merged by a named method, and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.errors import InputError
+from blr_analysis.files import Loaded, Source
+from blr_analysis.merging.at_weights import state_of
+from blr_analysis.merging.fates import OpenModel
+from blr_analysis.merging.folders import progress_bar
+from blr_analysis.merging.job import MergeSettings, Weight
+from blr_analysis.merging.plan import MAX_MEMORY, make_plan
+from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.propagated import propagated
+from blr_analysis.merging.stream import Memory, stream
+
+
+@torch.no_grad()
+@torch.inference_mode(False)  # also where the caller switched it on
+def merged(
+    base: Any,
+    models: Sequence[Any],
+    *,
+    precisions: Sequence[Any] | None = None,
+    weights: Sequence[Weight] | Weight | None = None,
+    base_precision: Any = None,
+    n_data: Sequence[int | None] | None = None,
+    density: Sequence[Weight] | Weight = 1.0,
+    tasks: Sequence[Any] | None = None,
+    max_memory: int = MAX_MEMORY,
+    threads: int | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """:func:`blr_analysis.merge` of models in memory by a named method.
+
+    Args:
+        settings: of :class:`blr_analysis.merging.job.MergeSettings`; all others as there.
+    """
+    how = MergeSettings(**settings)
+    count = len(models)
+    alphas = one_each("weights", weights, count, 1.0)
+    if tasks is not None:
+        if how.method != "fisher" or precisions is not None:
+            raise InputError('tasks= stands for precisions, with method="fisher"')
+        states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
+        alphas = [float(a) for a in alphas]
+        start = merged(base, states, weights=alphas, method="linear", progress=False)
+        return propagated(start, states, list(tasks), alphas, shrink=how.shrink, progress=progress)
+    given = one_each("precisions", precisions, count, None)
+    numbers = one_each("n_data", n_data, count, None)
+    densities = one_each("density", density, count, 1.0)
+    parts = [
+        OpenModel(
+            _loaded(f"models[{t}]", m),
+            None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
+            a,
+            d,
+        )
+        for t, (m, p, a, n, d) in enumerate(
+            zip(models, given, alphas, numbers, densities, strict=True)
+        )
+    ]
+    plan = make_plan(
+        how,
+        None if base is None else _loaded("base", base),
+        parts,
+        base_precision=None
+        if base_precision is None
+        else precision_in_memory("base_precision", base_precision, None),
+        max_memory=max_memory,
+        threads=threads,
+    )
+    reference = plan.reference
+    assert isinstance(reference, Loaded)
+    sink = Memory(plan.items, {n: t.device for n, t in reference.tensors.items()})
+    with progress_bar(plan.bytes_read, progress) as bar:
+        stream(plan, sink, bar.update)
+    return sink.tensors
+
+
+SETTINGS = frozenset(f.name for f in fields(MergeSettings))
+ARGUMENTS = SETTINGS.union(signature(merged).parameters) - {"settings"}
+
+
+def one_each(name: str, given: Any, count: int, default: Any) -> list[Any]:
+    """One value per model."""
+    if given is None:
+        return [default] * count
+    if name in ("weights", "density") and (callable(given) or isinstance(given, int | float)):
+        return [given] * count
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise InputError(f"{name} must be a list with one entry per model, got {given!r:.60}")
+    if len(given) != count:
+        raise InputError(f"{name} must have one entry per model: got {len(given)} for {count}")
+    return list(given)
+
+
+def _loaded(name: str, given: Any) -> Source:
+    return Loaded(name, given.state_dict() if isinstance(given, nn.Module) else given)
