@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ def train(texts: str, out: Path, seed: int, device: str) -> None:
     own, held_out = ids[:N], ids[N:]
     if not seed:
         save_file({"ids": ids.cpu(), "inside": inside.cpu()}, out / "data.safetensors")
-    start, rows = time.perf_counter(), []
+    start, rows, fit = time.perf_counter(), [], math.nan
     for k in range(-1, HALVES):
         model = trained(own if k < 0 else own[inside[k]], seed)
         with torch.no_grad():
