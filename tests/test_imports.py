@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,22 @@ def test_imports_run_downward() -> None:
         )
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    known = set(MODULES)
+    below = {
+        module: {
+            one.name
+            for one in imports_of(
+                path.read_text("utf-8"), module, is_package=path.name == "__init__.py", known=known
+            )[0]
+            # of its own package it may take names: those are no module
+            if one.name in known and not module.startswith(f"{one.name}.")
+        }
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(below).prepare()  # CycleError names the circle
 
 
 def test_third_party_imports_are_declared() -> None:
