@@ -100,7 +100,8 @@ class Rows(Term):
     def add_square_sum(self, into: Tree) -> None:
         """No table beside the one that is added to."""
         squares = sum((d.square() for d in self.grads[1:]), start=self.grads[0].square())
-        into[self.name].index_add_(0, self.ids.flatten(), squares.flatten(0, 1))
+        table = into[self.name]
+        table.index_add_(0, self.ids.flatten(), squares.flatten(0, 1).to(table))
 
     def sum(self) -> Tree:
         sums = self.grads[0].new_zeros(self.shape)

@@ -148,7 +148,8 @@ def first_weights(task: Task, seed: int) -> Tree | None:
     Raises:
         ModelError: the model cannot be copied.
     """
-    model = on_a_copy(task).model
+    copied = on_a_copy(task)
+    model = copied.model
     drawn: set[int] = set()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -161,7 +162,7 @@ def first_weights(task: Task, seed: int) -> Tree | None:
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if any(id(p) not in drawn for p in weights.values()):
         return None
-    return {n: p.detach() for n, p in weights.items()}
+    return copied.parameters()
 
 
 def shortfall(weights: Tree, reached: Tree, squares: Tree) -> Tensor:

@@ -157,7 +157,7 @@ def test_a_tied_table_is_never_made_for_each_example() -> None:
     assert set(read.values()) == {"embedding", "linear", "layer_norm"}
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_is_single_precision_up_to_rounding(
     dtype: torch.dtype, structure: str

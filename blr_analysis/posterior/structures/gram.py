@@ -28,7 +28,13 @@ class Gram(Kronecker):
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
         """A in one sweep of forward passes; no label is looked at."""
         seen = fit.inputs()
+        joined = {n for joint, _ in seen.moments.values() for n in joint.names}
+        plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
         blocks, values = [], {}
+        for name in plain:  # first, as in a file
+            like, counts = fit.params[name], seen.counts.get(name)
+            each = like.new_tensor(fit.n_data) if counts is None else counts.to(like).unsqueeze(1)
+            values[name] = each.expand_as(like).clone()
         for joint, moments in seen.moments.values():
             like = fit.params[joint.key]
             across, right = torch.linalg.eigh(moments)
@@ -36,12 +42,6 @@ class Gram(Kronecker):
             right = right.to(like)
             blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, None, known))
             values[joint.key] = across.clamp_min(0).to(like).unsqueeze(1).expand(blocks[-1].shape)
-        joined = {n for b in blocks for n in b.names}
-        plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
-        for name in plain:
-            like, counts = fit.params[name], seen.counts.get(name)
-            each = like.new_tensor(fit.n_data) if counts is None else counts.to(like).unsqueeze(1)
-            values[name] = each.expand_as(like).clone()
         return cls(tuple(blocks), values, plain, tuple(fit.params)), {}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -117,7 +117,8 @@ class Index:
         that is there already is opened.
 
         Args:
-            task, posterior: as for :func:`blr_analysis.influence`; of structure "diag" or "kron".
+            task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
+                "gram".
             path: a folder, made if need be.
             rank: numbers per example, shared out among the layers; every matrix gets one at least.
             dtype: of the numbers on disk, "float16", "float32" or "float64"; with float16,
@@ -144,7 +145,7 @@ class Index:
         """
         q = fitted(task, posterior)
         if not isinstance(q.form, Spectral):
-            raise PosteriorError(f"an index takes 'diag' or 'kron', not {q.structure!r}: fit one")
+            raise PosteriorError(f"an index takes 'diag', 'kron' or 'gram', not {q.structure!r}")
         positive_int("rank", rank)
         one_of("dtype", dtype, tuple(DTYPES))
         place = Path(path_of(path)).expanduser()
