@@ -119,7 +119,9 @@ def _least_squares(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
         raise InputError("one alpha per target has no single δ; fit the targets one by one")
     delta = float(alpha[0]) / variance
     prior = {"weight": max(delta, FREE), "bias": FREE}
-    return Estimator(model, x, targets, Gaussian(variance), prior)
+    noise = Gaussian(variance)
+    noise.estimated = True
+    return Estimator(model, x, targets, noise, prior)
 
 
 def _poisson(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:

@@ -154,8 +154,8 @@ class Task:
         :mod:`blr_analysis.estimators` for the formulas.
 
         Args:
-            likelihood: in place of what is read; for test data of a regression
-                ``likelihood=task.likelihood``, whose noise is that of the training data.
+            likelihood: in place of what is read. Test data of a regression are judged with the
+                noise of the training data.
             metadata: as for :class:`Task`; labels that are words come along as ``label``.
 
         Raises:
@@ -216,11 +216,14 @@ class Task:
         return part
 
     def with_model(self, task: Task) -> Task:
-        """These examples, read as they are here, under another task's model and device."""
+        """These examples, read as they are here, under another task's model and device; a noise
+        that was estimated from them is the other's."""
         if self.model is task.model and self.device == task.device:
             self.plan_with(task)
             return self
         made = self.under(task.model, task.device)
+        if self.likelihood.estimated and task.likelihood.estimated:
+            made.likelihood = task.likelihood
         made.plan_with(task)
         return made
 

@@ -120,12 +120,23 @@ def test_minibatches_share_the_penalty_out() -> None:
     assert blr.Task.from_sklearn(model, X, YES).prior_precision["0.weight"] == 0.5 * N / 12
 
 
-def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path) -> None:
-    pipeline, y, _ = fitted("logistic, 3 classes")
+@pytest.mark.parametrize("name", CASES)
+def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> None:
+    pipeline, y, _ = fitted(name)
+    test = blr.Task.from_sklearn(pipeline, X[:9] + 0.1, y[:9])
+
     task = blr.Task.from_sklearn(pipeline, X, y)
-    posterior = blr.fit_laplace(task, structure="full", progress=False)
-    path = blr.report(task, posterior, tmp_path / "report.html", progress=False)
-    assert "eel" in path.read_text("utf-8")
+    posterior = blr.fit_laplace(task, structure="full")
+    path = blr.report(task, posterior, tmp_path / "report.html", test=test)
+
+    page = path.read_text("utf-8")
+    assert ('"eel"' in page) == (y is WORDS)
+    assert "test data</th>" in page
+    if task.likelihood.estimated:  # what the test losses are measured with
+        result = blr.what_if(task, posterior, remove=[0], evaluate=test)
+        plain = blr.Task.from_sklearn(pipeline, X[:9] + 0.1, y[:9], likelihood=task.likelihood)
+        assert test.likelihood.variance != task.likelihood.variance
+        assert result.nll == blr.what_if(task, posterior, remove=[0], evaluate=plain).nll
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
+from blr_analysis.sensitivity.scores import check_test
 from blr_analysis.sensitivity.solving import REPLAY_PASSES
 from blr_analysis.task import Task
 
@@ -125,6 +126,8 @@ def investigate(
         BLRError: as the analyses themselves.
     """
     say = say or (lambda text: None)
+    if test is not None:
+        test = check_test(test, task)
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
     estimated = True if task.likelihood.is_sequence else None
     scores = sensitivity(task, posterior, variance=estimated, progress=progress)
@@ -137,7 +140,6 @@ def investigate(
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
         mean = posterior.on(test, same_data=False).mean
-        test = test.with_model(task)
         on_test, test_targets = evaluated(test, mean, progress=progress)
     column = _groups(scores) if by == AUTO else by
     removals = None

@@ -23,6 +23,7 @@ class Likelihood(ABC):
     is_classification: bool
     integer_targets: bool = False
     is_sequence: bool = False  # whether an example has outputs [T, C], one row per token
+    estimated: bool = False  # whether it was read from data; test data take the trained one
     averaged: bool = False  # whether Λ is the mean of ∂²ℓ/∂f² under the model, far from itself
 
     @abstractmethod

@@ -292,12 +292,13 @@ def check_test(test: Any, task: Task, name: str = "test") -> Task:
         PosteriorError: its model has other parameters.
     """
     instance(name, test, Task, "a blr_analysis.Task with the held-out examples")
-    mine, theirs = task.likelihood, test.likelihood
-    if not mine.judged_by(theirs):
-        raise InputError(f"{name} has the likelihood {theirs!r}, the training task {mine!r}")
     shapes = [{n: p.shape for n, p in t.model.named_parameters()} for t in (task, test)]
     if shapes[0] != shapes[1]:
         raise PosteriorError(
             f"{name} is of another model, with other parameters: build it with the trained one"
         )
-    return test.with_model(task)
+    test = test.with_model(task)
+    mine, theirs = task.likelihood, test.likelihood
+    if not mine.judged_by(theirs):
+        raise InputError(f"{name} has the likelihood {theirs!r}, the training task {mine!r}")
+    return test
