@@ -387,7 +387,7 @@ class Task:
         before = versions(batch)
         try:
             runner = _Runner(self.model, self.forward)
-            with _without_checkpoints():
+            with _without_checkpoints(), _plain_recurrences(self.model):
                 outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -475,6 +475,18 @@ def _without_checkpoints() -> Iterator[None]:
         yield
     finally:
         setattr(checkpoint, name, before)
+
+
+@contextmanager
+def _plain_recurrences(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers by torch's own kernels: those of cuDNN have no backward in eval mode."""
+    before = torch.backends.cudnn.enabled
+    if before and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

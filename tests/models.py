@@ -84,7 +84,9 @@ class Words(nn.Module):
             self.read.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(torch.arange(ids.shape[1]).unsqueeze(0))
+        x = self.words(ids) + self.places(
+            torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        )
         x = self.norm(x)
         x = x + self.mix(x)
         x = x + self.attention(x, x, x, need_weights=False)[0]

@@ -61,8 +61,8 @@ class TinyLM(nn.Module):
         x = self.words(input_ids) + self.places(places)
         hidden = attention_mask[:, None, None, :] == 0
         if self.causal:
-            hidden = hidden | torch.ones(t, t, dtype=torch.bool).triu(1)
-        hidden = hidden.expand(-1, 1, t, t) & ~torch.eye(t, dtype=torch.bool)
+            hidden = hidden | torch.ones(t, t, dtype=torch.bool, device=hidden.device).triu(1)
+        hidden = hidden.expand(-1, 1, t, t) & ~torch.eye(t, dtype=torch.bool, device=hidden.device)
         x = x + self._mixed(self.before(x), hidden)
         x = x + self.down(F.gelu(self.up(self.between(x))))
         return Output(self.read(self.after(x)))

@@ -133,7 +133,9 @@ def layers() -> dict[str, Callable[[], Case]]:
         ),
         "embedding_bag_offsets": lambda: Case(
             graph(
-                lambda m, i: m.out(m.bag(i.flatten(), torch.arange(len(i)) * i.shape[1])),
+                lambda m, i: m.out(
+                    m.bag(i.flatten(), torch.arange(len(i), device=i.device) * i.shape[1])
+                ),
                 bag=nn.EmbeddingBag(5, 3, mode="sum"),
                 out=nn.Linear(3, 2),
             ),
@@ -173,7 +175,7 @@ def layers() -> dict[str, Callable[[], Case]]:
                         x,
                         x,
                         x,
-                        attn_mask=torch.ones(3, 3, dtype=torch.bool).triu(1),
+                        attn_mask=torch.ones(3, 3, dtype=torch.bool, device=x.device).triu(1),
                         need_weights=False,
                     )[0].mean(1)
                 ),

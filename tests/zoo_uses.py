@@ -21,7 +21,7 @@ def _position_table(length: int, consume: str) -> Case:
     """Position embeddings made once for all examples, and three ways of using them."""
 
     def call(m: Any, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1])
+        positions = torch.arange(ids.shape[1], device=ids.device)
         if consume == "row":
             places = m.places(positions.unsqueeze(0))
         elif consume == "repeat":
