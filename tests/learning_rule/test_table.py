@@ -54,6 +54,8 @@ BEYOND = {
     "IVON, mixture",
     "noisy K-FAC",
     "SLANG",
+    "OGGN",
+    "VOGGN",
     "bSAM",
     "factor analysis, PPCA",
     "message passing",

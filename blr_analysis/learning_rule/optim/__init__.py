@@ -7,15 +7,17 @@ from blr_analysis.learning_rule.optim.ivon import IVON
 from blr_analysis.learning_rule.optim.mixture import Mixture
 from blr_analysis.learning_rule.optim.newton import Newton
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.optim.structured import SLANG, NoisyKFAC
+from blr_analysis.learning_rule.optim.structured import OGGN, SLANG, VOGGN, NoisyKFAC
 from blr_analysis.learning_rule.optim.variational import OGN, VOGN, Vadam, Vprop
 
 __all__ = [
     "BSAM",
     "IVON",
+    "OGGN",
     "OGN",
     "SLANG",
     "STE",
+    "VOGGN",
     "VOGN",
     "BayesBiNN",
     "Dropout",

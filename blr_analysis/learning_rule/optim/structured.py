@@ -1,12 +1,13 @@
-"""Posteriors with structure, learned while training: noisy K-FAC and SLANG.
+"""Posteriors with structure, learned while training: noisy K-FAC, SLANG, OGGN and VOGGN.
 
     S ← (1 − ρ₂) S + ρ₂ (N/B Σ_i g_i g_iᵀ),     m ← m − lr (S + δ + Nγ)⁻¹ N (u + δ m / N)
 
 at weights drawn from q(θ) = N(m, (S + δ)⁻¹), with the Gauss–Newton of the labels as they are, g_i
 the gradient of one example's loss, and S kept in a structure: Kronecker factors by layer
 (:class:`NoisyKFAC`; Zhang et al., ICML 2018) or low rank plus diagonal (:class:`SLANG`; Mishkin et
-al., NeurIPS 2018). VOGN is this with a diagonal. The posterior needs no further fit:
-:meth:`StructuredOptimizer.posterior`.
+al., NeurIPS 2018). VOGN is this with a diagonal. :class:`VOGGN` has the generalised Gauss–Newton
+J_iᵀ Λ_i J_i for g_i g_iᵀ, and :class:`OGGN` takes it at the mean. The posterior needs no further
+fit: :meth:`StructuredOptimizer.posterior`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.terms import Tree, merged
-from blr_analysis.checks import positive_int
+from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.terms import Term, Tree, merged
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
 from blr_analysis.learning_rule.optim.checkpoint import HINT
 from blr_analysis.learning_rule.optim.settings import check_closure, check_group
+from blr_analysis.likelihoods import Categorical, Likelihood, resolve
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, LowRank
@@ -34,7 +37,7 @@ OWN = ("lr", "ess", "weight_decay", "beta1", "beta2", "hess_init", "damping")
 
 
 class StructuredOptimizer(torch.optim.Optimizer):
-    """What :class:`NoisyKFAC` and :class:`SLANG` share: draws, steps, checkpoints.
+    """What all of them share: draws, steps, checkpoints.
 
     Args:
         model: what is trained, all that is trainable in it; its layers must have rules, as for
@@ -54,6 +57,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         OptimizerError: no draw before ``step``, or two; nested contexts; a gradient that is not
             finite; a state that does not fit.
     """
+
+    _at_mean = False  # whether gradients are taken at the mean
 
     def __init__(
         self,
@@ -123,7 +128,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             means = {n: p.detach().clone() for n, p in self.names.items()}
             noise = {n: normal(m, self.generator) for n, m in means.items()}
-            for n, gap in self.form.root_solve(noise).items():
+            gaps = {} if train and self._at_mean else self.form.root_solve(noise)
+            for n, gap in gaps.items():
                 self.names[n].add_(gap)
         self._inside, mode = True, self.model.training
         self.model.train(mode and train)  # evaluation is nothing to record
@@ -295,7 +301,7 @@ class SLANG(StructuredOptimizer):
         assert isinstance(self.recorder, Rows)
         (group,) = self.param_groups
         rows, rho = self.recorder.rows(list(self.names)), 1 - group["beta2"]
-        new = rows * (rho * group["ess"] / len(rows)) ** 0.5
+        new = rows * (rho * group["ess"] / self.recorder.examples) ** 0.5
         columns = torch.cat([self._columns * (1 - rho) ** 0.5, new.to(self._columns)])
         _, turn = torch.linalg.eigh((columns @ columns.mT).double())
         turned = turn.mT.to(columns) @ columns
@@ -324,19 +330,110 @@ class SLANG(StructuredOptimizer):
         self._rest = kept["rest"].to(self._rest)
 
 
+class VOGGN(SLANG):
+    """Variational online generalised Gauss–Newton: :class:`SLANG` with the rows of J_iᵀ Λ_i J_i.
+
+    J_i is the Jacobian of the C outputs of example i, and Λ_i the Hessian of its loss by them, that
+    of the ``likelihood``: "categorical", "bernoulli", "poisson", or "gaussian" (½ (y − f)²). The
+    labels are not in it, so S does not vanish where they are learned by heart. C more backward
+    passes a step, through the graph of the first forward pass in the context.
+
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> x, y = torch.randn(30, 3), torch.randint(2, (30,))
+        >>> optimizer = VOGGN(model, lr=0.1, ess=30, rank=5)
+        >>> for _ in range(5):
+        ...     with optimizer.sampled_params(train=True):
+        ...         optimizer.zero_grad()
+        ...         nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> optimizer.posterior().structure
+        'lowrank'
+
+    Source: Khan et al., "Approximate Inference Turns Deep Networks into Gaussian Processes",
+    NeurIPS 2019; Khan & Rue, section 4.4.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        ess: float,
+        *,
+        likelihood: str = "categorical",
+        rank: int = 10,
+        **settings: Any,
+    ) -> None:
+        named = ("categorical", "bernoulli", "poisson", "gaussian")
+        self.likelihood = resolve(one_of("likelihood", likelihood, named))
+        super().__init__(model, lr, ess, rank=rank, **settings)
+
+    def _recorder(self, model: nn.Module, beta2: float) -> KroneckerRecorder:
+        return JacobianRows(model, self.likelihood)
+
+
+class OGGN(VOGGN):
+    """Online generalised Gauss–Newton: :class:`VOGGN` with gradients at the mean, an online Laplace
+    approximation. ``sampled_params()`` without ``train`` draws from the posterior."""
+
+    _at_mean = True
+
+
 class Rows(KroneckerRecorder):
     """The gradient of every example of the last pass, by the recorder's hooks."""
 
+    examples = 0
+
     def _settle(self) -> None:
         if self._seen:
-            self.terms, self._seen = merged(self._seen), []
-            self._recorded += 1
-            self._check(self.terms)
+            self._over([merged(self._seen)])
+            self._check(self.columns[0])
+
+    def _over(self, columns: list[list[Term]]) -> None:
+        self._seen, self.columns, self.examples = [], columns, columns[0][0].n_examples
+        self._recorded += 1
 
     def rows(self, names: list[str]) -> Tensor:
-        """g_i ``[B, P]``."""
-        found: Tree = {}
-        for term in self.terms:
-            for name, each in term.jacobian().items():
-                found[name] = found.get(name, 0) + each.sum(1).flatten(1)
-        return torch.cat([found[n] for n in names], 1)
+        """g_i ``[B, P]``, or a block of that for each column."""
+        blocks = []
+        for column in self.columns:
+            found: Tree = {}
+            for term in column:
+                for name, each in term.jacobian().items():
+                    found[name] = found.get(name, 0) + each.sum(1).flatten(1)
+            blocks.append(torch.cat([found[n] for n in names], 1))
+        return torch.cat(blocks)
+
+
+class JacobianRows(Rows):
+    """J_iᵀ L_i, a column for each of Λ_i = L_i L_iᵀ, from the graph of a forward pass."""
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood) -> None:
+        super().__init__(model, every=1, reduction="sum")
+        self.likelihood, self._reading = likelihood, False
+        self._handles.append(model.register_forward_hook(self._read))
+
+    def _settle(self) -> None:
+        """Nothing is left to be taken in when a pass is over."""
+
+    def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
+        if self._reading:
+            super()._take(unit, x, grad, batch)
+
+    def _read(self, model: nn.Module, args: Any, output: Tensor) -> None:
+        if not self._batch or not output.requires_grad:
+            return
+        f = output.reshape(self._batch, -1)
+        labels = f.new_zeros(len(f), dtype=torch.long)  # Λ is that of any
+        y = labels if isinstance(self.likelihood, Categorical) else torch.zeros_like(f)
+        params, columns = list(self._parameters.values()), []
+        self._reading = True
+        try:
+            for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
+                torch.autograd.grad(f, params, column, retain_graph=True, allow_unused=True)
+                columns.append(merged(self._seen))
+                self._check(columns[-1])  # once, against its parameters' own gradient
+                self._seen = []
+        finally:
+            self._reading, self._seen = False, []
+        self._over(columns)

@@ -34,6 +34,8 @@ SIGNATURES = {
     "Mixture": "(optimizers)",
     "NoisyKFAC": "(model, lr, ess, *, refresh=1, **settings)",
     "SLANG": "(model, lr, ess, *, rank=10, **settings)",
+    "OGGN": "(model, lr, ess, *, likelihood='categorical', rank=10, **settings)",
+    "VOGGN": "(model, lr, ess, *, likelihood='categorical', rank=10, **settings)",
     "Newton": "(params, lr=1.0, ess=1.0, weight_decay=0.0, hess_init=1.0)",
     "RowOptimizer": "(params, row, lr, ess=1.0, *, weight_decay=0.0, hess_init=0.0, "
     f"{ADAMS}, radius=0.05, damping=0.1, mc_samples=1, {TAIL})",

@@ -1,8 +1,9 @@
-"""Noisy K-FAC and SLANG against dense matrices, step by step."""
+"""Noisy K-FAC, SLANG, OGGN and VOGGN against dense matrices, step by step."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.optim import SLANG, NoisyKFAC
+from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
 
 N, LR, DECAY, BETA2, DAMPING = 40, 0.1, 0.05, 0.8, 0.02
 
@@ -55,6 +56,17 @@ def each_gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def jacobian_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Rows R with RᵀR = Σ_i J_iᵀ (diag p_i − p_i p_iᵀ) J_i."""
+    params = dict(model.named_parameters())
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
+    each = torch.cat([j.flatten(2) for j in jacobian.values()], 2).detach()
+    p = model(x).softmax(-1).detach()
+    values, turn = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+    root = turn * values.clamp_min(0).sqrt()[:, None]
+    return (root.mT @ each).flatten(0, 1)
+
+
 def run(optimizer: NoisyKFAC | SLANG, model: nn.Module, steps: int) -> list[nn.Module]:
     """The models at their draws."""
     seen = []
@@ -80,11 +92,14 @@ def clean(model: nn.Module) -> nn.Module:
     return fresh
 
 
-def test_slang_has_the_average_of_outer_products() -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows_of"), [(SLANG, each_gradient), (VOGGN, jacobian_rows), (OGGN, jacobian_rows)]
+)
+def test_low_rank_has_the_average_of_outer_products(kind: type, rows_of: Callable) -> None:
     """Exact at full memory; at low rank with the leading directions and the right diagonal."""
     model, small = network(), network()
-    optimizer = SLANG(model, rank=25, hess_init=0.3, **settings())
-    low = SLANG(small, rank=2, hess_init=0.3, **settings())
+    optimizer = kind(model, rank=25, hess_init=0.3, **settings())
+    low = kind(small, rank=2, hess_init=0.3, **settings())
     size = len(flat(model))
     wanted = 0.3 * N * torch.eye(size).double()
     diagonal = wanted.diagonal().clone()
@@ -92,14 +107,16 @@ def test_slang_has_the_average_of_outer_products() -> None:
         x, y = data(t)
         before = flat(model)
         at = run_one(optimizer, model, x, y)
-        rows = each_gradient(clean(at), x, y)
+        assert torch.equal(flat(at), before) == (kind is OGGN)
+        rows = rows_of(clean(at), x, y)
         wanted = BETA2 * wanted + (1 - BETA2) * N / 6 * rows.mT @ rows
         found = dense(optimizer.form)
         prior = N * DECAY * torch.eye(size).double()
+        mean_gradient = each_gradient(clean(at), x, y).mean(0)
         torch.testing.assert_close(found, wanted + prior)
-        torch.testing.assert_close(flat(model), mean_after(before, found, rows.mean(0)))
+        torch.testing.assert_close(flat(model), mean_after(before, found, mean_gradient))
         at = run_one(low, small, x, y)
-        rows = each_gradient(clean(at), x, y)
+        rows = rows_of(clean(at), x, y)
         diagonal = BETA2 * diagonal + (1 - BETA2) * N / 6 * rows.square().sum(0)
         torch.testing.assert_close(dense(low.form).diagonal(), diagonal + N * DECAY)
     assert low.posterior().structure == "lowrank"
@@ -152,7 +169,7 @@ def test_noisy_kfac_has_the_factors_of_its_draws() -> None:
     torch.testing.assert_close(dense(same.form), dense(optimizer.posterior().form))
 
 
-@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG])
+@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
 def test_draws_come_from_q_and_the_mean_comes_back(kind: type) -> None:
     model = network()
     optimizer = kind(model, **settings())
@@ -168,7 +185,7 @@ def test_draws_come_from_q_and_the_mean_comes_back(kind: type) -> None:
     assert (covariance - inverse).norm() < 0.2 * inverse.norm()
 
 
-@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG])
+@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
 def test_resumes_to_the_bit(kind: type) -> None:
     model = network()
     optimizer = kind(model, **settings())
@@ -184,7 +201,7 @@ def test_resumes_to_the_bit(kind: type) -> None:
         again.load_state_dict(torch.optim.SGD(other.parameters(), lr=0.1).state_dict())
 
 
-@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG])
+@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
 def test_what_cannot_be(kind: type) -> None:
     model = network()
     optimizer = kind(model, **settings())
