@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from benchmarks.agreement import metrics, runner
 from benchmarks.agreement.cases import Case as Asked
-from benchmarks.field.cases import test_losses, train
+from benchmarks.field.cases import Case, test_losses, train
 from benchmarks.field.truth import Truth, halves, relabelled
 from benchmarks.peers.problem import build
 from benchmarks.truth import store
@@ -43,14 +43,9 @@ def judged_by(truth: Truth, model: nn.Module, count: int | None = None) -> blr.T
     return blr.Task(model, (data.test_x[:count], data.test_y[:count]), likelihood=likelihood)
 
 
-def fitted(task: blr.Task, structure: str = "kron") -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=None, progress=False)
-
-
-def expected(task: blr.Task, first: blr.Posterior) -> blr.Posterior:
-    """Fitted where the errors are averaged over the first posterior."""
+def fitted(task: blr.Task, structure: str = "kron", **options: Any) -> blr.Posterior:
     return blr.fit_laplace(
-        task, structure="kron", prior_precision=None, expected=first, progress=False
+        task, structure=structure, prior_precision=None, progress=False, **options
     )
 
 
@@ -189,9 +184,13 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
     tasks = [task_of(truth, model) for model in chosen]
     posteriors = [fitted(task) for task in tasks]
     yield ("kron", *mean(posteriors))
-    yield ("kron, expected", *mean(expected(t, q) for t, q in zip(tasks, posteriors, strict=True)))
+    pairs = zip(tasks, posteriors, strict=True)
+    yield ("kron, expected", *mean(fitted(task, expected=q) for task, q in pairs))
     yield ("diag", *mean(fitted(task, "diag") for task in tasks))
     yield ("plain gradients", *mean(plain(q) for q in posteriors))
+    starts = [first_weights(case, seed) for seed in range(models)]
+    pairs = zip(tasks, starts, strict=True)
+    yield ("kron, first weights known", *mean(fitted(t, initial=start) for t, start in pairs))
     if sum(p.numel() for p in chosen[0].parameters()) <= LARGEST:
         yield ("lowrank", *mean(fitted(task, "lowrank") for task in tasks))
     runs = [run(truth, seed) for seed in range(models)]
@@ -209,6 +208,12 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
         answers = of_peers(truth, folder, peers)
         scores = {label: score(answer) for label, answer in answers.items()}
         yield from ((label, "", f"{value:.3f}") for label, value in scores.items())
+
+
+def first_weights(case: Case, seed: int) -> dict[str, Tensor]:
+    """What the training with this seed started from."""
+    torch.manual_seed(seed)
+    return {n: p.detach() for n, p in build(case.network).named_parameters()}
 
 
 def plain(q: blr.Posterior) -> blr.Posterior:

@@ -31,9 +31,9 @@ class WhatIf(Plottable):
         floored: the fraction of S − S_G that had to be raised to the prior, where the learned
             precision is smaller than the group's share; near 0 for a posterior that fits.
         interval: (low, high), where the nll after retraining is likely to lie. Of "replay" its
-            width follows the change and how far the replay stays from the model, as small networks
-            whose retraining is known had it; of "retrain" the spread of two seeds or more; of
-            "posterior", "cg" and one seed it is a guess.
+            width follows the change, the part of the data that goes and how far the replay stays
+            from the model, as small networks whose retraining is known had it; of "retrain" the
+            spread of two seeds or more; of "posterior", "cg" and one seed it is a guess.
         damping: the part of the posterior's step that was taken: less than 1 where the whole of
             it would have raised the loss on the changed data.
         note: why not to trust the answer, in one line; "" where nothing speaks against it.

@@ -133,6 +133,15 @@ def test_a_class_that_is_gone_is_not_predicted() -> None:
     assert gone.accuracy_before > 0.8 and gone.accuracy_after < 0.05
     low, high = result.interval
     assert low < result.nll < high and f"{low:.2f} to {high:.2f}" in repr(result)
+    assert result.note == ""
+
+
+def test_a_large_part_of_the_data_is_said_to_be_one() -> None:
+    task, q, test = problem()
+    result = blr.what_if(task, q, remove=Y[TRAIN] < 3, evaluate=test, progress=False)
+    assert "large part" in result.note and result.note in repr(result)
+    low, high = result.interval
+    assert high - result.nll > result.nll - low
 
 
 def test_the_same_seed_gives_the_same_answer_and_nothing_of_the_model_moves() -> None:
@@ -345,7 +354,10 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
     assert high == pytest.approx(2 + np.hypot(np.exp(0.15) - 1, 0.02))
     low, _ = interval(1.0, 2.0, "replay", 0.3)
-    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.25)) ** 2 + 0.3**2))
+    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.15)) ** 2 + 0.3**2))
+    low, high = interval(2.0, 1.0, "replay", 0.3, np.log(2))  # half the data
+    assert low == pytest.approx(1 - np.hypot(2 * np.exp(0.15) - 1, 0.3))
+    assert high == pytest.approx(1 + np.hypot(1 - np.exp(-0.15), 0.3))
     before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
     reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
     without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
