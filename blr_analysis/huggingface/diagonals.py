@@ -29,6 +29,7 @@ from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.huggingface.unfinished import Unfinished
 from blr_analysis.posterior import curvature_root, drawn_labels
 from blr_analysis.task import Task
 
@@ -49,6 +50,7 @@ def fisher_diagonal(
     batch_size: int | None = None,
     memory_budget: int | None = None,
     lengths: Sequence[int] | None = None,
+    kept: Unfinished | None = None,
     progress: bool | None = None,
 ) -> dict[str, Tensor]:
     """The diagonal of the module's equation ``kind``, by parameter name, on the CPU.
@@ -65,6 +67,7 @@ def fisher_diagonal(
         batch_size: B of "squared_minibatch", which needs it and no other kind takes it.
         memory_budget: bytes of working memory (default 256 MiB); at least one example's need.
         lengths: of sequences sorted by length, their lengths: neighbours then share a pass.
+        kept: where the sums are kept meanwhile, and taken up from; not of "squared_minibatch".
 
     Returns:
         Tensors in the shape and dtype of the parameters.
@@ -98,7 +101,7 @@ def fisher_diagonal(
         _add_batches(total, task, params, batch_size, seed, progress)
     else:
         budget = positive_int("memory_budget", memory_budget or MEMORY)
-        _add_examples(total, task, params, kind, samples, seed, budget, lengths, progress)
+        _add_examples(total, task, params, kind, samples, seed, budget, lengths, kept, progress)
     for name, sums in total.items():
         if not bool(torch.isfinite(sums).all()):
             raise ModelError(
@@ -130,18 +133,27 @@ def _add_examples(
     seed: int,
     budget: int,
     lengths: Sequence[int] | None,
+    kept: Unfinished | None,
     progress: bool | None,
 ) -> None:
     source = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**31, (task.n_data,), generator=source)  # one for every example
     wanted = {"fisher_mc": samples, "fisher_emp": 1}.get(kind, n_outputs(task, params))
+    columns = min(wanted, COLUMNS)
+    passes = _passes(task, params, columns, budget, lengths)
+    done = 0 if kept is None else kept.taken_up(total)
     with _bar(task.n_data, kind, progress) as bar:
-        own = shared(task, params)
-        for chunk in _passes(task, params, min(wanted, COLUMNS), budget, lengths, own):
-            for columns in _columns(chunk, kind, samples, seeds):
-                for term in chunk.terms(columns):
-                    term.add_square_sum(total)
-            bar.update(ranks.count() * len(chunk.indices))
+        bar.update(ranks.count() * sum(map(len, passes[:done])))
+        for number, indices in enumerate(passes[done:], done + 1):
+            size = None if lengths is None else len(indices)
+            whole = Chunking(size, budget, progress=False)
+            for chunk in chunks(task, params, whole, columns=columns, indices=indices):
+                for cotangents in _columns(chunk, kind, samples, seeds):
+                    for term in chunk.terms(cotangents):
+                        term.add_square_sum(total)
+                bar.update(ranks.count() * len(chunk.indices))
+            if kept is not None:
+                kept.keep(number, total)
     ranks.total(total.values())
 
 
@@ -168,23 +180,19 @@ def _passes(
     columns: int,
     budget: int,
     lengths: Sequence[int] | None,
-    own: Tensor,
-) -> Iterator[Chunk]:
-    """These examples in chunks; where lengths are known, as large as each length allows."""
-    if lengths is None:
-        whole = Chunking(memory_budget=budget, progress=False)
-        yield from chunks(task, params, whole, columns=columns, indices=own)
-        return
-    lengths = [lengths[i] for i in own.tolist()]
-    plan = plan_for(task, params)
+) -> list[Tensor]:
+    """These examples in passes; where lengths are known, as large as each length allows."""
+    own, plan = shared(task, params), plan_for(task, params)
     itemsize = next(iter(params.values())).element_size()
+    if lengths is None:
+        return list(own.split(plan.chunk_size(columns, budget, itemsize, len(own))))
+    lengths = [lengths[i] for i in own.tolist()]
+    passes: list[Tensor] = []
     for bucket in buckets(lengths):
         shorter = max(lengths) / lengths[int(bucket[-1])]
         fits = plan.chunk_size(columns, int(budget * shorter), itemsize, len(bucket))
-        size = min(fits, AT_ONCE)
-        yield from chunks(
-            task, params, Chunking(size, progress=False), columns=columns, indices=own[bucket]
-        )
+        passes += own[bucket].split(min(fits, AT_ONCE))
+    return passes
 
 
 def buckets(lengths: Sequence[int]) -> list[Tensor]:

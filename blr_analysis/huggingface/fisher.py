@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -9,17 +10,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from blr_analysis import ranks
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.files import held, storage
+from blr_analysis.files import Folder, fingerprint, held, storage
 from blr_analysis.huggingface.data import Texts, class_indices, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
 from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, read_config
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
+from blr_analysis.huggingface.unfinished import Unfinished
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,
@@ -133,6 +136,10 @@ def fisher(
         StorageError: files that are missing or damaged; ``out`` is there and ``force`` was not
             given. Nothing is written unless all of it is.
 
+    Every minute the sums of "diag" are kept in ``OUT.unfinished``: the same call, made again after
+    it was ended, goes on there and comes to the same bits. (Not "squared_minibatch", nor on several
+    ranks.)
+
     Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12.
 
     Example:
@@ -164,7 +171,10 @@ def fisher(
         encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
         n, own_task = len(texts), task_of(encoded, loaded)
         about = definition(kind, samples, batch_size, loaded.task)
+        kept = None
         if structure == "diag":
+            how = (loaded.task, kind, samples, seed, memory_budget, str(device))
+            kept = _unfinished(target, place, encoded, how)
             diagonal = fisher_diagonal(
                 own_task,
                 kind=kind,
@@ -173,6 +183,7 @@ def fisher(
                 batch_size=batch_size,
                 memory_budget=memory_budget,
                 lengths=encoded.lengths,
+                kept=None if ranks.count() > 1 else kept,
                 progress=progress,
             )
             tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
@@ -210,6 +221,8 @@ def fisher(
             frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
             tied=_tied(loaded, names),
         )
+        if kept is not None:
+            kept.remove()
     size = sum(t.numel() for t in tensors.values())
     zeros = sum(int((t == 0).sum()) for t in tensors.values())
     return FisherResult(
@@ -224,6 +237,13 @@ def fisher(
         zeros=zeros / size,
         seconds=time.monotonic() - started,
     )
+
+
+def _unfinished(target: Path, model: Path, encoded: Encoded, how: tuple[Any, ...]) -> Unfinished:
+    """Where the sums of a run that was ended lie, if model, data and settings are the same."""
+    said = (fingerprint(Folder.open(model)), how, torch.__version__, encoded.rows, encoded.labels)
+    digest = hashlib.sha256(repr(said).encode()).hexdigest()
+    return Unfinished(target.with_name(f"{target.name}.unfinished"), digest)
 
 
 def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str]) -> Task:

@@ -17,6 +17,7 @@ from torch import Tensor
 from blr_analysis import Task
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.huggingface import unfinished
 from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.fisher import FisherResult, fisher
@@ -387,6 +388,45 @@ def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     fisher(bert, bert / "data.jsonl", out=tmp_path / "p")
+
+
+# --- a run that was ended ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mc", "emp"])
+@pytest.mark.parametrize("second", ["same", "other seed", "damaged"])
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, second: str
+) -> None:
+    monkeypatch.setattr(unfinished, "EVERY", 0.0)
+    monkeypatch.setattr(unfinished, "SHARE", 0)
+    kept, taken_up = unfinished.Unfinished.keep, unfinished.Unfinished.taken_up
+    starts: list[int] = []
+
+    def ended(self: Any, passes: int, sums: Any) -> None:
+        kept(self, passes, sums)
+        if passes == 2:
+            raise KeyboardInterrupt
+
+    def seen(self: Any, sums: Any) -> int:
+        starts.append(taken_up(self, sums))
+        return starts[-1]
+
+    whole, out, seed = tmp_path / "whole", tmp_path / "out", int(second == "other seed")
+    on(llama, whole, kind=kind, seed=seed)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unfinished.Unfinished, "keep", ended)
+        on(llama, out, kind=kind)
+    beside = tmp_path / "out.unfinished"
+    assert beside.is_file() and not out.exists()
+    if second == "damaged":
+        beside.write_bytes(beside.read_bytes()[:-8])
+    monkeypatch.setattr(unfinished.Unfinished, "taken_up", seen)
+    on(llama, out, kind=kind, seed=seed)
+    assert starts == [2 if second == "same" else 0]
+    assert not beside.exists()
+    once, again = storage.read(whole)[0], storage.read(out)[0]
+    assert all(torch.equal(t, again[n]) for n, t in once.items())
 
 
 # --- what is refused --------------------------------------------------------------------------
