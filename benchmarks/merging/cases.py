@@ -45,6 +45,7 @@ class Case:
         validate, test: data that nothing was trained on.
         blocks: module names, in the order in which they run: what RegMean++ merges at a time.
         by: what is judged by: "accuracy", in per cent, or "nll", its negative.
+        structures: of the precisions that are tried.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Case:
     test: dict[str, blr.Task]
     blocks: Sequence[Sequence[str]]
     by: str = "accuracy"
+    structures: tuple[str, ...] = ("diag", "gram", "kron")
 
     def scores(self, state: State) -> list[float]:
         """On the test data of every task; higher is better."""

@@ -40,11 +40,8 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
     """Every row of the table but the first two and the last."""
     models, tasks = list(c.models.values()), list(c.train.values())
     share = 1 / len(models)
-    fit = {
-        s: [blr.fit_laplace(t, structure=s, prior_precision=1.0, progress=False) for t in tasks]
-        for s in ("diag", "gram", "kron")
-    }
-    first = blr.fit_laplace(c.start, structure="diag", prior_precision=1.0, progress=False)
+    fit = {s: [fitted(t, s) for t in tasks] for s in c.structures}
+    first = fitted(c.start, "diag")
 
     def made(method: str, base: Any = None, **how: Any) -> State:
         return blr.merge(base, models, method=method, progress=False, **how)
@@ -62,7 +59,7 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
     yield "gradient matching, diag, α = 1", made("gradient_matching", c.base, **how)
     yield "gram", made("fisher", precisions=fit["gram"])
     yield "gram, shrink 0.95", made("fisher", precisions=fit["gram"], shrink=0.95)
-    for damping in DAMPINGS:
+    for damping in DAMPINGS if "kron" in fit else ():
         how = {"precisions": fit["kron"], "damping": damping}
         yield f"kron, damping {damping:g}", made("fisher", **how)
     yield "propagated", made("fisher", tasks=tasks)
@@ -76,6 +73,13 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
     yield "auto, gram, by validation", chosen
 
 
+def fitted(task: blr.Task, structure: str) -> blr.Posterior:
+    how = {"curvature": "empirical_fisher"} if task.likelihood.is_sequence else {}
+    how = {} if structure == "gram" else how
+    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **how)
+    return q.to("cpu")
+
+
 def judged(c: Case, name: str, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Scores by merge and task, and how the merges disturb the training losses."""
     own = [c.scores(m)[t] for t, m in enumerate(c.models.values())]
@@ -87,10 +91,7 @@ def judged(c: Case, name: str, seed: int) -> tuple[list[dict[str, Any]], list[di
         took = time.perf_counter() - started
         print(f"{name} {seed}: {merge}: {rows[-1][1]}, {took:.0f} s", file=sys.stderr, flush=True)
     rows.append(("joint training", c.scores(c.joint)))
-    precisions = [
-        blr.fit_laplace(t, structure="diag", prior_precision=1.0, progress=False)
-        for t in c.train.values()
-    ]
+    precisions = [fitted(t, "diag") for t in c.train.values()]
     disturbed = blr.gradient_mismatch(
         c.train, {**states, "joint": c.joint}, models=c.models, precisions=precisions,
         progress=False,

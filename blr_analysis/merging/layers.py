@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,19 @@ class Factors:
         return Factors(self.basis, self.values + damping * mean, self.shrink)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """One task's H of a layer, H W = W A: A ``[g, I', I']`` itself, off-diagonals by ``shrink``."""
+
+    sums: Tensor
+    shrink: float = 1.0
+
+    def matrix(self) -> Tensor:
+        """A."""
+        diagonal = self.sums.diagonal(dim1=-2, dim2=-1)
+        return torch.lerp(torch.diag_embed(diagonal), self.sums, self.shrink)
+
+
 Part = tuple[float, Factors | None, bool]  # α_t, H_t or 0, and whether H_0 stands for H_t
 Solver = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Solved]]
 
@@ -133,12 +147,12 @@ def solver(
     """
     held = [f for f in (first, *(h for _, h, _ in parts)) if f is not None]
     if all(f.by_rows for f in held):
-        return _dense(parts, first, delta, shape)
+        return dense(parts, first, delta, shape)
     return _iterative(parts, first, delta)
 
 
 def _steps(
-    parts: Sequence[Part], base: Tensor | None, models: Sequence[Tensor]
+    parts: Sequence[tuple[float, Any, bool]], base: Tensor | None, models: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """W_r, W_t − W_r, and Σ_t α_t (W_t − W_r)."""
     alphas = [alpha for alpha, _, _ in parts]
@@ -149,9 +163,13 @@ def _steps(
     return base, steps, torch.stack([s * a for s, a in zip(steps, alphas, strict=True)]).sum(0)
 
 
-def _dense(
-    parts: Sequence[Part], first: Factors | None, delta: float, shape: tuple[int, int, int]
+def dense(
+    parts: Sequence[tuple[float, Factors | Moments | None, bool]],
+    first: Factors | None,
+    delta: float,
+    shape: tuple[int, int, int],
 ) -> Solver:
+    """:func:`solver` where every H multiplies rows with one matrix."""
     g, _, i = shape
     start = delta * torch.eye(i, dtype=torch.float64).expand(g, i, i)
     start = start if first is None else start + first.matrix()

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from blr_analysis.backprop.inputs import InputMoments, input_moments
-from blr_analysis.backprop.matrices import Basis
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import at_weights
-from blr_analysis.merging.layers import Factors, solver
+from blr_analysis.merging.layers import Moments, dense
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -63,13 +61,11 @@ def propagated(
             sums = _seen(task, {**model, **merged}, layer.key)
             if sums.moments.keys() != {layer.key}:
                 raise ModelError(f"task {t} does not run {layer.key!r}: give tasks of one model")
-            values, right = torch.linalg.eigh(sums.moments[layer.key][1].cpu())
-            basis = Basis(layer.weight, layer.bias, layer.layout, right)
-            h = Factors(basis, values.clamp_min(0).unsqueeze(1), shrink)
-            parts.append((float(alpha), h, False))
+            moments = Moments(sums.moments[layer.key][1].cpu(), shrink)
+            parts.append((float(alpha), moments, False))
             matrices.append(layer.join({n: model[n].double().cpu() for n in layer.names}))
         g, o, i = matrices[0].shape
-        result, _ = solver(parts, None, 0.0, (g, o, i))(None, matrices)
+        result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices)
         merged |= {n: value.to(models[0][n]) for n, value in layer.split(result).items()}
     return {n: merged[n] for n in start}
 
