@@ -88,10 +88,12 @@ def test_every_layer(name: str) -> None:
         q = fit(task, "diag")
         results.append((q, blr.sensitivity(task, q, progress=False)))
     (qc, there), (qh, here) = results
+    # 3e-9 was measured with weight normalisation, whose CUDA kernel is torch's own.
+    tolerance = 1e-8 if "weight_norm" in name else CLOSE
     for parameter in qh.mean:
-        close(qc.variance(parameter), qh.variance(parameter))
+        close(qc.variance(parameter), qh.variance(parameter), tolerance)
     for field in ("error", "variance", "self_influence"):
-        close(getattr(there, field), getattr(here, field))
+        close(getattr(there, field), getattr(here, field), tolerance)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
