@@ -44,6 +44,7 @@ from blr_analysis.data import (
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.estimators import read_estimator
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
+from blr_analysis.sharded import whole_model
 
 HALF = (torch.bfloat16, torch.float16)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -53,7 +54,8 @@ class Task:
     """A model, the data it was trained on, and its likelihood.
 
     Args:
-        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps. It is
+        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps; of one
+            that ``fully_shard`` divides, a copy that is whole on every process. It is
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
             gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
@@ -112,12 +114,7 @@ class Task:
                 f"parameter {lazy[0]!r} of a lazy module has no shape yet; run a batch through "
                 "the model first"
             )
-        if any(hasattr(p, "full_tensor") for p in model.parameters()):
-            raise ModelError(
-                "the model's weights are sharded (fully_shard); load its full state dict into a "
-                "plain model"
-            )
-        self.model = model = unwrapped(model)
+        self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
         self.batch_size = positive_int("batch_size", batch_size)
         self.device = _device(device, model)

@@ -23,6 +23,7 @@ from blr_analysis.cli import main
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.sensitivity.influence import index as indexing
+from blr_analysis.sharded import whole
 
 N = 23  # which neither two nor four divide
 REST: dict[str, Any] = {"progress": False}
@@ -92,15 +93,48 @@ def answers(folder: Path) -> dict[str, Any]:
     return found
 
 
+def sharded(model: nn.Module, *parts: nn.Module) -> nn.Module:
+    """The model, divided where there is somebody to divide it with."""
+    for part in (*parts, model) if ranks.count() > 1 else ():
+        fully_shard(part)
+    return model
+
+
+def of_pieces() -> dict[str, Any]:
+    """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
+    model, data = mlp().double(), network().dataset
+    model = sharded(model, model[0])
+    optimizer, (X, y) = torch.optim.AdamW(model.parameters(), lr=0.01), data[:]
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), y).backward()
+        optimizer.step()
+    known: dict[str, Any] = {"n_data": N, "prior_precision": 2.0}
+    q = blr.Posterior.from_optimizer(optimizer, model, **known)
+    task = blr.Task(model, data)
+    found: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
+    found["of captured"] = blr.sensitivity(task, q, **REST).variance
+    q = blr.fit_laplace(task, structure="kron", prior_precision=2.0, **REST)
+    found["fit"] = [q.mean, q.form.diagonal()]
+    found["loo"] = blr.leave_one_out(task, q, refine=1, **REST).losses
+    found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3)), **REST))
+    words = tiny_lm(tied=True)
+    words = task_of(sharded(words, words.up, words.down), sequences(9))
+    p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0, **REST)
+    found["words"] = [p.form.diagonal(), blr.sensitivity(words, p, **REST).self_influence]
+    found["after"] = [whole(x).detach() for x in (*model.parameters(), model(X))]
+    return found
+
+
 def refusals() -> list[str]:
-    """What is said of a sharded model, too few examples, fewer than elsewhere, and other data."""
+    """What is said of a sharded model on one rank, too few examples, fewer than elsewhere, and
+    other data."""
     words = []
-    sharded = mlp()
-    fully_shard(sharded)
-    try:
-        blr.Task(sharded, (torch.zeros(2, 4), torch.zeros(2).long()))
-    except ModelError as error:
-        words.append(str(error))
+    with ranks.alone():
+        try:
+            blr.Task(fully_shard(mlp()), (torch.zeros(2, 4), torch.zeros(2).long()))
+        except ModelError as error:
+            words.append(str(error))
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
         try:
             blr.fit_laplace(task, structure="diag", prior_precision=1.0, **REST)
@@ -142,7 +176,7 @@ if __name__ == "__main__":
     with ranks.opened():
         if sys.argv[2:] == ["dies"]:
             dies(place)
-        found = {"answers": answers(place)}
+        found = {"answers": answers(place) | of_pieces()}
         if sys.argv[2:]:
             found["refusals"] = refusals()
             found["codes"] = commands(place, *map(Path, sys.argv[2:]))

@@ -25,6 +25,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"sharded"},
     {"likelihoods", "files"},
     {"data", "estimators"},
     {"task"},

@@ -39,7 +39,7 @@ def torchrun(count: int, *argv: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process's answers."""
-    return ranked.answers(tmp_path_factory.mktemp("one"))
+    return ranked.answers(tmp_path_factory.mktemp("one")) | ranked.of_pieces()
 
 
 @pytest.fixture(scope="module")

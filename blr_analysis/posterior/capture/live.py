@@ -26,6 +26,7 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
 from blr_analysis.posterior.capture.scale import Told
+from blr_analysis.sharded import whole
 from blr_analysis.task import HALF
 
 HALF_WARNING = (
@@ -112,14 +113,14 @@ def from_optimizer(
     held = {id(p) for group in groups for p in group["params"]}
     shapes = [[p.shape for p in group["params"]] for group in groups]
     flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
-    slots = [
-        Slot(
-            names[id(p)], p.detach(), optimizer.state.get(p, {}) if flat is None else flat[k][i], g
-        )
-        for k, g in enumerate(groups)
-        for i, p in enumerate(g["params"])
-        if p.requires_grad
-    ]
+    slots = []
+    for k, g in enumerate(groups):
+        for i, p in enumerate(g["params"]):
+            if p.requires_grad:
+                state = dict(optimizer.state.get(p, {}) if flat is None else flat[k][i])
+                if reader.key in state:
+                    state[reader.key] = whole(state[reader.key])
+                slots.append(Slot(names[id(p)], whole(p.detach()), state, g))
     for slot in slots:
         if slot.state.get(reader.key) is not None and slot.state[reader.key].dtype in HALF:
             warnings.warn(HALF_WARNING.format(name=slot.name), stacklevel=2)
