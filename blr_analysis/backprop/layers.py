@@ -159,17 +159,8 @@ def unfold(x: Tensor, conv: _ConvNd) -> Tensor:
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
     geometry = (conv.kernel_size, conv.dilation, conv.stride)
-    if n == 2:
-        k, dilation, stride = geometry
-        columns = F.unfold(x, k, dilation=dilation, stride=stride)  # type: ignore[arg-type]
-        return columns.view(len(x), conv.groups, -1, columns.shape[-1])
     for dim, (k, dilation, stride) in enumerate(zip(*geometry, strict=True)):
-        span = dilation * (k - 1) + 1
-        x = (
-            x.unfold(2 + dim, span, stride)[..., ::dilation]
-            if dilation == 1
-            else _dilated(x, 2 + dim, span, stride, dilation)
-        )
+        x = x.unfold(2 + dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
     # x: [R, C, t_1 … t_n, k_1 … k_n] → [R, C, k_1 … k_n, t_1 … t_n]
     order = [0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n)]
     x = x.permute(order)
@@ -177,12 +168,6 @@ def unfold(x: Tensor, conv: _ConvNd) -> Tensor:
     for k in conv.kernel_size:
         kernel *= k
     return x.reshape(len(x), conv.groups, kernel, -1)
-
-
-def _dilated(x: Tensor, dim: int, span: int, stride: int, dilation: int) -> Tensor:
-    windows = x.unfold(dim, span, stride)
-    index = torch.arange(0, span, dilation, device=x.device)
-    return windows.index_select(-1, index)
 
 
 def embedding(call: Call, grads: list[Tensor]) -> list[Term]:

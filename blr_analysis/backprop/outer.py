@@ -415,6 +415,10 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
         return matrices @ right.unsqueeze(1)
     if term.weight is None:
         a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
+    elif g == 1 and t > 1 and term.inputs.stride(-1) > 1:  # patches: positions last, not copied
+        turn = right[:, :i].mT.expand(len(term.inputs), -1, -1)
+        a = torch.bmm(turn, term.inputs.squeeze(1).mT)
+        a = (a if joint == i else a.add_(right[0, -1].unsqueeze(1))).mT.unsqueeze(1)
     elif g == 1:
         flat = term.inputs.reshape(-1, i)
         a = flat @ right[0] if joint == i else torch.addmm(right[0, -1], flat, right[0, :-1])

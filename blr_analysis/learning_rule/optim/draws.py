@@ -3,7 +3,6 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
+from blr_analysis.learning_rule.optim.blocks import PIECE, Buffers, for_blocks, group_by
 
 GIVEN = ("ggn", "abs", "hutchinson")
 """Methods whose curvature estimate is not made of gradient and noise, but comes with the draw."""
@@ -79,8 +78,7 @@ class Draw:
                 for some in alike:
                     flats, noises = buffers.take(some, state_dtype(some[0]))
                     self.noise_buffers += flats
-                    _fill_normal(flats[0], group["ess"] ** -0.5, generator)
-                    _divide_by_root_hess(noises, some, group, state)
+                    _fill_normal(flats[0], noises, some, group, state, generator)
                     self.noises += noises
                 params = [p for some in alike for p in some]
             self.params += params
@@ -170,30 +168,41 @@ def _on_each_device(
         for_blocks(rule, [*zip(*alike, strict=True)])
 
 
-def _fill_normal(flat: Tensor, std: float, generator: torch.Generator | None) -> None:
-    if generator is None or generator.device == flat.device:
+def _fill_normal(
+    flat: Tensor,
+    noises: list[Tensor],
+    params: list[Tensor],
+    group: Group,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    generator: torch.Generator | None,
+) -> None:
+    """ε ~ N(0, 1 / (ess·(hess + weight_decay))) into ``noises``, the views of ``flat``.
+
+    torch draws on one thread. Large noise on a CPU is therefore drawn in streams, one for each
+    piece of memory, whose seeds the generator gives: the same for any number of threads.
+    """
+    std, decay = group["ess"] ** -0.5, group["weight_decay"]
+    seed = None
+    if flat.device.type == "cpu" and flat.numel() > PIECE:
+        where = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**32, (), generator=generator, device=where))
+    elif generator is None or generator.device == flat.device:
         flat.normal_(0.0, std, generator=generator)
     else:  # one generator for parameters on several devices
         there = torch.empty(flat.shape, dtype=flat.dtype, device=generator.device)
         flat.copy_(there.normal_(0.0, std, generator=generator))
 
-
-def _divide_by_root_hess(
-    noises: list[Tensor],
-    params: list[Tensor],
-    group: Group,
-    state: Mapping[Tensor, Mapping[str, Any]],
-) -> None:
-    """Divide ``noises`` by √(hess + weight_decay), in place."""
-    decay = group["weight_decay"]
-    known = [(n, state[p]["hess"]) for n, p in zip(noises, params, strict=True) if p in state]
-    fresh = [n for n, p in zip(noises, params, strict=True) if p not in state]
-    if fresh:  # before its first step a parameter has the precision it was given
-        torch._foreach_div_(fresh, math.sqrt(group["hess_init"] + decay))
-
-    def divide(noise: list[Tensor], hess: list[Tensor]) -> None:
+    def scale(noise: list[Tensor], hess: list[Tensor]) -> None:
+        if seed is not None:
+            stream = torch.Generator()
+            for piece in noise:  # a CPU generator takes 32 bits of a seed
+                stream.manual_seed((seed + piece.storage_offset()) % 2**32)
+                piece.normal_(0.0, std, generator=stream)
         root = torch._foreach_add(hess, decay)
         torch._foreach_sqrt_(root)
         torch._foreach_div_(noise, root)
 
-    for_blocks(divide, [[n for n, _ in known], [h for _, h in known]])
+    first = torch.tensor(float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
+    # before its first step a parameter has the precision it was given
+    hess = [state[p]["hess"] if p in state else first.expand(p.shape) for p in params]
+    for_blocks(scale, [noises, hess])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.learning_rule.optim.blocks import BLOCK, Buffers, blocks, for_blocks
+from blr_analysis.learning_rule.optim.blocks import BLOCK, PIECE, Buffers, blocks, for_blocks
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 30), st.integers(1, 30))
@@ -74,6 +74,26 @@ def test_threads_change_no_bit(draws: int) -> None:
         results.append([*params, *(s["hess"] for s in state), *(s["momentum"] for s in state)])
     assert all(map(torch.equal, *results))
     assert not (results[0][0] == 1).any()
+
+
+def test_large_noise_is_drawn_in_streams_that_differ() -> None:
+    """Each of N(0, 1/(ess·(hess_init + δ))), none like another, the same after the same seed."""
+    drawn = []
+    for seed in (0, 0, 1):
+        param = torch.nn.Parameter(torch.zeros(4 * PIECE))
+        generator = torch.Generator().manual_seed(seed)
+        optimizer = IVON([param], lr=0.1, ess=100, hess_init=0.25, generator=generator)
+        with optimizer.sampled_params(train=True):
+            param.grad = torch.zeros_like(param)
+        optimizer.step()  # from here on hess has memory of its own, cut into pieces
+        with optimizer.sampled_params():
+            drawn.append(param.detach().view(4, PIECE).clone())
+    assert torch.equal(drawn[0], drawn[1])
+    pieces = torch.cat([drawn[0], drawn[2]])
+    std = (100 * (0.25 + 1e-4)) ** -0.5
+    torch.testing.assert_close(pieces.std(dim=1), torch.full((8,), std), rtol=0.02, atol=0)
+    assert pieces.mean(dim=1).abs().max() < 4 * std / PIECE**0.5
+    assert (torch.corrcoef(pieces) - torch.eye(8)).abs().max() < 5 / PIECE**0.5
 
 
 def test_buffers_are_used_again() -> None:
