@@ -1,8 +1,9 @@
 """Run every benchmark of costs; write benchmarks/results/ and the table of benchmarks/README.md.
 
-    python -m benchmarks [--kronfluence PYTHON] [--quick]
+    python -m benchmarks [--kronfluence PYTHON] [--quick] [--device cuda]
 
-Without an environment for kronfluence the rows that need it are left out.
+Without an environment for kronfluence the rows that need it are left out. Of a GPU the tables are
+named after it, and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def machine() -> str:
     if info.exists():
         names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
+    if torch.cuda.is_available():
+        model = f"{torch.cuda.get_device_name()}, {model}"
     return (
         f"Measured on {date.today().isoformat()}: {model}, two threads, Python "
         f"{platform.python_version()}, torch {torch.__version__}."
@@ -133,25 +136,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--kronfluence", help="the python of an environment with kronfluence")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller sizes")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     quick = ["--quick"] if args.quick else []
+    on = ["--device", args.device]
     peer = ["--kronfluence", args.kronfluence] if args.kronfluence else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        variance = run("variance", folder, *peer, *quick)
+        variance = run("variance", folder, *peer, *quick, *on)
         tables = {
             "costs": costs(variance),
-            "end_to_end": end_to_end(run("end_to_end", folder, *quick)),
-            "ivon_step": ivon_step(run("ivon_step", folder)["rows"]),
+            "end_to_end": end_to_end(run("end_to_end", folder, *quick, *on)),
+            "ivon_step": ivon_step(run("ivon_step", folder, *on)["rows"]),
         }
     for name, table in tables.items():
-        results.write(name, table)
+        results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
     lines = [machine(), "", *summary(variance)]
+    print(*lines, sep="\n")
+    if args.device != "cpu":
+        return
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))
-    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Seconds of an optimizer step on a model of ten million parameters, gradients given.
 
-    python benchmarks/ivon_step.py [--json FILE] [--repeats 15] [--threads 2]
+    python benchmarks/ivon_step.py [--json FILE] [--repeats 15] [--threads 2] [--device cuda]
 
 Compared are torch's AdamW (``foreach=True``, and its compiled ``fused=True`` kernel for reference),
 the IVON of this package, and ``ivon-opt`` where it is installed. Two rows each for the IVONs:
@@ -19,12 +19,11 @@ the parameters; IVON: weight, gradient, noise, precision and momentum, 8).
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from measure import arguments, write
+from measure import arguments, clock, write
 from torch import Tensor
 
 from blr_analysis.learning_rule.optim import IVON
@@ -38,57 +37,63 @@ SHAPES = [(2048, 1024), (2048,), (1024, 2048), (1024,), (2048, 2048), (2048,), (
 """Weights and biases of 10,000,360 parameters."""
 
 
-def make_parameters() -> list[Tensor]:
+def make_parameters(device: str) -> list[Tensor]:
     """The same weights and gradients for everyone, in memory of their own."""
     generator = torch.Generator().manual_seed(0)
     parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in SHAPES
+        torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device))
+        for shape in SHAPES
     ]
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.01
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = (noise * 0.01).to(device)
     return list(parameters)
 
 
 class Contestant:
     """An optimizer, and the seconds of its calls."""
 
-    def __init__(self, name: str, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[list[Tensor]], torch.optim.Optimizer], device: str = "cpu"
+    ) -> None:
         self.name = name
-        self.optimizer = make(make_parameters())
+        self.optimizer = make(make_parameters(device))
         self.steps: list[float] = []
         self.draws: list[float] = []
 
     def run(self) -> None:
         """One draw, where there are draws, and one step."""
         sampled = getattr(self.optimizer, "sampled_params", None)
-        start = time.perf_counter()
+        start = clock()
         with nullcontext() if sampled is None else sampled(train=True):
             pass
-        middle = time.perf_counter()
+        middle = clock()
         self.optimizer.step()
-        end = time.perf_counter()
+        end = clock()
         self.steps.append(end - middle)
         self.draws.append(end - start if sampled is not None else float("nan"))
 
 
 def time_alone(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measure(repeats: int, warmup: int = 3) -> list[dict[str, float | str]]:
+def measure(repeats: int, device: str, warmup: int = 3) -> list[dict[str, float | str]]:
     """Rows of name, seconds, and ratio to AdamW(foreach)."""
     contestants = [
-        Contestant("AdamW(foreach)", lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True)),
-        Contestant("AdamW(fused)", lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
-        Contestant("IVON", lambda p: IVON(p, lr=1e-3, ess=1e5)),
+        Contestant("AdamW(foreach)", lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True), device),
+        Contestant("AdamW(fused)", lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), device),
+        Contestant("IVON", lambda p: IVON(p, lr=1e-3, ess=1e5), device),
     ]
     if ivon_opt is not None:
         package = ivon_opt
-        contestants.append(Contestant("ivon-opt", lambda p: package.IVON(p, lr=1e-3, ess=1e5)))
-    count = sum(parameter.numel() for parameter in make_parameters())
-    noise, target = torch.empty(count), torch.empty(count)
+        contestants.append(
+            Contestant("ivon-opt", lambda p: package.IVON(p, lr=1e-3, ess=1e5), device)
+        )
+    count = sum(parameter.numel() for parameter in make_parameters("cpu"))
+    noise, target = torch.empty(count, device=device), torch.empty(count, device=device)
     noises: list[float] = []
     copies: list[float] = []
     for repeat in range(warmup + repeats):
@@ -119,8 +124,8 @@ def measure(repeats: int, warmup: int = 3) -> list[dict[str, float | str]]:
 
 def main() -> None:
     given = arguments(__doc__, repeats=15, n=2)
-    rows = measure(given.repeats)
-    print(f"{'10,000,360 parameters, float32, CPU':<36}{'ms':>10}{'ratio':>10}")
+    rows = measure(given.repeats, given.device)
+    print(f"{'10,000,360 parameters, float32':<36}{'ms':>10}{'ratio':>10}")
     for row in rows:
         print(f"{row['what']:<36}{1e3 * float(row['seconds']):>10.1f}{row['ratio']:>10.2f}")
     write(given, rows)

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of a call, with two threads."""
+"""Seconds and peak memory of a call; with a GPU in use, synchronised and of its memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,22 @@ def threads(n: int = 2) -> None:
     torch.set_num_threads(n)
 
 
+def clock() -> float:
+    """Seconds, when all that a GPU was given is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds(call: Callable[[], object], repeats: int = 7, warm: int = 2) -> float:
     """The median of ``repeats`` calls after ``warm`` unmeasured ones."""
     for _ in range(warm):
         call()
     taken = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         call()
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return statistics.median(taken)
 
 
@@ -42,10 +49,10 @@ def interleaved(
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warm + rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
             if turn >= warm:
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(clock() - start)
     return {name: statistics.median(t) for name, t in taken.items()}
 
 
@@ -55,7 +62,12 @@ def resident() -> int:
 
 
 def peak_above(call: Callable[[], object]) -> int:
-    """Peak resident bytes during one call, above what was held before it."""
+    """Peak bytes during one call, above what was held before it: resident, or torch's on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - held
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed goes back, so that it counts again
     before, highest, done = resident(), 0, threading.Event()
@@ -81,6 +93,7 @@ def arguments(doc: str | None, repeats: int, n: int) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=n)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     threads(given.threads)
     return given
@@ -93,6 +106,7 @@ def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     about = {
         "torch": torch.__version__,
         "machine": platform.machine(),
+        "device": given.device,
         "threads": given.threads,
         "repeats": given.repeats,
     }

@@ -1,6 +1,6 @@
 """Prediction variances V_i and self-influence: ours, the floor, the published way, the peers.
 
-    python benchmarks/variance.py [--out FILE.json] [--kronfluence PYTHON] [--quick]
+    python benchmarks/variance.py [--out FILE.json] [--kronfluence PYTHON] [--quick] [--device cuda]
 
 Every method runs in a process of its own with two threads, next to the floor (C backward passes
 that stop at the layers' outputs, written without this package) in the same process, so that each
@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ HERE = Path(__file__).parent
 CHUNK = 100  # images per chunk of the floor and of the published way
 
 
-def floor(model: nn.Module, x: Tensor) -> Callable[[], None]:
+def floor(model: nn.Module, x: Tensor, classes: int = CLASSES) -> Callable[[], None]:
     """A forward pass and C backward passes that stop at the layers' outputs; nothing else."""
     layers = layer_modules(model)
     size = len(x) if x.ndim == 2 else CHUNK
@@ -56,10 +57,10 @@ def floor(model: nn.Module, x: Tensor) -> Callable[[], None]:
         for part in x.split(size):
             caught.clear()
             f = model(part)
-            for c in range(CLASSES):
+            for c in range(classes):
                 one = torch.zeros_like(f)
                 one[:, c] = 1
-                torch.autograd.grad(f, caught, one, retain_graph=c < CLASSES - 1)
+                torch.autograd.grad(f, caught, one, retain_graph=c < classes - 1)
         for handle in handles:
             handle.remove()
         for p in model.parameters():
@@ -150,10 +151,10 @@ def laplace_torch(model: nn.Module, x: Tensor, y: Tensor, images: int) -> Callab
     return run
 
 
-def worker(method: str, name: str, quick: bool) -> dict[str, float]:
+def worker(method: str, name: str, quick: bool, device: str) -> dict[str, float]:
     """Measure one method beside its floor in this process."""
     threads(2)
-    model, x, y = case(name)
+    model, x, y = (part.to(device) for part in case(name))
     bottom = floor(model, x)
     scale = 1.0
     if method == "published":
@@ -200,16 +201,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--kronfluence", help="the python of an environment with kronfluence")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--worker", nargs=2, metavar=("METHOD", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(worker(*args.worker, args.quick)))
+        print(json.dumps(worker(*args.worker, args.quick, args.device)))
         return
     results: dict[str, dict[str, dict[str, float]]] = {}
+    methods = [m for m in METHODS if m != "laplace-torch" or find_spec("laplace")]
     for name in ("mlp", "lenet"):
         results[name] = {}
-        for method in METHODS:
+        for method in methods:
             command = [sys.executable, "-W", "ignore", __file__, "--worker", method, name]
+            command += ["--device", args.device]
             results[name][method] = run(command + (["--quick"] if args.quick else []))
             print(name, method, results[name][method], flush=True)
         if args.kronfluence:
