@@ -86,6 +86,14 @@ def fitted(task: Task, structure: str, rank: int | None) -> Posterior:
     return fit_laplace(task, structure=structure, prior_precision=PRIOR, rank=rank, chunk_size=3)
 
 
+@cache
+def dense_of(task: Task, structure: str, rank: int | None) -> Tensor:
+    """S by hand, from brute-force Jacobians and the structure's basis alone."""
+    ggn = dense_ggn(task, jacobian_of(task))
+    form = fitted(task, structure, rank).form
+    return kept(form, ggn) + PRIOR * torch.eye(len(ggn), dtype=ggn.dtype)
+
+
 class StructureContract:
     """What every structure promises; ``task`` is a fixture of the inheriting class."""
 
@@ -101,10 +109,8 @@ class StructureContract:
         return fitted(task, self.structure, self.rank)
 
     @pytest.fixture
-    def dense(self, task: Task, q: Posterior) -> Tensor:
-        """S by hand, from brute-force Jacobians and the structure's basis alone."""
-        ggn = dense_ggn(task, jacobian_of(task))
-        return kept(q.form, ggn) + PRIOR * torch.eye(len(ggn), dtype=ggn.dtype)
+    def dense(self, task: Task) -> Tensor:
+        return dense_of(task, self.structure, self.rank)
 
     @pytest.fixture
     def unit(self, q: Posterior, dense: Tensor) -> dict[str, Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.image import imread
+from test_tutorials import run_tutorial
 
 from blr_analysis.errors import DataError
 
@@ -31,18 +30,10 @@ METHODS = [
 
 @pytest.mark.slow
 def test_speeches(tmp_path: Path) -> None:
-    settings = {"BLR_DATA": "made-up", "BLR_EPOCHS": "6", "BLR_REMOVALS": "2"}
-    paths = {"PYTHONPATH": str(ROOT), "BLR_OUT": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(TUTORIALS / "02_speeches.py")],
-        env={**os.environ, **settings, **paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = {"BLR_DATA": "made-up", "BLR_EPOCHS": 6, "BLR_REMOVALS": 2}
+    said = run_tutorial("02_speeches.py", BLR_OUT=tmp_path, **settings)
     for words in ("12 speeches by 4 presidents", "leave-one-out estimate", "its words:", "seed"):
-        assert words in done.stdout
+        assert words in said
     speeches = pd.read_csv(tmp_path / "by_speech.csv")
     presidents = pd.read_csv(tmp_path / "by_president.csv")
     assert len(speeches) == 12

@@ -1,7 +1,6 @@
 """Each tutorial runs from top to bottom, at a reduced size, and finds what it says it finds.
 
-The tutorials run as their readers run them, as scripts of their own; what they write is read back
-here. They get scikit-learn's digits, so that nothing is fetched.
+What they write is read back here. They get scikit-learn's digits, so that nothing is fetched.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import io
 import os
+import runpy
 import struct
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,16 +35,27 @@ Table = dict[tuple[str, str], dict[str, Any]]
 
 
 def run_tutorial(name: str, **settings: object) -> str:
-    """Run a tutorial with these environment variables; what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(TUTORIALS / name)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in settings.items()}},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run a tutorial with these environment variables; what it printed.
+
+    In this process, which has imported torch already, and with the name of a script.
+    """
+    default = torch.get_default_dtype()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.random.fork_rng(),
+        redirect_stdout(io.StringIO()) as said,
+    ):
+        for key, value in settings.items():
+            patch.setenv(key, str(value))
+        patch.syspath_prepend(str(TUTORIALS))
+        for beside in ("data", "speeches", "training"):
+            patch.setitem(sys.modules, beside, ModuleType(beside))
+            del sys.modules[beside]
+        try:
+            runpy.run_path(str(TUTORIALS / name), run_name="__main__")
+        finally:
+            torch.set_default_dtype(default)
+    return said.getvalue()
 
 
 @pytest.mark.slow

@@ -340,25 +340,25 @@ def test_the_card_tells_precisions_apart(tmp_path) -> None:
 def test_threads_and_memory_do_not_matter() -> None:
     """A layer of many rows, taken some at a time; too little memory is said with what it needs."""
     generator = torch.Generator().manual_seed(0)
-    layers = [nn.Linear(300, 2000), nn.Linear(300, 300)]
-    x, y = torch.randn(400, 300, generator=generator), torch.arange(400) % 5
+    layers = [nn.Linear(100, 700), nn.Linear(100, 100)]
+    x, y = torch.randn(150, 100, generator=generator), torch.arange(150) % 5
     fitted, models = [], []
     for t in range(2):
         with torch.no_grad():
             for p in (p for layer in layers for p in layer.parameters()):
                 p.copy_(torch.randn(p.shape, generator=generator) / 20)
-        model = copy.deepcopy(nn.Sequential(layers[1], layers[0], nn.Linear(2000, 5)))
+        model = copy.deepcopy(nn.Sequential(layers[1], layers[0], nn.Linear(700, 5)))
         fitted.append(fit_laplace(Task(model, (x + t, y)), structure="gram"))
         models.append(weights_of(Task(model, (x, y))))
     how: dict[str, Any] = {"precisions": fitted, "method": "fisher"}
     with pytest.raises(InputError, match="at least") as told:
-        merge(None, models, **how, max_memory=2**20)
+        merge(None, models, **how, max_memory=2**17)
     least = int(str(told.value).rsplit(" ", 1)[1])
     merged = merge(None, models, **how, threads=4, max_memory=2**32)
     small = merge(None, models, **how, max_memory=least)
     assert all(torch.equal(merged[n], t) for n, t in small.items())
     a, b = (fit.form.basis_shapes()["1.weight"] for fit in fitted)
-    assert a == b == (1, 2000, 301)
+    assert a == b == (1, 700, 101)
 
 
 @pytest.mark.parametrize("structure", ["gram", "kron", "full", "diag"])

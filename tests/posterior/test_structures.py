@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from contracts import PRIOR, StructureContract
@@ -39,13 +41,19 @@ class TestKronecker(StructureContract):
         assert joined | set(q.form.plain) == set(q.mean)
 
 
+@cache
+def gram_of(task: Task) -> Tensor:
+    """Σ a aᵀ ⊗ 1 by hooks of its own, layer by layer; counts and N for the rest."""
+    dense = dense_gram(task, task.parameters())
+    return dense + PRIOR * torch.eye(len(dense)).double()
+
+
 class TestGram(StructureContract):
     structure = "gram"
 
     @pytest.fixture
-    def dense(self, task: Task, q) -> Tensor:
-        """Σ a aᵀ ⊗ 1 by hooks of its own, layer by layer; counts and N for the rest."""
-        return dense_gram(task, q.mean) + PRIOR * torch.eye(len(flatten(q.mean))).double()
+    def dense(self, task: Task) -> Tensor:
+        return gram_of(task)
 
 
 class TestLowRank(StructureContract):

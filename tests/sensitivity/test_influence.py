@@ -546,7 +546,7 @@ def test_the_error_of_a_projection_falls_with_the_root_of_its_size(
     """Of every kind of layer: a share that were left out or counted twice would stay."""
     world = of_kind(name)
     q = world.posterior(structure)
-    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 256, 5)
+    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 256, 3)
     assert 256 / 8 < ratio < 256 * 8
 
 

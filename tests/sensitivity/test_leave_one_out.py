@@ -490,7 +490,7 @@ def test_every_likelihood_gives_what_its_definition_says(kind: str, dtype: torch
 @pytest.mark.parametrize("correction", ["first_order", "cavity"])
 def test_hundreds_of_classes(structure: str, correction: str) -> None:
     """Leverages by products with V and Λ, and V of the last layer by its shared unit columns."""
-    n, c = 6, 400
+    n, c = 6, 250
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, c)).double()
     x, y = torch.randn(n, 3, dtype=torch.float64), torch.arange(n) * 7

@@ -285,7 +285,7 @@ def test_random_curvatures_agree_with_the_exact_one(curvature: str) -> None:
     precision = torch.tensor([[3.0, 0.8], [0.8, 2.0]], dtype=F64)
     q = FullGaussian(torch.tensor([0.5, -0.3], dtype=F64), precision)
     generator = torch.Generator().manual_seed(1)
-    rounds, found, exactly = 300, [], []
+    rounds, found, exactly = 150, [], []
     for _ in range(rounds):
         points, shares = places(q, "samples", 20, generator=generator)
         for name, kept in ((curvature, found), ("exact", exactly)):
