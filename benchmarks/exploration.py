@@ -1,6 +1,6 @@
 """Noise in the parameters as exploration: deep Q-learning on gymnasium's classic control.
 
-    python -m benchmarks.exploration [TASK ...] [--kinds IVON ...] [--seeds 10] [--steps 20000]
+    python -m benchmarks.exploration [TASK ...] [--kinds IVON ...] [--seeds 10] [--steps 10000]
         [--workers 8] | python -m benchmarks.results exploration
 
 Adam explores by ε-greedy actions, or not at all; Vadam and IVON act greedily with weights drawn
@@ -8,10 +8,10 @@ from their posterior: the noise of a draw is held through an episode, while the 
 learns on. All else is one program: two hidden layers of 64, double Q-learning, Huber loss, 64
 transitions a step, a target network that follows by 1/100.
 
-Settings are chosen on seeds 1000, … by the mean return of all evaluations; the table is about seeds
-0, …. Evaluations are of the network at the mean, without noise: three episodes of each seed every
-thousandth step. All seeds learn at once, as one network with a dimension for seeds, whose loss is
-the sum of theirs: an elementwise optimizer keeps them apart.
+Settings are chosen on seeds 1000 to 1002 by the mean return of all evaluations; the table is about
+seeds 0, …. Evaluations are of the network at the mean, without noise: three episodes of each seed
+every thousandth step. All seeds learn at once, as one network with a dimension for seeds, whose
+loss is the sum of theirs: an elementwise optimizer keeps them apart.
 
 "all" is the mean of a seed's evaluations, "last" that of its last three; ± is half a 95 % interval
 of Student's t over seeds. ``--out FILE`` keeps every evaluation, for the figure "exploration" of
@@ -40,18 +40,16 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 
-TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
+TASKS = ("CartPole-v1", "Acrobot-v1")
 HIDDEN, BATCH, START, EVERY, EPISODES, DISCOUNT = 64, 64, 500, 1000, 3, 0.99
-LOOK = 1000
-"""The first seed that settings are chosen on."""
+LOOK = range(1000, 1003)
+"""Seeds that settings are chosen on."""
 Settings = dict[str, float]
 GRID: dict[str, tuple[Settings, ...]] = {
-    "Adam, ε-greedy": tuple({"lr": lr} for lr in (3e-4, 1e-3, 3e-3)),
-    "Adam, greedy": tuple({"lr": lr} for lr in (3e-4, 1e-3, 3e-3)),
-    "Vadam": tuple(
-        {"lr": lr, "ess": ess} for lr, ess in ((1e-3, 1e4), (1e-3, 1e5), (1e-3, 1e6), (3e-3, 1e5))
-    ),
-    "IVON": tuple({"lr": lr, "ess": ess} for lr in (0.01, 0.03) for ess in (1e3, 1e4)),
+    "Adam, ε-greedy": ({"lr": 1e-3}, {"lr": 3e-3}),
+    "Adam, greedy": ({"lr": 1e-3}, {"lr": 3e-3}),
+    "Vadam": tuple({"lr": 1e-3, "ess": ess} for ess in (1e4, 1e5, 1e6)),
+    "IVON": tuple({"lr": lr, "ess": 1e4} for lr in (0.01, 0.03)),
 }
 
 
@@ -199,11 +197,10 @@ def compared(
     tasks: Sequence[str], kinds: Sequence[str], seeds: int, steps: int, workers: int = 1
 ) -> pd.DataFrame:
     """Every evaluation of every kind at the settings that other seeds chose."""
-    look = range(LOOK, LOOK + (seeds + 1) // 2)
     tried = [(task, kind, given) for task in tasks for kind in kinds for given in GRID[kind]]
     best: dict[tuple[str, str], tuple[float, Settings]] = {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        runs = [pool.submit(learn, *trial, look, steps) for trial in tried]
+        runs = [pool.submit(learn, *trial, LOOK, steps) for trial in tried]
         for (task, kind, given), run in zip(tried, runs, strict=True):
             score = run.result()["return"].mean()
             if score > best.get((task, kind), (-math.inf, {}))[0]:
@@ -238,7 +235,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--kinds", nargs="+", default=list(GRID), choices=list(GRID))
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -211,8 +211,9 @@ def table(name: str, problem: Problem, seeds: int, look: int, draws: int) -> Non
     chosen = {}
     for kind, grid in problem.grids.items():
         tried = {lr: held_out_nll(problem, kind, lr, look, draws) for lr in grid}
-        chosen[kind] = min(tried, key=tried.__getitem__)
         print(name, kind, {lr: round(nll, 4) for lr, nll in tried.items()}, flush=True)
+        if min(tried.values()) < math.inf:
+            chosen[kind] = min(tried, key=tried.__getitem__)
     found: dict[str, list[Predictions]] = {}
     shares = []
     for seed in range(seeds, 2 * seeds):

@@ -1,6 +1,6 @@
 """A mixture of IVONs beside one IVON, and beside as many that know nothing of each other.
 
-    python -m benchmarks.mixture [--components 4] [--seeds 3] [--train 60000] [--epochs 10]
+    python -m benchmarks.mixture [--components 4] [--seeds 3] [--train 2000] [--epochs 30]
         [--device cuda] [--workers 6] | python -m benchmarks.results mixture
 
 LeNet-5 on Fashion-MNIST as in benchmarks.training, whose settings of IVON, schedule and scores are
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blr_analysis as blr
-from benchmarks.training import MAKE, SETTINGS, predict
+from benchmarks.training import LONG, LONGER, MAKE, SETTINGS, predict
 from benchmarks.training_parts import MODELS, Data, load, scores
 from blr_analysis.learning_rule.optim import Mixture
 
@@ -36,7 +36,8 @@ def trained(
     """The optimizers of networks that learn side by side; together: as one mixture."""
     n = len(data.x)
     torch.manual_seed(seed)
-    optimizers = [MAKE["IVON"](m, n, batch, SETTINGS["IVON"][0]) for m in models]
+    settings = (LONGER if epochs >= LONG else SETTINGS)["IVON"][0]
+    optimizers = [MAKE["IVON"](m, n, batch, settings) for m in models]
     mixture = Mixture(optimizers)
     steps = epochs * -(-n // batch)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, steps) for o in optimizers]
@@ -86,7 +87,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, value in (
-        ("components", 4), ("seeds", 3), ("train", 60_000), ("epochs", 10), ("draws", 32),
+        ("components", 4), ("seeds", 3), ("train", 2000), ("epochs", 30), ("draws", 32),
         ("workers", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)

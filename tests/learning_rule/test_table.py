@@ -52,6 +52,7 @@ BEYOND = {
     "Vadam",
     "IVON",
     "IVON, mixture",
+    "dropout, learned rate",
     "noisy K-FAC",
     "SLANG",
     "OGGN",

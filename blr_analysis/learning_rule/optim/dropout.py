@@ -3,6 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.curvature import HessianEstimate, Tensors
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.draws import Draw, Group
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.settings import tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
+
+MOST = 12.0
+"""|λ|: π₁ stays between 6e-6 and 1 − 6e-6."""
 
 
 class Dropout(RowOptimizer):
@@ -56,6 +60,15 @@ class Dropout(RowOptimizer):
     several contexts, each with a part of the minibatch, are averaged. Predict inside
     ``mean_params()``, or average over ``sampled_params()``, which is MC dropout.
 
+    With ``keep_lr`` above 0 a group's π₁ is learned, too: the J units of its weights are Bernoulli
+    with λ = log π₁ / (1 − π₁), and Σ_j z_j has the mean Jπ₁, so that the rule is
+
+        λ ← λ − ρ [ ess/J · dℓ̄/dπ₁ + λ − λ₀ ]
+
+    for the prior's λ₀. Training then looks at relaxed units (the concrete distribution),
+    z = σ((λ + log u/(1 − u)) / τ) with u uniform, whose dz/dλ = z (1 − z)/τ gives dℓ̄/dπ₁ from the
+    weights' own gradients. ``optimizer.param_groups[k]["keep"]`` is what was learned.
+
     Args:
         params: parameters, named parameters or groups. A group's ``keep`` below 1 is for weights
             that leave units, such as those of ``Linear`` and ``Conv2d``; biases have 1.
@@ -64,6 +77,9 @@ class Dropout(RowOptimizer):
         keep: π₁, in (0, 1], for groups that say nothing else.
         dim: the dimension of the weights along which the units lie; 1 for ``Linear``, ``Conv1d``
             to ``Conv3d``.
+        keep_lr: ρ, the step size of λ for groups whose ``keep`` is below 1; 0: π₁ is fixed.
+        keep_prior: π₁ of the prior, with which λ₀ is made.
+        temperature: τ; unbiased at 0, and noisier.
         ess: as in the row, like all of ``weight_decay``, ``hess_init``, ``beta1``, ``beta2``,
             ``eps``, ``mc_samples``, ``sync``, ``generator``, ``model`` and ``loss_reduction``.
 
@@ -71,7 +87,8 @@ class Dropout(RowOptimizer):
         InputError: a setting, row or parameter that cannot be used.
         OptimizerError: as the row.
 
-    Source: Khan & Rue, section 4.3 and Appendix G; Gal & Ghahramani, ICML 2016.
+    Source: Khan & Rue, section 4.3 and Appendix G; Gal & Ghahramani, ICML 2016; Gal, Hron &
+    Kendall, "Concrete Dropout", NeurIPS 2017.
     """
 
     def __init__(
@@ -82,6 +99,9 @@ class Dropout(RowOptimizer):
         *,
         keep: float = 1.0,
         dim: int = 1,
+        keep_lr: float = 0.0,
+        keep_prior: float = 0.5,
+        temperature: float = 0.1,
         ess: float = 1.0,
         weight_decay: float = 0.0,
         hess_init: float = 0.0,
@@ -120,6 +140,8 @@ class Dropout(RowOptimizer):
         super()._check_group(group)
         if group["keep"] == 1:
             return
+        if group.get("keep_lr") and group["keep_prior"] == 1:
+            raise InputError("keep_prior must be below 1 where keep is learned")
         for param in tensors_of(group):
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
                 raise InputError(
@@ -130,14 +152,80 @@ class Dropout(RowOptimizer):
     def _look(
         self, theta: Tensor, group: Group, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor | None]:
+        return self._dropped(theta, group, generator, relaxed=bool(group.get("keep_lr")))
+
+    def _dropped(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None, relaxed: bool
+    ) -> tuple[Tensor, Tensor | None]:
         if group["keep"] == 1:
             return theta, None
         shape = [1] * theta.ndim
         shape[group["dim"]] = theta.shape[group["dim"]]
-        kept = (uniform(theta.new_empty(shape), generator) < group["keep"]).to(theta.dtype)
+        u = uniform(theta.new_empty(shape), generator)
+        if relaxed:
+            kept = ((u.logit() + logit(group["keep"])) / group["temperature"]).sigmoid()
+        else:
+            kept = (u < group["keep"]).to(theta.dtype)
         return theta * kept, kept / group["keep"]
 
-    _sample = _look
+    def _sample(
+        self, theta: Tensor, group: Group, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._dropped(theta, group, generator, relaxed=False)
+
+    def _begin_fresh(self) -> None:
+        super()._begin_fresh()
+        self._slopes: dict[int, float] = {}  # Σ over draws of (1/J) dℓ̄/dπ₁, by group
+        self._lengths: dict[int, float] = {}  # of the gradient then
+
+    def _gather(self, draw: Draw) -> None:
+        """dℓ̄/dπ₁ = Σ_ij θ_ij g_ij (1 − z_j) / (τ (1 − π₁)), g the gradient times z/π₁."""
+        learned = {}
+        for k, group in enumerate(self.param_groups):
+            if not group.get("keep_lr") or group["keep"] == 1:
+                continue
+            slope = 0.0
+            for i, p in enumerate(draw.params):
+                if draw.groups[i] is group and p.grad is not None:
+                    seen = p.detach() + draw.noises[i] if draw.noises else p.detach()
+                    hidden = 1 - draw.factors[p] * group["keep"]
+                    slope += float((seen * p.grad * hidden).double().sum())
+            units = sum(p.shape[group["dim"]] for p in tensors_of(group))
+            learned[k] = slope / (units * group["temperature"] * (1 - group["keep"]))
+        super()._gather(draw)
+        for k, slope in learned.items():
+            self._slopes[k] = self._slopes.get(k, 0.0) + slope
+            self._lengths[k] = self._length(k)
+
+    def _length(self, k: int) -> float:
+        grads = [p.grad for p in tensors_of(self.param_groups[k]) if p.grad is not None]
+        return float(torch.stack([g.double().norm() for g in grads]).norm())
+
+    def _update(self, inverse_scale: float) -> None:
+        """Clipping and loss scales act on π₁ as on the weights of its group."""
+        draws = self._gathered.count
+        for k, slope in self._slopes.items():
+            group, was = self.param_groups[k], self._lengths[k]
+            factor = inverse_scale * (self._length(k) / was if was else 0.0) / draws
+            prior, now = logit(group["keep_prior"]), logit(group["keep"])
+            moved = now - group["keep_lr"] * (group["ess"] * factor * slope + now - prior)
+            group["keep"] = 1 / (1 + math.exp(-min(max(moved, -MOST), MOST)))
+        self._slopes = {}
+        super()._update(inverse_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the row's; with a learned ``keep`` only after ``step()``.
+
+        Raises:
+            OptimizerError: inside ``sampled_params``, or between it and a step of ``keep``.
+        """
+        if self._slopes:
+            raise OptimizerError("save the state after step(): keep is learned")
+        return super().state_dict()
+
+
+def logit(share: float) -> float:
+    return math.log(share) - math.log1p(-share)
 
 
 def _times_keep(evidence: Tensors, hess: Tensors, group: Group) -> Tensors:

@@ -56,6 +56,8 @@ SETTINGS: dict[str, Setting] = {
     "clip_radius": BOUND,
     "clip": BOUND,
     "keep": PART,
+    "keep_lr": SHARE,
+    "keep_prior": PART,
     "temperature": POSITIVE,
     "floor": NATURAL,
     "noise": NATURAL,

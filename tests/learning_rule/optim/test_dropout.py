@@ -230,6 +230,70 @@ def test_the_mean_gradient_is_that_of_the_mixture() -> None:
     assert ((drawn.mean(0) - wanted).abs() < 4 * drawn.std(0) / math.sqrt(count)).all()
 
 
+# π₁ learned -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ["SGD", "Adam"])
+def test_the_share_moves_by_autograds_gradient_of_relaxed_units(row: str) -> None:
+    """λ ← λ − ρ (ess/J · dℓ/dπ + λ − λ₀), by autograd; clipping is followed."""
+    rho, tau, prior = 0.02, 0.3, 0.8
+    model = network()
+    groups = [
+        {"params": [model[7].weight], "keep": KEEP, "keep_lr": rho},
+        {"params": [p for k, p in enumerate(model.parameters()) if k != 6]},
+    ]
+    settings = {"temperature": tau, "keep_prior": prior, "ess": N}
+    optimizer = Dropout(groups, 0.01, row, generator=torch.Generator().manual_seed(3), **settings)
+    generator, share = torch.Generator().manual_seed(3), torch.tensor(KEEP, dtype=torch.float64)
+    for step, (x, y) in enumerate(minibatches(4)):
+        share.requires_grad_()
+        slope = 0.0
+        for _ in range(2):  # draws
+            u = torch.rand(1, 8, generator=generator, dtype=torch.float64)
+            z = ((u.logit() + share.logit()) / tau).sigmoid()
+            loss = nn.functional.cross_entropy(dropped_out(model, x, {7: z}), y) / 2
+            slope += torch.autograd.grad(loss, share)[0]
+            look(optimizer, model, x, y)
+        shrunk = 0.25 if step % 2 else 1.0
+        for p in model.parameters():
+            p.grad.mul_(shrunk)
+        optimizer.step()
+        gap = share.logit() - torch.tensor(prior, dtype=torch.float64).logit()
+        moved = share.logit() - rho * (N / 8 * shrunk * slope + gap)
+        share = moved.sigmoid().detach()
+        assert optimizer.param_groups[0]["keep"] == pytest.approx(float(share), rel=1e-9)
+    assert abs(float(share) - KEEP) > 0.01
+
+
+def test_a_learned_share_is_that_of_the_variational_optimum() -> None:
+    """min over π of N E[ℓ] + J KL(π ‖ π₀), by enumeration of masks, weights held fixed."""
+    m = torch.tensor([[1.0, 0.7, 0.5, -0.4]], dtype=torch.float64)
+    ess, prior = 20.0, 0.5
+
+    def loss(w: Tensor) -> Tensor:
+        return 0.5 * (w.sum(-1) - 1.8).square()
+
+    masks = torch.tensor([*itertools.product([0.0, 1.0], repeat=4)]).double()
+    grid = torch.linspace(0.01, 0.99, 981).double()[:, None]
+    shares = (grid ** masks.sum(1)) * (1 - grid) ** (4 - masks.sum(1))
+    kl = grid * (grid / prior).log() + (1 - grid) * ((1 - grid) / (1 - prior)).log()
+    best = float(grid[int((ess * shares @ loss(masks * m) + 4 * kl[:, 0]).argmin())])
+    param = nn.Parameter(m.clone())
+    optimizer = Dropout(
+        [param], lr=0.0, keep=0.3, keep_lr=0.01, keep_prior=prior, temperature=0.1, ess=ess,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    found = []
+    for _ in range(4000):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss(param).sum().backward()
+        optimizer.step()
+        found.append(optimizer.param_groups[0]["keep"])
+    assert sum(found[1000:]) / 3000 == pytest.approx(best, abs=0.04)
+    assert abs(best - 0.3) > 0.2
+
+
 # The face ----------------------------------------------------------------------------------------
 
 

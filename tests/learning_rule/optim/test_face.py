@@ -29,8 +29,8 @@ SIGNATURES = {
     "sync=False, foreach=None)",
     "BayesBiNN": "(params, lr, ess, *, temperature=1.0, floor=1e-10, beta1=0.0, prior=0.0, "
     "noise=1.0, mc_samples=1, sync=False, generator=None, foreach=None)",
-    "Dropout": "(params, lr, row='SGD', *, keep=1.0, dim=1, ess=1.0, weight_decay=0.0, "
-    f"hess_init=0.0, {ADAMS}, mc_samples=1, {TAIL})",
+    "Dropout": "(params, lr, row='SGD', *, keep=1.0, dim=1, keep_lr=0.0, keep_prior=0.5, "
+    f"temperature=0.1, ess=1.0, weight_decay=0.0, hess_init=0.0, {ADAMS}, mc_samples=1, {TAIL})",
     "Mixture": "(optimizers)",
     "NoisyKFAC": "(model, lr, ess, *, refresh=1, **settings)",
     "SLANG": "(model, lr, ess, *, rank=10, **settings)",
