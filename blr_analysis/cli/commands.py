@@ -31,7 +31,7 @@ from blr_analysis.cli.options import (
     Teller,
     Test,
     TextColumn,
-    Texts,
+    TextOptions,
     Way,
     audit_forecast,
     job,
@@ -140,7 +140,7 @@ def audit(
 
     column = None if by == "none" else by
     way = Way(posterior, fit, prior_precision, calibrate)
-    texts = Texts.of(task, data, base, text, max_length)
+    texts = TextOptions.of(task, data, base, text, max_length)
     if dry_run:
         show_forecast(audit_forecast(task, way, texts))
         return

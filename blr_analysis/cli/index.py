@@ -18,7 +18,7 @@ from blr_analysis.cli.options import (
     PriorPrecision,
     Teller,
     TextColumn,
-    Texts,
+    TextOptions,
     Way,
     paper,
     show_forecast,
@@ -54,7 +54,7 @@ def index(
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.index import build_cost
 
-    texts = Texts(data, base, text, max_length)
+    texts = TextOptions(data, base, text, max_length)
     way = texts.fitting(Way(posterior, fit, prior_precision))
     way.check()
     say = Teller()

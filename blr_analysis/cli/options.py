@@ -225,7 +225,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextOptions:
     """The options that lead from a model's folder and files of texts to tasks."""
 
     data: Path
@@ -236,7 +236,7 @@ class Texts:
     @classmethod
     def of(
         cls, task: str, data: Path | None, base: Path | None, text: str | None, length: int | None
-    ) -> Texts | None:
+    ) -> TextOptions | None:
         """None where the task is one of a script.
 
         Raises:
@@ -292,7 +292,7 @@ def job(
     out: Path | None = None,
     *,
     check: Callable[[Task], None] | None = None,
-    texts: Texts | None = None,
+    texts: TextOptions | None = None,
 ) -> Iterator[Inputs]:
     """Options, folder, script (or model and texts) and posterior, in the order in which their
     faults cost least."""
@@ -311,7 +311,7 @@ def job(
         yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
 
 
-def audit_forecast(task: str, way: Way, texts: Texts | None) -> Forecast:
+def audit_forecast(task: str, way: Way, texts: TextOptions | None) -> Forecast:
     """What the analyses of an audit cost, groups that are taken out apart."""
     from blr_analysis.backprop.engine import n_outputs
     from blr_analysis.cli.script import load_tasks

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from blr_analysis.errors import StorageError
@@ -39,7 +40,7 @@ def drafted(target: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(target))
     with (
-        held(target) as beside,
+        _held(target) as beside,
         _worded(target),
         tempfile.TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as folder,
     ):
@@ -57,7 +58,12 @@ def held(target: Path) -> Iterator[Path]:
     Raises:
         StorageError: another run writes it, or the place cannot be written.
     """
-    target = Path(os.path.realpath(target))
+    with _held(Path(os.path.realpath(target))) as beside:
+        yield beside
+
+
+@contextmanager
+def _held(target: Path) -> Iterator[Path]:
     beside = target.parent / f".{target.name[:100]}.unfinished"
     key = (target, threading.get_ident())
     if key in _HELD:
@@ -66,7 +72,7 @@ def held(target: Path) -> Iterator[Path]:
     made: list[Path] = []
     try:
         with _worded(target):
-            made += [p for p in target.parents if not p.exists()]
+            made += _absent(target.parents)
             target.parent.mkdir(parents=True, exist_ok=True)
             _clean(target.parent, beside)
             lock = _claim(beside, target)
@@ -92,7 +98,7 @@ def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
     """
     folder = Path(path).expanduser()
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    made = _absent((folder, *folder.parents))
     lock = None
     try:
         try:
@@ -216,6 +222,11 @@ def _place(draft: Path, target: Path) -> None:
     except BaseException:
         os.rename(old, target)
         raise
+
+
+def _absent(folders: Sequence[Path]) -> list[Path]:
+    """Those that are to be made, from the innermost to the first that is there."""
+    return list(takewhile(lambda folder: not folder.exists(), folders))
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

@@ -120,8 +120,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         StorageError: nothing there, a pickle, a foreign format or version, a truncated file, or
             a folder whose index, shards and shapes do not agree.
     """
-    record = read_record(path)
-    source = Folder.open(_target(path), stem=STEM)
+    target = _target(path)
+    file = Folder.open(target, stem=STEM) if target.is_file() else None
+    record = _record(target, None if file is None else file.metadata)
+    source = file or Folder.open(target, stem=STEM)
     names: Any = source.specs
     if "tensors" in source.index:
         names = source.index["tensors"]  # in the order in which they were written
@@ -136,14 +138,17 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StorageError: as :func:`read`.
     """
-    target = _target(path)
+    return _record(_target(path))
+
+
+def _record(target: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
     with reading(target):
         if not target.exists():
             raise StorageError(
                 f"nothing is stored at {str(target)!r}: expected a .safetensors file or a folder "
                 f"with {CONFIG_FILE}."
             )
-        record = find_record(target)
+        record = find_record(target, metadata)
     if record is None:
         lacks = f"no {CONFIG_FILE}" if target.is_dir() else f"no {RECORD_KEY!r} record"
         raise StorageError(
@@ -153,8 +158,9 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     return record
 
 
-def find_record(path: Path) -> dict[str, Any] | None:
-    """The record of stored tensors, or None for those that another program wrote.
+def find_record(path: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """The record of stored tensors, or None for those that another program wrote; ``metadata`` of
+    a file whose header was read before.
 
     Raises:
         StorageError: a file that is damaged, of another format or version, or one shard of many.
@@ -163,7 +169,8 @@ def find_record(path: Path) -> dict[str, Any] | None:
     if config.is_file():
         return checked(read_json(config), config)
     file = path / f"{STEM}.safetensors" if path.is_dir() else path
-    metadata = read_header(file).metadata if file.is_file() else {}
+    if metadata is None:
+        metadata = read_header(file).metadata if file.is_file() else {}
     if SHARD_KEY in metadata:
         raise StorageError(
             f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "

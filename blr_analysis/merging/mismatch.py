@@ -33,7 +33,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Foretold:
     """What a precision says of a task: H_t of its data, and S_t, with the prior if it knows one."""
 
     data: State
@@ -62,7 +62,7 @@ def disturbance(
     home: Home,
     merged: State,
     who: str,
-    forecast: Forecast | None,
+    forecast: Foretold | None,
     *,
     progress: bool | None = None,
 ) -> tuple[dict[str, Any], Tree]:
@@ -329,7 +329,7 @@ def _made(given: Any, label: str) -> State:
     return state_of(given, f"merged ({label})")
 
 
-def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast]:
+def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Foretold]:
     """H_t, and S_t with a posterior's prior, checked against the tasks' models."""
     names = list(tasks)
     curved = matched_precisions(precisions, names)
@@ -343,5 +343,5 @@ def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Forecast
                     f"{tuple(h[n].shape) if n in h else 'absent'} there"
                 )
         own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
-        forecasts[name] = Forecast(h, own)
+        forecasts[name] = Foretold(h, own)
     return forecasts

@@ -295,10 +295,10 @@ class SLANG(StructuredOptimizer):
         self._rest = torch.full_like(like, group["ess"] * group["hess_init"])
 
     def _recorder(self, model: nn.Module, beta2: float) -> KroneckerRecorder:
-        return Rows(model, every=1)
+        return GradientRows(model, every=1)
 
     def _record(self) -> None:
-        assert isinstance(self.recorder, Rows)
+        assert isinstance(self.recorder, GradientRows)
         (group,) = self.param_groups
         rows, rho = self.recorder.rows(list(self.names)), 1 - group["beta2"]
         new = rows * (rho * group["ess"] / self.recorder.examples) ** 0.5
@@ -379,7 +379,7 @@ class OGGN(VOGGN):
     _at_mean = True
 
 
-class Rows(KroneckerRecorder):
+class GradientRows(KroneckerRecorder):
     """The gradient of every example of the last pass, by the recorder's hooks."""
 
     examples = 0
@@ -405,7 +405,7 @@ class Rows(KroneckerRecorder):
         return torch.cat(blocks)
 
 
-class JacobianRows(Rows):
+class JacobianRows(GradientRows):
     """J_iᵀ L_i, a column for each of Λ_i = L_i L_iᵀ, from the graph of a forward pass."""
 
     def __init__(self, model: nn.Module, likelihood: Likelihood) -> None:

@@ -20,7 +20,7 @@ from blr_analysis.errors import StorageError
 from blr_analysis.files import Folder, Source
 
 if TYPE_CHECKING:
-    from blr_analysis.merging.lora.source import Adapted
+    from blr_analysis.merging.lora.source import AdaptedBase
 
 CONFIG = "adapter_config.json"
 __all__ = ["is_adapter", "open_adapter"]
@@ -37,7 +37,7 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 def open_adapter(
     path: str | os.PathLike[str], base: Source, *, dtype: torch.dtype | None = None
-) -> Adapted:
+) -> AdaptedBase:
     """The model that a PEFT adapter makes of ``base``, as a source of tensors.
 
     It has the base's names, shapes and dtypes; a precision that goes with it is one of the
@@ -78,7 +78,7 @@ def open_adapter(
     PEFT 0.21 writes them.
     """
     # here, since only adapters need pydantic
-    from blr_analysis.merging.lora.by_peft import MergedAdapter, merge_and_unload
+    from blr_analysis.merging.lora.by_peft import ByPeft, merge_and_unload
     from blr_analysis.merging.lora.changes import changes_of
     from blr_analysis.merging.lora.files import (
         PICKLE,
@@ -107,9 +107,7 @@ def open_adapter(
     if is_plain(entries) and all(len(spec.shape) == 2 for spec in matrices):
         changes = changes_of(read_settings(entries, folder), file, base, str(folder))
         return Streamed(str(folder), base, file, changes, dtype, notes)
-    return MergedAdapter(
-        str(folder), base, merge_and_unload(folder, entries, base, file), dtype, notes
-    )
+    return ByPeft(str(folder), base, merge_and_unload(folder, entries, base, file), dtype, notes)
 
 
 def _notes(folder: str, trained: str, base: Source) -> tuple[str, ...]:

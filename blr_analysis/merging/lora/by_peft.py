@@ -15,7 +15,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Folder, Scratch, Source
 from blr_analysis.merging.lora.changes import translate
-from blr_analysis.merging.lora.source import Adapted
+from blr_analysis.merging.lora.source import AdaptedBase
 from blr_analysis.merging.matching import same_bytes
 
 TASKS = {
@@ -28,7 +28,7 @@ TASKS = {
 }
 
 
-class MergedAdapter(Adapted):
+class ByPeft(AdaptedBase):
     """What PEFT makes of the tensors that an adapter changes, and the base's others."""
 
     def __init__(

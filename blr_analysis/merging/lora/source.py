@@ -18,7 +18,7 @@ from blr_analysis.merging.lora.changes import AdapterChange, LoraUpdate
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
 
 
-class Adapted(Source):
+class AdaptedBase(Source):
     """A base and what an adapter changes of it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Adapted(Source):
         raise NotImplementedError
 
 
-class Streamed(Adapted):
+class Streamed(AdaptedBase):
     """A plain adapter, added as it is read."""
 
     def __init__(
