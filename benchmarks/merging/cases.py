@@ -46,6 +46,7 @@ class Case:
         blocks: module names, in the order in which they run: what RegMean++ merges at a time.
         by: what is judged by: "accuracy", in per cent, or "nll", its negative.
         structures: of the precisions that are tried.
+        grid: α of task arithmetic that are tried.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Case:
     blocks: Sequence[Sequence[str]]
     by: str = "accuracy"
     structures: tuple[str, ...] = ("diag", "gram", "kron")
+    grid: Sequence[float] = tuple(k / 20 for k in range(1, 21))
 
     def scores(self, state: State) -> list[float]:
         """On the test data of every task; higher is better."""
@@ -188,10 +190,3 @@ def turned_lenet(seed: int, device: str) -> Case:
 def eight(seed: int, device: str) -> Case:
     pools = {"clothes, ": clothes(), "digits, ": digits()}
     return images(seed, device, network=lenet, pools=pools, **SMALL)
-
-
-CASES: dict[str, Callable[[int, str], Case]] = {
-    "turned": turned_images,
-    "lenet": turned_lenet,
-    "eight": eight,
-}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -28,56 +28,70 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import blr_analysis as blr
-from benchmarks.merging.cases import CASES, Case
+from benchmarks.merging.cases import Case, eight, turned_images, turned_lenet
 from benchmarks.merging.regmean import regmean, regmean_plus_plus
+from benchmarks.merging.text_cases import lora, sentiment
 
-GRID = [k / 20 for k in range(1, 21)]
-DAMPINGS = (0.1, 1.0, 10.0)
+DAMPINGS = (1.0, 0.1, 10.0)
 State = dict[str, Tensor]
+CASES = {
+    "turned": turned_images,
+    "lenet": turned_lenet,
+    "eight": eight,
+    "sentiment": sentiment,
+    "lora": lora,
+}
 
 
 def merges(c: Case) -> Iterator[tuple[str, State]]:
     """Every row of the table but the first two and the last."""
     models, tasks = list(c.models.values()), list(c.train.values())
-    share = 1 / len(models)
     fit = {s: [fitted(t, s) for t in tasks] for s in c.structures}
-    first = fitted(c.start, "diag")
 
     def made(method: str, base: Any = None, **how: Any) -> State:
         return blr.merge(base, models, method=method, progress=False, **how)
 
     yield "average", made("linear")
-    tried = (made("task_arithmetic", c.base, weights=a) for a in GRID)
+    if "diag" in fit:
+        yield from plain(c, made)
+        yield "Fisher average, diag", made("fisher", precisions=fit["diag"])
+        how = {"precisions": fit["diag"], "base_precision": fitted(c.start, "diag")}
+        yield "gradient matching, diag, α = 1", made("gradient_matching", c.base, **how)
+    if "kron" in fit:
+        for damping in DAMPINGS:
+            how = {"precisions": fit["kron"], "damping": damping}
+            yield f"kron, damping {damping:g}", made("fisher", **how)
+    for s, posteriors in fit.items():
+        yield f"auto, {s}, by predicted gap", made("auto", c.base, precisions=posteriors)
+    if "gram" in fit:
+        yield "gram", made("fisher", precisions=fit["gram"])
+        yield "gram, shrink 0.95", made("fisher", precisions=fit["gram"], shrink=0.95)
+        yield "propagated", made("fisher", tasks=tasks)
+        yield "propagated, shrink 0.95", made("fisher", tasks=tasks, shrink=0.95)
+        how = {"precisions": fit["gram"], "tasks": tasks, "validate": c.validate}
+        chosen: Any = made("auto", c.base, **how)
+        print(f"auto took {chosen.choice!r}", file=sys.stderr)
+        yield "auto, gram, by validation", chosen
+
+
+def plain(c: Case, made: Callable[..., State]) -> Iterator[tuple[str, State]]:
+    """What needs no precisions."""
+    share = 1 / len(c.models)
+    tried = (made("task_arithmetic", c.base, weights=a) for a in c.grid)
     yield "task arithmetic, best α on test data", max(tried, key=lambda s: sum(c.scores(s)))
     yield "TIES, density 0.2", made("ties", c.base, density=0.2)
     yield "DARE, density 0.5", made("dare_linear", c.base, density=0.5, weights=share)
     yield "DARE-TIES, density 0.5", made("dare_ties", c.base, density=0.5, weights=share)
     yield "RegMean (paper, 0.95)", regmean(c)
     yield "RegMean++ (paper, 0.95)", regmean_plus_plus(c)
-    yield "Fisher average, diag", made("fisher", precisions=fit["diag"])
-    how = {"precisions": fit["diag"], "base_precision": first}
-    yield "gradient matching, diag, α = 1", made("gradient_matching", c.base, **how)
-    yield "gram", made("fisher", precisions=fit["gram"])
-    yield "gram, shrink 0.95", made("fisher", precisions=fit["gram"], shrink=0.95)
-    for damping in DAMPINGS if "kron" in fit else ():
-        how = {"precisions": fit["kron"], "damping": damping}
-        yield f"kron, damping {damping:g}", made("fisher", **how)
-    yield "propagated", made("fisher", tasks=tasks)
-    yield "propagated, shrink 0.95", made("fisher", tasks=tasks, shrink=0.95)
-    for s, posteriors in fit.items():
-        yield f"auto, {s}, by predicted gap", made("auto", c.base, precisions=posteriors)
-    chosen: Any = made(
-        "auto", c.base, precisions=fit["gram"], tasks=tasks, validate=c.validate
-    )  # fmt: skip
-    print(f"auto took {chosen.choice!r}", file=sys.stderr)
-    yield "auto, gram, by validation", chosen
 
 
 def fitted(task: blr.Task, structure: str) -> blr.Posterior:
-    how = {"curvature": "empirical_fisher"} if task.likelihood.is_sequence else {}
-    how = {} if structure == "gram" else how
-    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **how)
-    return q.to("cpu")
+    """δ is 1, and merging takes it off; of sequences the Fisher's labels are the data's."""
+    sequences = task.likelihood.is_sequence and structure != "gram"
+    curvature = "empirical_fisher" if sequences else "ggn"
+    how: dict[str, Any] = {"structure": structure, "curvature": curvature, "progress": False}
+    return blr.fit_laplace(task, prior_precision=1.0, **how).to("cpu")
 
 
 def judged(c: Case, name: str, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -145,12 +159,16 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--structures", nargs="+", help="of the precisions; default: all")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     rows, followed = [], []
     for name in options.case:
         for seed in options.seeds:
-            scores, correlations = judged(CASES[name](seed, options.device), name, seed)
+            case = CASES[name](seed, options.device)
+            case.structures = tuple(options.structures or case.structures)
+            scores, correlations = judged(case, name, seed)
             rows += scores
             followed += correlations
     table = pd.DataFrame(rows)

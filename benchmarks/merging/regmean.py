@@ -79,6 +79,7 @@ def _grams(task: blr.Task, state: State, block: Sequence[str]) -> dict[str, Tens
         module.register_forward_hook(seen(name))
         for name, module in task.model.named_modules()
         if isinstance(module, nn.Linear)
+        and f"{name}.weight" in state
         and any(name == m or not m or name.startswith(f"{m}.") for m in block)
     ]
     with at_weights(task, state, "a model") as params, task.evaluation():

@@ -54,7 +54,9 @@ def load(model: nn.Module, weights: Weights) -> None:
 
 def mean_loss(model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
     inputs, labels = batch
-    return F.cross_entropy(model(**inputs).logits, labels)
+    device = next(model.parameters()).device
+    logits = model(**{name: ids.to(device) for name, ids in inputs.items()}).logits
+    return F.cross_entropy(logits, labels.to(device))
 
 
 def fit(
