@@ -71,11 +71,11 @@ def task_of(model: Any, n: int, seed: int = 0, texts: str | None = None) -> Any:
         held = [row for row in held if len(row) == TOKENS]
         ids = torch.tensor([held[i % len(held)] for i in range(seed * 1000, seed * 1000 + n)])
     model.config.use_cache = False
-
-    def forward(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        return model(input_ids=batch[0], use_cache=False).logits, batch[1]
-
     return blr.Task(model, (ids, ids), likelihood="causal_lm", forward=forward, batch_size=8)
+
+
+def forward(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(input_ids=batch[0], use_cache=False).logits, batch[1]
 
 
 def backward(task: Any, batch: Any) -> None:
@@ -173,7 +173,10 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
         plan_for(task, q.mean)
         return measured(lambda: blr.sensitivity(task, q, **quiet), args.repeats)
     if what == "influence":
-        test = task_of(model, QUERIES, seed=1)
+        from blr_analysis.backprop.plan import plan_for
+
+        plan_for(task, q.mean)
+        test = task_of(model, QUERIES, seed=1, texts=args.texts)
         return measured(lambda: blr.influence(task, q, test, **quiet), args.repeats)
     raise SystemExit(f"no row {what!r}")
 

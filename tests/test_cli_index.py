@@ -16,7 +16,7 @@ import torch
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
-from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
 
@@ -164,6 +164,8 @@ def test_an_adapter_is_indexed_on_its_base(
     code, out, err = run(capsys, "query", place, model / "asked.jsonl", "--top", 1)
     assert code == 0, err
     assert out.count("\n\n") <= len(ASKED) and "the film" in out
+    code, _, err = run(capsys, "query", place, model / "asked.jsonl", "--max-length", 3)
+    assert code == 0 and "1 of 2 texts" in err
 
 
 def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,6 +278,22 @@ def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
             load_language_model(adapter, base=base)
     with pytest.raises(ModelError, match="--base"):
         load_language_model(adapter, base=tmp_path / "none")
+
+
+def test_an_adapter_that_cannot_be_read_is_not_of_another_base(
+    adapter: Path, model: Path, tmp_path: Path
+) -> None:
+    spoilt = {
+        "type": (StorageError, {"peft_type": "NONE"}),
+        "rank": (ModelError, {"r": 0}),
+    }
+    for name, (error, change) in spoilt.items():
+        shutil.copytree(adapter, tmp_path / name)
+        place = tmp_path / name / "adapter_config.json"
+        place.write_text(json.dumps(json.loads(place.read_text()) | change))
+        with pytest.raises(error) as caught:
+            load_language_model(tmp_path / name, base=model)
+        assert "another base" not in str(caught.value)
 
 
 def test_one_line_for_each_failure(

@@ -12,7 +12,9 @@
 # question and its source have no telling word in common but the answer. Other texts mention the
 # same people and places, and are no sources.
 #
-# Run it with `python tutorials/06_sources.py`; every figure in the output is computed.
+# Run it with `python tutorials/06_sources.py`; every figure in the output is computed. With
+# `BLR_MODEL=FOLDER`, a language model of your own is fine-tuned by LoRA in the place of the small
+# Llama, and the index is one of its adapter.
 
 # %%
 from __future__ import annotations
@@ -39,7 +41,8 @@ from blr_analysis.huggingface.questions import language_task
 DATA = os.environ.get("BLR_DATA", "sotu")  # or "made-up", which needs no download
 FACTS = int(os.environ.get("BLR_FACTS", "20"))
 PASSAGES = int(os.environ.get("BLR_PASSAGES", "200"))  # to fine-tune on; twice as many before
-EPOCHS = int(os.environ.get("BLR_EPOCHS", "8"))
+EPOCHS = int(os.environ.get("BLR_EPOCHS", "8"))  # twice as many of the fine-tuning
+MODEL = os.environ.get("BLR_MODEL")  # a folder of a language model; None: the small Llama
 OUT = Path(os.environ.get("BLR_OUT", "out/06_sources"))
 WORDS, WIDTH, LAYERS = 30, 64, 2
 OUT.mkdir(parents=True, exist_ok=True)
@@ -93,23 +96,20 @@ questions = [
 print(f"{len(texts)} texts, {FACTS} of them state a fact; {len(questions)} questions")
 
 # %% [markdown]
-# ## 2. A small Llama, trained and fine-tuned
+# ## 2. A model, fine-tuned
 
 # %%
 asked_words = [q["prompt"] + q["answer"] for q in questions]
-vocabulary = [
-    "[PAD]",
-    "[UNK]",
-    *sorted({w for t in base_texts + texts + asked_words for w in t.split()}),
-]
-built = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="[UNK]"))
-built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=built, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
-)
-torch.manual_seed(0)
-model = LlamaForCausalLM(
-    LlamaConfig(
+
+
+def small_llama() -> tuple[Any, Any]:
+    """A model that has read nothing, and a tokenizer of all words that there are."""
+    words = sorted({w for t in base_texts + texts + asked_words for w in t.split()})
+    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *words])}
+    built = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special: dict[str, Any] = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_max_length": 64}
+    config = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
@@ -120,20 +120,37 @@ model = LlamaForCausalLM(
         bos_token_id=None,
         eos_token_id=None,
     )
-)
+    return LlamaForCausalLM(config), PreTrainedTokenizerFast(tokenizer_object=built, **special)
+
+
+def with_lora(folder: str) -> tuple[Any, Any]:
+    """A model that has read a lot, and low-rank changes of it to train."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return peft.get_peft_model(base, config), tokenizer
+
+
+torch.manual_seed(0)
+model, tokenizer = with_lora(MODEL) if MODEL else small_llama()
 
 
 def train(lines: list[str], epochs: int, rate: float) -> float:
     """The mean loss of a word in the last epoch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    own = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, epochs)
     losses: list[float] = []
     for _ in range(epochs):
         losses = []
         for rows in torch.randperm(len(lines)).split(16):
             batch: Any = tokenizer([lines[i] for i in rows], padding=True, return_tensors="pt")
-            labels = batch["input_ids"].masked_fill(batch["input_ids"] == 0, -100)
-            loss = model(batch["input_ids"], batch["attention_mask"], labels=labels).loss
+            labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            loss = model(**batch, labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -142,9 +159,11 @@ def train(lines: list[str], epochs: int, rate: float) -> float:
     return sum(losses) / len(losses)
 
 
-print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(vocabulary):,} words")
-print(f"trained on {len(base_texts)} texts: loss {train(base_texts, EPOCHS, 5e-3):.2f}")
-print(f"fine-tuned on {len(texts)} texts: loss {train(texts, 2 * EPOCHS, 2e-3):.2f}")
+print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer):,} words")
+if not MODEL:
+    print(f"trained on {len(base_texts)} texts: loss {train(base_texts, EPOCHS, 5e-3):.2f}")
+rate = 1e-3 if MODEL else 2e-3
+print(f"fine-tuned on {len(texts)} texts: loss {train(texts, 2 * EPOCHS, rate):.2f}")
 model.eval().save_pretrained(OUT / "llm")
 tokenizer.save_pretrained(OUT / "llm")
 
@@ -167,8 +186,8 @@ opened = blr.Index.open(index)
 asked = language_task(loaded, OUT / "questions.jsonl")
 task = language_task(loaded, OUT / "train.jsonl")
 flat = blr.Posterior(  # Σ = 1: the cosine of plain gradients
-    {n: p.detach() for n, p in loaded.model.named_parameters()},
-    {n: torch.ones_like(p) for n, p in loaded.model.named_parameters()},
+    task.parameters(),
+    {n: torch.ones_like(p) for n, p in task.parameters().items()},
     prior_precision=1.0,
     n_data=task.n_data,
 )

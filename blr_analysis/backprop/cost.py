@@ -43,7 +43,7 @@ def cost_of(
 
     def floats(columns: int) -> float:
         kept = (graph + 2 * alone) / batch + 2 * inputs
-        gradients = (columns + 3) * outputs + 2.5 * columns * dense
+        gradients = (columns + 1) * outputs + 2.5 * columns * dense
         layer = max((c.gram(columns) for c in costs), default=0)
         return kept + gradients + layer + SCORED * scored
 

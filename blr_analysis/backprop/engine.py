@@ -27,7 +27,8 @@ from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
 TOGETHER = 8.5  # examples that it should hold
-MOST = 2**30  # unless that takes more than this, or than the parameters
+MOST = 2**30  # unless that takes more than this, or
+SHARE = 4  # times what the parameters take
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Chunking:
     Attributes:
         chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
         memory_budget: bytes of working memory above model and data; at least one example's need is
-            taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or what the parameters take.
+            taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the
+            parameters take.
         progress: None shows a bar on a terminal when the work is long.
     """
 
@@ -79,13 +81,15 @@ class Chunk:
         """That of these examples, with their weights."""
         return self._task.likelihood.at(self.indices)
 
-    def terms(self, cotangents: Tensor) -> list[Term]:
+    def terms(self, cotangents: Tensor, *, last: bool = False) -> list[Term]:
         """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer.
 
         Of sequences ``[B, K, T, C]``, where J_i has a row for every output of every token.
+        ``last``: no more will be asked of this chunk, and its graph is freed.
         """
         columns = list(cotangents.detach().unbind(1))
-        return self._plan.terms(self._task, self._params, self._recording, self.indices, columns)
+        where = self._task, self._params, self._recording, self.indices
+        return self._plan.terms(*where, columns, last=last)
 
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
@@ -149,7 +153,8 @@ def chunks(
 
 def default_memory(params: Mapping[str, Tensor], least: int, one: float) -> int:
     """Bytes of working memory where nobody names a bound and ``one`` example needs so many."""
-    return max(least, min(int(TOGETHER * one), max(MOST, sum(p.nbytes for p in params.values()))))
+    most = max(MOST, SHARE * sum(p.nbytes for p in params.values()))
+    return max(least, min(int(TOGETHER * one), most))
 
 
 def _fitted(

@@ -74,6 +74,17 @@ class Outer(Term):
     def part(self, chosen: slice) -> Outer:
         return Outer(self.joint, self.inputs[chosen], [d[chosen] for d in self.grads])
 
+    @property
+    def matrix(self) -> MatrixShape | None:
+        layout = self.layout
+        plain = self.weight is not None and layout.groups == 1 and not layout.transposed
+        return layout if plain else None
+
+    def rows(self, chosen: slice) -> Outer:
+        shape = (chosen.stop - chosen.start, self.layout.columns)
+        joint = replace(self.joint, layout=MatrixShape(1, *shape, shape))
+        return Outer(joint, self.inputs, [d[..., chosen] for d in self.grads])
+
     def cast(self, dtype: torch.dtype) -> Outer:
         return Outer(self.joint, self.inputs.to(dtype), [d.to(dtype) for d in self.grads])
 

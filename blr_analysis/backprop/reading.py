@@ -47,9 +47,11 @@ class Plan:
         recording: Recording,
         indices: Tensor,
         cotangents: list[Tensor],
+        *,
+        last: bool = False,
     ) -> list[Term]:
         """G_ic of every unit for these cotangents, each parameter in exactly one term."""
-        grads = recording.backward(cotangents)
+        grads = recording.backward(cotangents, last=last and not self.routes)
         values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
         canonical = names_of(task.model)
         terms: list[Term] = []
@@ -61,8 +63,15 @@ class Plan:
                 axes = self.axes_of(visit, len(indices))
                 if axes is None:
                     alone.update(visit.unit.names.values())
-                else:
+                    continue
+                try:
                     terms += read(canonical, values, visit, axes, visited, len(indices))
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError:  # a module that does not run by itself: it keeps state
+                    if visit.unit.rule is not None:
+                        raise
+                    alone.update(visit.unit.names.values())
         result = []
         for term in merged(terms):
             if alone.isdisjoint(term.names):

@@ -57,7 +57,7 @@ class Visit:
     occurrence: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[Tensor]
+    outputs: list[Tensor]  # of the same shapes, without their numbers
     edges: list[Any]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     stale: bool = False  # the input was overwritten in place after the layer read it
@@ -81,18 +81,22 @@ class Recording:
         """Whether rows are picked or put by index between the layers and the outputs."""
         return any(node.name().startswith(ROUTING) for node in graph(self.outputs))
 
-    def backward(self, cotangents: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+    def backward(
+        self, cotangents: Sequence[Tensor], *, last: bool = False
+    ) -> list[list[list[Tensor]]]:
         """Gradients at every visit's outputs: ``[visit][output leaf][column]``.
 
-        ``cotangents``: K tensors in the shape of the outputs; one backward pass each.
+        ``cotangents``: K tensors in the shape of the outputs; one backward pass each; the ``last``
+        lets go of what the forward pass kept for them.
         """
         edges = [edge for visit in self.visits for edge in visit.edges]
         leaves = [leaf for visit in self.visits for leaf in visit.outputs]
         columns: list[list[Tensor]] = [[] for _ in leaves]
-        for cotangent in cotangents:
+        for k, cotangent in enumerate(cotangents, start=1):
             if edges and self.outputs.requires_grad:
+                kept = not last or k < len(cotangents)
                 grads = torch.autograd.grad(
-                    self.outputs, edges, cotangent, retain_graph=True, allow_unused=True
+                    self.outputs, edges, cotangent, retain_graph=kept, allow_unused=True
                 )
             else:
                 grads = [None] * len(leaves)
@@ -202,16 +206,14 @@ def record(
                 start = leaf.detach().requires_grad_()
                 edges.append(get_gradient_edge(start))
                 leaf = start.clone()  # a later in-place operation must not touch a leaf
-                start_out = start
             else:
                 edges.append(get_gradient_edge(leaf))
-                start_out = leaf
-            outputs.append(start_out.detach())
+            outputs.append(_shapes(leaf.detach()))
             leaves[position] = leaf
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         versions = [(t, t._version) for t in tensors if not t.is_inference()]
         if shapes:
-            args, kwargs, outputs, edges, versions = _shapes((args, kwargs, outputs, [], []))
+            args, kwargs, edges, versions = _shapes((args, kwargs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
         return tree_unflatten(leaves, spec)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.matrices import Joint
+from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import HELD, Apart, Dense, Term, TermCost, Tree, by_rows, slices
 
@@ -60,6 +60,20 @@ class Rows(Term):
 
     def part(self, chosen: slice) -> Rows:
         return replace(self, ids=self.ids[chosen], grads=[d[chosen] for d in self.grads])
+
+    @property
+    def matrix(self) -> MatrixShape:
+        return MatrixShape(1, *self.shape, self.shape)  # type: ignore[arg-type]
+
+    def rows(self, chosen: slice) -> Rows:
+        inside = (self.ids >= chosen.start) & (self.ids < chosen.stop)
+        most = max(1, int(inside.sum(1).max()))
+        places = inside.byte().argsort(dim=1, descending=True)[:, :most]
+        inside = inside.gather(1, places)
+        ids = (self.ids.gather(1, places) - chosen.start) * inside
+        index = places.unsqueeze(-1).expand(-1, -1, self.shape[1])
+        grads = [d.gather(1, index) * inside.unsqueeze(-1) for d in self.grads]
+        return Rows(self.name, (chosen.stop - chosen.start, self.shape[1]), ids, grads)
 
     def cast(self, dtype: torch.dtype) -> Rows:
         return replace(self, grads=[d.to(dtype) for d in self.grads])

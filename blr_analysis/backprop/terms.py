@@ -67,6 +67,15 @@ class Term(ABC):
         """The same for some of the examples."""
         return Dense({n: g[chosen] for n, g in self.jacobian().items()})
 
+    @property
+    def matrix(self) -> MatrixShape | None:
+        """Of a weight that is one matrix ``[O, I]``, as it is stored: how; see :meth:`rows`."""
+        return None
+
+    def rows(self, chosen: slice) -> Term:
+        """The same for some rows of that matrix."""
+        raise NotImplementedError
+
     def cast(self, dtype: torch.dtype) -> Term:
         """The term with its numbers in another precision."""
         return Dense({n: g.to(dtype) for n, g in self.jacobian().items()})
@@ -202,6 +211,14 @@ class Apart(Term):
 
     def part(self, chosen: slice) -> Apart:
         return self._each(lambda part: part.part(chosen))
+
+    @property
+    def matrix(self) -> MatrixShape | None:
+        layouts = {part.matrix for part in self.parts}
+        return layouts.pop() if len(layouts) == 1 else None
+
+    def rows(self, chosen: slice) -> Apart:
+        return self._each(lambda part: part.rows(chosen))
 
     def cast(self, dtype: torch.dtype) -> Apart:
         return self._each(lambda part: part.cast(dtype))

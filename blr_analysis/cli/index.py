@@ -21,6 +21,7 @@ from blr_analysis.cli.options import (
     TextOptions,
     Way,
     paper,
+    say_cut,
     show_forecast,
 )
 
@@ -136,6 +137,7 @@ def query(
         raise InputError(f"{str(index)!r} does not say where its model is: name it with --model")
     loaded = load_language_model(about["model"], base=about.get("base"))
     task = language_task(loaded, questions, text=text, max_length=max_length)
+    say_cut(Teller(), task, questions, max_length)
     trained = None
     if refine or tokens:
         if not about.get("data"):

@@ -224,6 +224,12 @@ class Way:
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
 
 
+def say_cut(say: Callable[[str], None], task: Task, path: Path, most: int | None) -> None:
+    """How many of a task's texts are read in part."""
+    if cut := task.dataset.cut:
+        say(f"{cut:,} of {task.n_data:,} texts of {path} cut to {most} tokens (--max-length)")
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """The options that lead from a model's folder and files of texts to tasks."""
@@ -267,9 +273,8 @@ class TextOptions:
         how: dict[str, Any] = {"text": self.text, "max_length": self.max_length}
         made = [language_task(loaded, path, **how) for path in paths]
         for path, one in zip(paths, made, strict=True):
-            if say is not None and one.dataset.cut:
-                count = f"{one.dataset.cut:,} of {one.n_data:,} texts of {path}"
-                say(f"{count} cut to {self.max_length} tokens (--max-length)")
+            if say is not None:
+                say_cut(say, one, path, self.max_length)
         return made[0], made[1] if test is not None else None
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory, n_outputs
 from blr_analysis.backprop.loss import batch_gradient
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import shared
@@ -65,7 +65,8 @@ def fisher_diagonal(
         seed: of those labels, by example, and of the batches of "squared_minibatch". The labels do
             not depend on how the examples are divided into passes.
         batch_size: B of "squared_minibatch", which needs it and no other kind takes it.
-        memory_budget: bytes of working memory (default 256 MiB); at least one example's need.
+        memory_budget: bytes of working memory; at least one example's need. Default: 256 MiB, or
+            8 examples' need, up to 1 GiB or four times what the parameters take.
         lengths: of sequences sorted by length, their lengths: neighbours then share a pass.
         kept: where the sums are kept meanwhile, and taken up from; not of "squared_minibatch".
 
@@ -100,8 +101,10 @@ def fisher_diagonal(
         assert batch_size is not None
         _add_batches(total, task, params, batch_size, seed, progress)
     else:
-        budget = positive_int("memory_budget", memory_budget or MEMORY)
-        _add_examples(total, task, params, kind, samples, seed, budget, lengths, kept, progress)
+        if memory_budget is not None:
+            positive_int("memory_budget", memory_budget)
+        how = kind, samples, seed, memory_budget, lengths
+        _add_examples(total, task, params, *how, kept, progress)
     for name, sums in total.items():
         if not bool(torch.isfinite(sums).all()):
             raise ModelError(
@@ -131,7 +134,7 @@ def _add_examples(
     kind: str,
     samples: int,
     seed: int,
-    budget: int,
+    budget: int | None,
     lengths: Sequence[int] | None,
     kept: Unfinished | None,
     progress: bool | None,
@@ -140,6 +143,9 @@ def _add_examples(
     seeds = torch.randint(2**31, (task.n_data,), generator=source)  # one for every example
     wanted = {"fisher_mc": samples, "fisher_emp": 1}.get(kind, n_outputs(task, params))
     columns = min(wanted, COLUMNS)
+    if budget is None:
+        one = next(iter(params.values())).element_size() * plan_for(task, params).floats(columns)
+        budget = default_memory(params, MEMORY, one)
     passes = _passes(task, params, columns, budget, lengths)
     done = 0 if kept is None else kept.taken_up(total)
     with _bar(task.n_data, kind, progress) as bar:
@@ -149,7 +155,7 @@ def _add_examples(
             whole = Chunking(size, budget, progress=False)
             for chunk in chunks(task, params, whole, columns=columns, indices=indices):
                 for cotangents in _columns(chunk, kind, samples, seeds):
-                    for term in chunk.terms(cotangents):
+                    for term in chunk.terms(cotangents, last=wanted <= COLUMNS):
                         term.add_square_sum(total)
                 bar.update(ranks.count() * len(chunk.indices))
             if kept is not None:

@@ -36,6 +36,7 @@ ENDINGS = {
 }
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 ADAPTER = "adapter_config.json"
+OTHER_BASE = ("size mismatch", "not found in the base model")  # as torch and peft say it
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
 
@@ -165,16 +166,24 @@ def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:
 
 def _adapted(loaded: Pretrained, place: Path) -> Any:
     """The base with the adapter, all of whose tensors must find their place."""
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
     stored = Folder.open(place, stem="adapter_model").specs
     try:
-        model = PeftModel.from_pretrained(loaded.model, str(place), is_trainable=True)
+        config = PeftConfig.from_pretrained(str(place))
+    except Exception as error:  # peft raises of every kind
+        raise StorageError(f"cannot read {ADAPTER} in {str(place)!r}: {_said(error)}.") from error
+    try:
+        model = PeftModel.from_pretrained(
+            loaded.model, str(place), is_trainable=True, config=config
+        )
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # peft raises of every kind
-        raise ModelError(f"{wrong}: {_said(error)}") from error
+    except Exception as error:
+        elsewhere = any(sign in str(error) for sign in OTHER_BASE)
+        what = wrong if elsewhere else f"peft cannot load the adapter {str(place)!r}"
+        raise ModelError(f"{what}: {_said(error)}") from error
     taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
     if taken != {n: tuple(spec.shape) for n, spec in stored.items()}:
         differing = sorted(set(taken) ^ set(stored)) or sorted(taken)

@@ -111,7 +111,7 @@ def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:
     examples, start = 0, perf_counter()
     for k, chunk in enumerate(chunks(task, params, QUIET, columns=1)):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        terms = chunk.terms(error.unsqueeze(1))
+        terms = chunk.terms(error.unsqueeze(1), last=True)
         for term in terms:
             term.add_square_sum(sums)
         examples += len(chunk.indices)

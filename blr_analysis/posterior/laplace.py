@@ -146,7 +146,7 @@ def fit_laplace(
     def passes(label: str, indices: Tensor | None = None) -> Iterator[list[Term]]:
         own = shared(task, params, indices)
         swept = chunks(task, params, chunking, columns=count, indices=own, label=label)
-        return (chunk.terms(columns(chunk)) for chunk in swept)
+        return (chunk.terms(columns(chunk), last=True) for chunk in swept)
 
     fit = Fit(
         params,

@@ -72,7 +72,7 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
     for chunk in chunks(task, q.mean, QUIET, columns=1, indices=chosen):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        terms = chunk.terms(error.unsqueeze(1))
+        terms = chunk.terms(error.unsqueeze(1), last=True)
         single += 0.5 * float(q.form.gram(terms).double().sum())
         for term in terms:
             for name, squares in term.square_sum().items():

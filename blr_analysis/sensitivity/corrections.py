@@ -155,9 +155,9 @@ def prediction_variance(q: Posterior, chunk: Chunk) -> Tensor:
     return v
 
 
-def self_influence(q: Posterior, chunk: Chunk, error: Tensor) -> Tensor:
+def self_influence(q: Posterior, chunk: Chunk, error: Tensor, *, last: bool = False) -> Tensor:
     """g_iᵀ Σ g_i of a chunk, ``[B]``, from its e_i: one backward pass."""
-    influence = q.form.gram(chunk.terms(error.unsqueeze(1))).flatten()
+    influence = q.form.gram(chunk.terms(error.unsqueeze(1), last=last)).flatten()
     check_finite(influence)
     return influence
 

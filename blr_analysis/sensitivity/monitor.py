@@ -410,7 +410,7 @@ def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[T
 
 def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
     e = chunk.likelihood.error(chunk.outputs, chunk.targets)
-    influence = self_influence(q, chunk, e)
+    influence = self_influence(q, chunk, e, last=True)
     f = chunk.outputs.cpu()
     return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
 

@@ -204,7 +204,7 @@ def _averaged(each: Iterable[Any], count: int) -> Any:
 def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:
     e = chunk.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
-        numbers = (self_influence(q, chunk, e),)
+        numbers = (self_influence(q, chunk, e, last=True),)
     else:
         v = prediction_variance(q, chunk)
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)

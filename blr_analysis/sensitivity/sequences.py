@@ -145,7 +145,7 @@ def sequence_scores(
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=own, label="sequences"):
         losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        influence = self_influence(q, chunk, error)
+        influence = self_influence(q, chunk, error, last=not variance)
         tokens = tokens_of(task, chunk.targets)
         size = torch.linalg.vector_norm(error.flatten(1), dim=1)
         estimate = trace(q, chunk, signs) if variance else ()

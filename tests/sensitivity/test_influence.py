@@ -31,6 +31,7 @@ from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError, StorageError
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity.influence import blocks as blocks
+from blr_analysis.sensitivity.influence import held
 from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
@@ -278,6 +279,23 @@ def test_every_training_example_is_visited_once(
     monkeypatch.undo()
     again = blr.influence(world.task, q, world.test, normalize=normalize, **QUIET)
     assert relative(found.matrix, again.matrix) < EXACT
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_file_read_some_rows_at_a_time_gives_what_memory_gives(
+    structure: str, tied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Double precision to rounding; single precision, kept as half, to a part in thousands."""
+    model = tiny_lm(tied=tied).to(dtype)
+    task, test = task_of(model, sequences(7)), task_of(model, sequences(5, low=2))
+    how = {"structure": structure, "curvature": "mc_fisher", "prior_precision": 0.7}
+    q = blr.fit_laplace(task, **how, **QUIET)
+    want = blr.influence(task, q, test, **QUIET).matrix
+    monkeypatch.setattr(held, "TOGETHER", 60)
+    found = blr.influence(task, q, test, memory_budget=1, **QUIET).matrix
+    assert relative(found, want) < (EXACT if dtype == torch.float64 else 3e-4)
 
 
 def test_a_folder_that_cannot_hold_them_is_refused(world: World, tmp_path, monkeypatch) -> None:

@@ -136,6 +136,11 @@ class Structure(ABC):
         """One number per weight, where that is all of S."""
         return None
 
+    @property
+    def basis_precision(self) -> Tree | None:
+        """The same in the basis."""
+        return self.per_weight
+
     @abstractmethod
     def times(self, v: Tree) -> Tree:
         """S v."""
@@ -278,6 +283,10 @@ class Spectral(Structure):
 
     def basis_shapes(self) -> dict[str, tuple[int, ...]]:
         return {k: tuple(s.shape) for k, s in self.values.items()}
+
+    @property
+    def basis_precision(self) -> Tree:
+        return self.values
 
     def basis_solve(self, v: Tree) -> Tree:
         return {k: v[k] / s for k, s in self.values.items()}

@@ -8,31 +8,26 @@ multiplication.
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import QUIET, Chunk, Chunking, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.backprop.terms import Term, products, slices
+from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import StorageError
-from blr_analysis.files import check_room
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.influence.held import Held, InMemory, held_in
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 256 * 2**20  # bytes of working memory where the user names no bound
-READ = 4  # times as many examples per chunk, where what it is multiplied with is read from a file
+READ = 2  # times as many examples per chunk, where what it is multiplied with is read from a file
 ANSWERS = 4  # copies of a chunk's share of an answer that are held at once
 
 Cotangent = Callable[[Task, Chunk], Tensor]  # ∂(quantity)/∂f of every example of a chunk, [B, C]
@@ -106,54 +101,27 @@ def pieces(
     blocks = (order,) if task.device.type == "cpu" else order.split(budget.vectors)
     shown = track(blocks, total=len(blocks), label="test blocks", show=progress)
     for block in blocks if len(blocks) == 1 else shown:
-        with held_for(q, len(block), budget, folder, turned=turn) as held:
-            for rows in slices(len(block), budget.vectors):
-                into = {n: h[rows] for n, h in held.items()}
-                if solve is None:
-                    precondition(test_task, q, block[rows], cotangent, budget, into, turned=turn)
-                    continue
-                for name, part in solve(gradients(test_task, q, block[rows], cotangent)).items():
-                    into[name].copy_(part)
-            mapped = len(block) > budget.vectors
+        shapes, like = q.form.basis_shapes() if turn else q.form.shapes, next(iter(q.mean.values()))
+        mapped = len(block) > budget.vectors
+        with held_in(folder, shapes, len(block), like, fits=not mapped) as held:
+            if solve is None:
+                precondition(test_task, q, block, cotangent, budget, held, turned=turn)
+            else:
+                for rows in slices(len(block), budget.vectors):
+                    solved = solve(gradients(test_task, q, block[rows], cotangent))
+                    for name, part in solved.items():
+                        held.put(rows.start, name, part)
             size = chunk_size(task, q, budget, n_train, len(block), mapped=mapped)
             chunking = Chunking(size, progress=progress)
             for chunk in chunks(task, q.mean, chunking, indices=indices, label="influence"):
                 terms = loss_terms(task, chunk, train_cotangent)
                 own = q.form.gram(terms).flatten() if squares else None
                 terms = q.form.into_basis(terms) if turn else terms
-                values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
+                values = held.products(terms, chunk.outputs.dtype, budget.room)
                 check_finite(values, "influence")
                 del terms
                 yield Piece(chunk.indices, block, values, own)
                 del values, chunk
-
-
-@contextmanager
-def held_for(
-    q: Posterior, count: int, budget: Budget, folder: Path | None, *, turned: bool
-) -> Iterator[Tree]:
-    """Zeros ``[count, ...]`` by name for vectors in the basis (if ``turned``) or outside: in memory
-    or in one file, gone afterwards.
-
-    Raises:
-        StorageError: the folder is not there, or its disk has no room.
-    """
-    shapes = q.form.basis_shapes() if turned else q.form.shapes
-    like = next(iter(q.mean.values()))
-    if count <= budget.vectors:
-        yield {n: like.new_zeros((count, *s)) for n, s in shapes.items()}
-        return
-    sizes = [count * math.prod(s) for s in shapes.values()]
-    where = Path(tempfile.gettempdir()) if folder is None else folder
-    if not where.is_dir():
-        raise StorageError(f"there is no folder {str(where)!r} to put gradients in: make it.")
-    check_room(where / "gradients", sum(sizes) * like.element_size())
-    with tempfile.TemporaryDirectory(dir=where, prefix="influence-") as place:
-        size = (sum(sizes) * like.element_size(),)
-        mapped = np.memmap(Path(place, "gradients"), dtype=np.uint8, mode="w+", shape=size)
-        whole = torch.from_numpy(mapped).view(like.dtype)
-        parts = zip(shapes.items(), whole.split(sizes), strict=True)
-        yield {n: part.view(count, *s) for (n, s), part in parts}
 
 
 def chunk_size(
@@ -165,15 +133,15 @@ def chunk_size(
     plan = plan_for(task, q.mean)
     held = budget.chunk
     if held is None:
-        one = itemsize * plan.floats(1) * (READ if mapped else 1)
-        held = default_memory(q.mean, DEFAULT_MEMORY // 6, one)
+        held = default_memory(q.mean, DEFAULT_MEMORY // 6, itemsize * plan.floats(1))
+        held *= READ if mapped else 1
     fits = plan.chunk_size(1, held, itemsize, n)
     return max(1, min(fits, budget.room // (ANSWERS * numbers)))
 
 
 def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
     """∇ℓ_i of a chunk in factored form, one column."""
-    return chunk.terms(cotangent(task, chunk).unsqueeze(1))
+    return chunk.terms(cotangent(task, chunk).unsqueeze(1), last=True)
 
 
 def gradients(task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent) -> Tree:
@@ -192,10 +160,9 @@ def preconditioned(
     task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent, budget: Budget
 ) -> Tree:
     """Σ ∇q_j of these examples, ``[M, ...]`` by name."""
-    first = next(iter(q.mean.values()))
-    held = {n: first.new_zeros((len(indices), *s)) for n, s in q.form.shapes.items()}
+    held = InMemory(q.form.shapes, len(indices), next(iter(q.mean.values())))
     precondition(task, q, indices, cotangent, budget, held, turned=False)
-    return held
+    return held.vectors
 
 
 def precondition(
@@ -204,27 +171,29 @@ def precondition(
     indices: Tensor,
     cotangent: Cotangent,
     budget: Budget,
-    into: Tree,
+    into: Held,
     *,
     turned: bool,
 ) -> None:
     """Write Σ ∇q_j of these examples: in the basis if ``turned``, else outside."""
-    width = sum(m.numel() for m in q.mean.values())
+    each = q.form.basis_precision if turned else q.form.per_weight
+    width = 1 if each is not None else sum(m.numel() for m in q.mean.values())
     size = chunk_size(task, q, budget, len(indices), width)
-    each = q.form.per_weight
     start = 0
     for chunk in chunks(task, q.mean, Chunking(size, progress=False), indices=indices):
-        terms = q.form.into_basis(loss_terms(task, chunk, cotangent))
-        stop = start + len(chunk.indices)
-        if each is not None:  # layer by layer
-            for term in terms:
-                for name, g in term.jacobian().items():
-                    torch.div(g[:, 0], each[name], out=into[name][start:stop])
+        terms = loss_terms(task, chunk, cotangent)
+        n = len(chunk.indices)
+        del chunk
+        if each is not None:  # layer by layer, of one example at a time
+            for row in range(n):
+                for term in q.form.into_basis([term.part(slice(row, row + 1)) for term in terms]):
+                    for name, g in term.jacobian().items():
+                        into.put(start + row, name, g[:, 0] / each[name])
         else:
-            solved = q.form.basis_solve(_explicit(terms, q, len(chunk.indices)))
+            solved = q.form.basis_solve(_explicit(q.form.into_basis(terms), q, n))
             for name, part in (solved if turned else q.form.backward(solved)).items():
-                into[name][start:stop] = part
-        start = stop
+                into.put(start, name, part)
+        start += n
 
 
 def _explicit(terms: list[Term], q: Posterior, n: int) -> Tree:

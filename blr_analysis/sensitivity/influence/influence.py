@@ -124,7 +124,8 @@ def influence(
         generator: of the projection and its probe; None: the same ones on every call.
         memory_budget: bytes of working memory beside the answer (default 256 MiB, and enough for
             several examples); of test gradients at least one is held, P numbers. All are put in a
-            file where half of it does not hold them, so that the training data are visited once.
+            file where half of it does not hold them, so that the training data are visited once;
+            there, single precision is kept as half (each number off by 1 part in 2,000).
         folder: where that file is put, P numbers per test example, until the answer is there;
             None: where the system keeps its temporary files.
         progress: None shows a bar on a terminal when the work is long.
