@@ -27,6 +27,7 @@ from blr_analysis.backprop.terms import (
 
 EXPLICIT = 2**20  # numbers of one example's G_c that are made at once
 BLOCK = 2**18  # numbers of G of one column that are made and used at once: they stay in the cache
+STACKED = 2**19  # numbers of output gradients of several columns that are put side by side at once
 CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
@@ -270,7 +271,7 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     """
     t, k = term.positions, len(term.grads)
     if t == 1:
-        return _scaled_gram(term.stacked().squeeze(3), _row_scale(term, weight, bias))
+        return _scaled_gram(_at_one_position(term), _row_scale(term, weight, bias))
     if weight is not None and _few_positions(t, k, weight.shape[-1]):
         return _position_gram(term, weight, bias)
     total = term.inputs.new_zeros(len(term.inputs), k, k)
@@ -301,9 +302,12 @@ def _blocks(term: Outer) -> Iterator[tuple[slice, slice, Tensor]]:
     """G_c ``[b, g, K, rows, I]`` of some examples and some of its rows, small enough to be used
     while it is in the cache; of several columns, as many rows as a bound for each example says.
     What belongs to these rows stays there for all examples."""
-    b, g, _, i = term.inputs.shape
+    b, g, t, i = term.inputs.shape
     k, o = len(term.grads), term.grads[0].shape[-1]
-    some, held = (BLOCK // (g * o * i), BLOCK) if k == 1 else (b, EXPLICIT)
+    if k == 1:
+        some, held = BLOCK // (g * o * i), BLOCK
+    else:
+        some, held = STACKED // (g * k * t * o), EXPLICIT
     for rows in slices(o, held // (k * g * i)):
         block = _of_rows(term, rows)
         for examples in slices(b, some):
@@ -316,12 +320,23 @@ def _of_rows(term: Outer, rows: slice) -> Outer:
     return Outer(replace(term.joint, bias=None), term.inputs, grads)
 
 
+def _at_one_position(term: Outer) -> Tensor:
+    """d ``[B, g, K, O]``; ``[1, g, K, O]`` where autograd says that all examples have the same: of
+    the layer that gives the outputs, unit vectors."""
+    same = all(d.stride(0) == 0 for d in term.grads)
+    return torch.stack([d[:1] if same else d for d in term.grads], dim=2).squeeze(3)
+
+
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
-    """Σ_o d_co s_o d_c'o from d ``[B, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
-    if d.shape[2] == 1:
-        return d.squeeze(2).square_().mul_(scale).sum((1, 2)).view(-1, 1, 1)
+    """Σ_o d_co s_o d_c'o from d ``[B or 1, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
+    (b, g, o), k = scale.shape, d.shape[2]
+    if len(d) < b and k * k * g * o <= STACKED:
+        pairs = torch.einsum("gco,gdo->gocd", d[0], d[0])
+        return (scale.view(b, -1) @ pairs.reshape(g * o, k * k)).view(b, k, k)
+    if k == 1:
+        return (d.squeeze(2).square() * scale).sum((1, 2)).view(-1, 1, 1)
     scale = scale.sqrt_().unsqueeze(2)
-    d = (d * scale if d.stride(0) == 0 else d.mul_(scale)).transpose(1, 2).flatten(2)
+    d = (d * scale if len(d) < b else d.mul_(scale)).transpose(1, 2).flatten(2)
     return torch.bmm(d, d.mT)
 
 
@@ -358,13 +373,13 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
             return torch.addmm(right[-1], part, right[:-1]).square_()
 
         scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
-        d = term.stacked().squeeze(3)
-        if basis.left is None:
-            return _scaled_gram(d, scale)
-        several = d.shape[2] > 1 and d[0].numel() > CACHED
-        if several and bool((d == d[:1]).all()):  # of the layer that gives the outputs: units
-            d = d[:1]
-        return _scaled_gram((d @ basis.left).expand(len(scale), *d.shape[1:]), scale)
+        d = _at_one_position(term)
+        return _scaled_gram(d if basis.left is None else d @ basis.left, scale)
+    b, k = term.n_examples, term.n_columns
+    some = STACKED // (k * term.grads[0][0].numel())
+    if k > 1 and term.positions > 1 and some < b:
+        parts = (term.part(examples) for examples in slices(b, some))
+        return torch.cat([rotated_gram(part, basis, variance) for part in parts])
     turned = rotated(term, basis)
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None)
