@@ -1,14 +1,14 @@
 """What an audit of a language model costs, in training passes and in loops written by hand.
 
     python -m benchmarks.language [--quick] [--threads 2] [--model FOLDER] [--dtype bfloat16]
-                                  [--texts FILE.jsonl] [--rows "index 32768" search ...]
+                                  [--texts FILE.jsonl] [--tokens 105] [--rows "search 2048" ...]
 
 A **training pass** is a forward and a backward pass that leaves ∂(loss)/∂θ in ``p.grad``, over
 batches of one or of eight sequences, whichever takes less; a **gradient pass** is the same one
 sequence at a time. Times are CPU seconds of the process (user and system, all threads), the least
 of ``--repeats`` runs, peak memory that of the process. Every row runs in a process of its own.
 Without ``--model``, a Llama of 6 layers, 256 wide, over 8,000 words, tied, with random weights;
-sequences of 105 tokens, random ones without ``--texts``.
+sequences of ``--tokens`` tokens, random ones without ``--texts``.
 
 ``index K`` stores K numbers of every sequence, in two bytes each: its row is the pass over the data
 alone; the rest of a build does not grow with them. ``recall`` is the share of the exact ten most
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOKENS = 105
 QUERIES = 32
 
 
@@ -54,21 +53,21 @@ def load(folder: str | None, dtype: torch.dtype) -> Any:
     return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
-def task_of(model: Any, n: int, seed: int = 0, texts: str | None = None) -> Any:
+def task_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> Any:
     """n sequences of random tokens; or the first tokens of every line of ``texts``, from line
-    ``seed`` · n on."""
+    1,000 · ``seed`` on."""
     import blr_analysis as blr
 
     g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(model.config.vocab_size, (n, TOKENS), generator=g)
+    ids = torch.randint(model.config.vocab_size, (n, tokens), generator=g)
     if texts is not None:
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(model.config.name_or_path)
         with open(texts, encoding="utf-8") as file:
             lines = [json.loads(line)["text"] for line in file]
-        held = [tokenizer(line)["input_ids"][:TOKENS] for line in lines]
-        held = [row for row in held if len(row) == TOKENS]
+        held = [tokenizer(line)["input_ids"][:tokens] for line in lines]
+        held = [row for row in held if len(row) == tokens]
         ids = torch.tensor([held[i % len(held)] for i in range(seed * 1000, seed * 1000 + n)])
     model.config.use_cache = False
     return blr.Task(model, (ids, ids), likelihood="causal_lm", forward=forward, batch_size=8)
@@ -123,7 +122,7 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
     if what.startswith("search"):
         return search(int(what.split()[1]), args.repeats)
     model = load(args.model, dtype)
-    task = task_of(model, args.sequences, texts=args.texts)
+    task = task_of(model, args.sequences, 0, args.texts, args.tokens)
 
     def posterior(task: Any) -> Any:
         precision = {n: torch.full_like(p, 2.0, dtype=torch.float32) for n, p in mean.items()}
@@ -162,10 +161,11 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
         from blr_analysis.huggingface.diagonals import fisher_diagonal
 
         plan_for(task, mean)
-        lengths = [TOKENS] * args.sequences
+        lengths = [args.tokens] * args.sequences
         return measured(lambda: fisher_diagonal(task, lengths=lengths, **quiet), args.repeats)
     if what.startswith("index"):
-        return index(task, task_of(model, QUERIES, seed=1, texts=args.texts), int(what.split()[1]))
+        asked = task_of(model, QUERIES, 1, args.texts, args.tokens)
+        return index(task, asked, int(what.split()[1]))
     q = posterior(task)
     if what == "sensitivity":
         from blr_analysis.backprop.plan import plan_for
@@ -176,7 +176,7 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
         from blr_analysis.backprop.plan import plan_for
 
         plan_for(task, q.mean)
-        test = task_of(model, QUERIES, seed=1, texts=args.texts)
+        test = task_of(model, QUERIES, 1, args.texts, args.tokens)
         return measured(lambda: blr.influence(task, q, test, **quiet), args.repeats)
     raise SystemExit(f"no row {what!r}")
 
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--texts", help="a .jsonl file with a text per line, for --model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=105, help="of a sequence")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="16 sequences, once")
@@ -263,7 +264,9 @@ def main() -> None:
         print(json.dumps({**row, "peak_mb": peak}))
         return
     found: dict[str, dict[str, float]] = {}
-    options = [f"--{k}={getattr(args, k)}" for k in ("dtype", "sequences", "repeats", "threads")]
+    options = [
+        f"--{k}={getattr(args, k)}" for k in ("dtype", "sequences", "tokens", "repeats", "threads")
+    ]
     options += [f"--model={args.model}"] if args.model else []
     options += [f"--texts={args.texts}"] if args.texts else []
     for row in args.rows:
