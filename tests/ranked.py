@@ -12,6 +12,7 @@ import torch
 from models import mlp
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
@@ -21,10 +22,14 @@ from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import storage
 from blr_analysis.huggingface.diagonals import fisher_diagonal
+from blr_analysis.posterior import write_captured
+from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.sensitivity.influence import index as indexing
 from blr_analysis.sharded import whole
 
+checkpoint: Any = dcp  # whose names torch does not declare
 N = 23  # which neither two nor four divide
 REST: dict[str, Any] = {"progress": False}
 indexing.SHARD = 4
@@ -100,7 +105,7 @@ def sharded(model: nn.Module, *parts: nn.Module) -> nn.Module:
     return model
 
 
-def of_pieces() -> dict[str, Any]:
+def of_pieces(folder: Path) -> dict[str, Any]:
     """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
     model, data = mlp().double(), network().dataset
     model = sharded(model, model[0])
@@ -111,8 +116,14 @@ def of_pieces() -> dict[str, Any]:
         optimizer.step()
     known: dict[str, Any] = {"n_data": N, "prior_precision": 2.0}
     q = blr.Posterior.from_optimizer(optimizer, model, **known)
-    task = blr.Task(model, data)
+    captured = from_optimizer(optimizer, model, bare=True, gather=False, **known)
+    write_captured(folder / "pieces", captured, dtype=None)
+    loaded = {n: torch.zeros_like(h) for n, h in captured.precision.items()}
+    checkpoint.load(loaded, storage_reader=checkpoint.HuggingFaceStorageReader(folder / "pieces"))
     found: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
+    found["read"] = storage.read(folder / "pieces")[0]
+    found["loaded"] = {n: whole(h) for n, h in loaded.items()}
+    task = blr.Task(model, data)
     found["of captured"] = blr.sensitivity(task, q, **REST).variance
     q = blr.fit_laplace(task, structure="kron", prior_precision=2.0, **REST)
     found["fit"] = [q.mean, q.form.diagonal()]
@@ -165,19 +176,18 @@ def dies(folder: Path) -> None:
         write(*args)
 
     indexing._write_shard = written
-    task = network()
     q = blr.Posterior.load(folder / "q.safetensors")
-    blr.Index.build(task, q, folder / "index", **REST)
+    blr.Index.build(network(), q, folder / "begun", **REST)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = Path(sys.argv[1])
     with ranks.opened():
-        if sys.argv[2:] == ["dies"]:
-            dies(place)
-        found = {"answers": answers(place) | of_pieces()}
+        found = {"answers": answers(place) | of_pieces(place)}
         if sys.argv[2:]:
             found["refusals"] = refusals()
             found["codes"] = commands(place, *map(Path, sys.argv[2:]))
         torch.save(found, place / f"rank{ranks.rank()}.pt")
+        if sys.argv[2:]:
+            dies(place)

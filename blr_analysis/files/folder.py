@@ -9,13 +9,23 @@ from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading
+from blr_analysis.files.headers import (
+    AGAIN,
+    Header,
+    Stored,
+    parse_json,
+    read_header,
+    read_json,
+    reading,
+)
 from blr_analysis.files.source import Scratch, Source, Spec
+
+PIECES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
+Piece = tuple[Path, Stored, list[int]]  # its first entry's place in the whole
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -24,9 +34,10 @@ class Folder(Source):
     """The tensors of a Hugging Face folder, or of one ``.safetensors`` file.
 
     Opening reads headers and the index only, and checks them against each other: every tensor
-    stands once, in the shard that the index names, and every shard is as long as its header says.
-    Reading is by position into the caller's buffers; nothing is mapped, nothing stays open, and
-    a file that changes after it was opened is refused.
+    stands once, in the shard that the index names (or its rows in several, as
+    ``torch.distributed.checkpoint`` writes safetensors), and every shard is as long as its header
+    says. Reading is by position into the caller's buffers; nothing is mapped, nothing stays open,
+    and a file that changes after it was opened is refused.
 
     Attributes:
         metadata: what the files' headers say beside their tensors.
@@ -45,8 +56,8 @@ class Folder(Source):
     def __init__(self, name: str, headers: Mapping[Path, Header], index: Any = None) -> None:
         self.name = name
         self._headers = dict(headers)
-        self._places = {n: (p, t) for p, h in headers.items() for n, t in h.tensors.items()}
-        self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
+        self._pieces = _pieces(headers)
+        self.specs: Mapping[str, Spec] = {n: _joined(n, own) for n, own in self._pieces.items()}
         self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
         self.index: Mapping[str, Any] = index if isinstance(index, Mapping) else {}
 
@@ -60,7 +71,10 @@ class Folder(Source):
         """
         place = Path(path).expanduser()
         if place.is_file():
-            return cls(str(path), {place: read_header(place)})
+            header = read_header(place)
+            if PIECES in header.metadata:
+                raise StorageError(f"{str(path)!r} holds pieces of tensors: name its folder.")
+            return cls(str(path), {place: header})
         if not place.is_dir():
             raise StorageError(
                 f"{str(path)!r} is no folder or .safetensors file on this machine "
@@ -85,11 +99,16 @@ class Folder(Source):
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         spec = self.piece(name, start, stop)
-        path, stored = self._places[name]
         size = spec.dtype.itemsize
         raw = scratch.take(self, (stop - start) * size)
-        with self._opened(path) as file:
-            _fill(raw, file, stored.offset + start * size)
+        first = 0
+        for path, stored, _ in self._pieces[name]:
+            begin, end = max(start, first), min(stop, first + stored.spec.numel)
+            if begin < end:
+                part = raw[(begin - start) * size : (end - start) * size]
+                with self._opened(path) as file:
+                    _fill(part, file, stored.offset + (begin - first) * size)
+            first += stored.spec.numel
         return raw.view(spec.dtype)
 
     def tensor(self, name: str) -> Tensor:
@@ -98,14 +117,7 @@ class Folder(Source):
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, each in memory of its own."""
-        tensors = {}
-        for path, header in self._headers.items():
-            with self._opened(path) as file:
-                for name, stored in header.tensors.items():
-                    raw = torch.empty(stored.spec.nbytes, dtype=torch.uint8)
-                    _fill(raw, file, stored.offset)
-                    tensors[name] = raw.view(stored.spec.dtype).view(stored.spec.shape)
-        return tensors
+        return {name: self.tensor(name) for name in self.specs}
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[FileIO]:
@@ -147,13 +159,14 @@ def read_index(index: Path) -> dict[str, set[str]]:
         raise StorageError(f"{str(index)!r} is no index of weights: no 'weight_map'. {AGAIN}")
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     placed: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain(file, suffix):
-            raise StorageError(
-                f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the same "
-                "folder."
-            )
-        placed.setdefault(file, set()).add(name)
+    for name, files in weight_map.items():
+        for file in files if isinstance(files, list) else [files]:
+            if not isinstance(file, str) or not _is_plain(file, suffix):
+                raise StorageError(
+                    f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the "
+                    "same folder."
+                )
+            placed.setdefault(file, set()).add(name)
     missing = [file for file in placed if not (index.parent / file).is_file()]
     if missing:
         raise StorageError(
@@ -175,6 +188,35 @@ def _sharded(index: Path) -> dict[Path, Header]:
                 f"{some(sorted(held - named))}. {AGAIN}"
             )
     return headers
+
+
+def _pieces(headers: Mapping[Path, Header]) -> dict[str, list[Piece]]:
+    """Where every tensor lies: in one file, or rows in several, as processes wrote them."""
+    pieces: dict[str, list[Piece]] = {}
+    for path, header in headers.items():
+        told = parse_json(header.metadata.get(PIECES, "{}"), path)
+        for name, stored in header.tensors.items():
+            known = told.get(name)
+            start = known.get(OFFSETS, [0]) if isinstance(known, dict) else [0]
+            if not isinstance(start, list) or not all(type(n) is int for n in start):
+                raise StorageError(f"{str(path)!r} misplaces {name!r}: {start}. {AGAIN}")
+            pieces.setdefault(name, []).append((path, stored, start or [0]))
+    return {name: sorted(own, key=lambda piece: piece[2]) for name, own in pieces.items()}
+
+
+def _joined(name: str, pieces: list[Piece]) -> Spec:
+    """The whole of these rows, which must be without holes."""
+    first, rows = pieces[0][1].spec, 0
+    for path, stored, start in pieces:
+        spec = stored.spec
+        alike = spec.dtype == first.dtype and spec.shape[1:] == first.shape[1:]
+        if not alike or start[0] != rows or any(start[1:]):
+            raise StorageError(
+                f"{str(path)!r} holds a piece of {name!r} at {start}, expected row {rows}: only "
+                "tensors divided by rows are read."
+            )
+        rows += spec.shape[0] if spec.shape else 1
+    return Spec((rows, *first.shape[1:]) if first.shape else (), first.dtype)
 
 
 def _is_plain(file: str, suffix: str) -> bool:

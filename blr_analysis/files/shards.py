@@ -41,11 +41,10 @@ def shard_name(stem: str, k: int, count: int) -> str:
 
 
 def write_index(
-    folder: Path, stem: str, shards: Mapping[str, list[str]], metadata: Mapping[str, Any]
+    folder: Path, stem: str, held: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> None:
-    """Which file holds which tensor, and what else is to be said of them."""
-    weight_map = {name: file for file, names in shards.items() for name in names}
-    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    """Which file holds which tensor (or files its rows), and what else is to be said of them."""
+    text = json.dumps({"metadata": metadata, "weight_map": held}, indent=2)
     (folder / f"{stem}.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -114,7 +113,8 @@ class Shards:
             self._places |= {n: (path, at) for n, at in zip(names, starts, strict=True)}
         if len(self._shards) > 1:
             total = sum(spec.nbytes for spec in self.specs.values())
-            write_index(self.folder, self.stem, self._shards, {"total_size": total})
+            held = {name: file for file, names in self._shards.items() for name in names}
+            write_index(self.folder, self.stem, held, {"total_size": total})
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""

@@ -6,7 +6,8 @@ Two layouts, chosen by the path:
   JSON under the key ``blr_analysis``;
 * any other path is a folder: shards ``precision-0000k-of-0000n.safetensors``, the index
   ``precision.safetensors.index.json`` (``weight_map`` and ``metadata`` as Hugging Face writes
-  them, with every tensor's dtype and shape) and the record, ``precision_config.json``.
+  them, with every tensor's dtype and shape) and the record, ``precision_config.json``; of tensors
+  that several processes hold in pieces, the shards that ``torch.distributed.checkpoint`` writes.
 
 Both are written beside the target and renamed into place.
 
@@ -23,10 +24,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from blr_analysis.checks import positive_int, some
@@ -38,6 +41,7 @@ from blr_analysis.files.placing import drafted
 from blr_analysis.files.records import FORMAT, VERSION, checked, encode
 from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
+from blr_analysis.sharded import is_sharded
 
 STEM = "precision"
 INDEX_FILE = f"{STEM}.safetensors.index.json"
@@ -65,6 +69,8 @@ def write(
         path: a file name that ends in ``.safetensors``, or a folder.
         tensors: at least one dense real tensor by name; tied tensors are passed once.
         record: what the tensors are, JSON-able; ``format`` and ``version`` are added here.
+            Of ``DTensor``s every process calls this, and writes its own rows into a folder that
+            all see, as ``torch.distributed.checkpoint`` does for Hugging Face.
         max_shard_bytes: a folder's shards hold at most this many bytes of tensors each; a
             larger tensor has a shard of its own. One file is never split.
 
@@ -89,6 +95,11 @@ def write(
     _check_tensors(tensors)
     positive_int("max_shard_bytes", max_shard_bytes)
     single = Path(path).suffix == ".safetensors"
+    if any(map(is_sharded, tensors.values())):
+        if single:
+            raise InputError(f"{str(path)!r} is one file: name a folder for sharded tensors")
+        _write_pieces(target, tensors, document)
+        return
     with drafted(target) as draft:
         _check_free(target, single)
         if single:
@@ -207,10 +218,51 @@ def _write_folder(
     for k, (file, names) in enumerate(files.items(), start=1):
         metadata = {"format": "pt", SHARD_KEY: f"{k} of {count}"}
         shards.save_file({name: tensors[name] for name in names}, folder / file, metadata)
+    held = {name: file for file, names in files.items() for name in names}
+    _finish(folder, tensors, held, record)
+
+
+def _finish(
+    folder: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Any], record: dict[str, Any]
+) -> None:
+    """The index and the record."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     described = {name: _describe(tensor) for name, tensor in tensors.items()}
-    write_index(folder, STEM, files, {"total_size": total, "tensors": described})
+    write_index(folder, STEM, held, {"total_size": total, "tensors": described})
     (folder / CONFIG_FILE).write_text(encode(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_pieces(target: Path, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+    """Every process writes the rows that it holds, the first one index and record."""
+    from torch.distributed import checkpoint as _checkpoint
+
+    checkpoint: Any = _checkpoint  # whose names torch does not declare
+    if not hasattr(checkpoint, "HuggingFaceStorageWriter"):
+        raise StorageError("sharded tensors are written by torch 2.8 and later: update torch")
+    place: list[str | None] = [None]
+    with ExitStack() as stack:
+        try:
+            if dist.get_rank() == 0:
+                draft = stack.enter_context(drafted(target))
+                _check_free(target, single=False)
+                draft.mkdir()
+                place = [str(draft)]
+        finally:
+            dist.broadcast_object_list(place)
+        if place[0] is None:
+            raise StorageError(f"the first rank cannot write {str(target)!r}.")
+        writer = checkpoint.HuggingFaceStorageWriter(place[0], save_distributed=True)
+        try:
+            checkpoint.save(dict(tensors), storage_writer=writer)
+        except checkpoint.CheckpointException as error:
+            raise StorageError(f"cannot write {str(target)!r}: {error}") from error
+        if dist.get_rank() == 0:
+            held: dict[str, list[str]] = {name: [] for name in tensors}
+            for file in sorted(Path(place[0]).iterdir()):
+                for name in read_header(file).tensors:
+                    held[name].append(file.name)
+            _finish(Path(place[0]), tensors, held, record)
+    dist.barrier()
 
 
 def _check_described(source: Folder, described: Any) -> None:
@@ -255,7 +307,7 @@ def _check_free(target: Path, single: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    shard = path.name.startswith("precision-") and path.suffix == ".safetensors"
+    shard = path.name.startswith(("precision-", "shard-")) and path.suffix == ".safetensors"
     return path.is_file() and (shard or path.name in (INDEX_FILE, CONFIG_FILE))
 
 

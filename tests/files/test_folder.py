@@ -271,3 +271,36 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
 def test_a_state_dict_that_is_none(given_: object) -> None:
     with pytest.raises(InputError, match="mine"):
         Loaded("mine", given_)
+
+
+PIECES = "DCP_SHARDING_INFO"  # as torch.distributed.checkpoint names them
+
+
+def in_pieces(folder: Path, starts: list[list[int]]) -> torch.Tensor:
+    """A matrix whose rows lie in two files, said to begin there."""
+    folder.mkdir()
+    rows = torch.arange(20.0).view(5, 4)
+    for k, (part, start) in enumerate(zip((rows[:3], rows[3:]), starts, strict=True)):
+        told = {PIECES: json.dumps({"w": {"saved_offsets": start}})}
+        save_file({"w": part.contiguous()}, folder / f"shard-{k}.safetensors", told)
+    write_index(folder, {"w": ["shard-1.safetensors", "shard-0.safetensors"]})
+    return rows
+
+
+def test_rows_that_processes_wrote_are_one_tensor(tmp_path: Path) -> None:
+    rows = in_pieces(tmp_path / "a", [[0, 0], [3, 0]])
+    source = Folder.open(tmp_path / "a")
+    assert (source.specs["w"].shape, source.specs["w"].dtype) == ((5, 4), torch.float32)
+    assert torch.equal(source.tensors()["w"], rows)
+    for start in range(21):
+        for stop in range(start, 21):
+            assert torch.equal(source.read("w", start, stop, Scratch()), rows.flatten()[start:stop])
+    with pytest.raises(StorageError, match="pieces"):
+        Folder.open(tmp_path / "a" / "shard-0.safetensors")
+
+
+@pytest.mark.parametrize("second", [[4, 0], [0, 4], ["a", 0], 3])
+def test_rows_that_do_not_join_are_refused(tmp_path: Path, second: list[int]) -> None:
+    in_pieces(tmp_path / "a", [[0, 0], second])
+    with pytest.raises(StorageError):
+        Folder.open(tmp_path / "a")

@@ -46,6 +46,7 @@ def from_optimizer(
     tokens: int | None = None,
     bare: bool = False,
     initial: Mapping[str, Tensor] | None = None,
+    gather: bool = True,
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
 
@@ -84,6 +85,8 @@ def from_optimizer(
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
             models with: S is the data's part and may be 0. A ``prior_precision`` is optional
             then, and only recorded.
+        gather: of a model that ``fully_shard`` divides, whole tensors on every process; False: each
+            process has its rows, for :func:`blr_analysis.posterior.write_captured`.
 
     Raises:
         OptimizerError: an optimizer without precision (SGD), one that has not stepped, one of
@@ -113,14 +116,15 @@ def from_optimizer(
     held = {id(p) for group in groups for p in group["params"]}
     shapes = [[p.shape for p in group["params"]] for group in groups]
     flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
+    taken = whole if gather else torch.Tensor.detach
     slots = []
     for k, g in enumerate(groups):
         for i, p in enumerate(g["params"]):
             if p.requires_grad:
                 state = dict(optimizer.state.get(p, {}) if flat is None else flat[k][i])
                 if reader.key in state:
-                    state[reader.key] = whole(state[reader.key])
-                slots.append(Slot(names[id(p)], whole(p.detach()), state, g))
+                    state[reader.key] = taken(state[reader.key])
+                slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
     for slot in slots:
         if slot.state.get(reader.key) is not None and slot.state[reader.key].dtype in HALF:
             warnings.warn(HALF_WARNING.format(name=slot.name), stacklevel=2)
