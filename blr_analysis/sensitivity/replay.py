@@ -44,7 +44,7 @@ TAKEN = {"adam": 1.0, "sgd": 1 / 3}
 MOMENTUM = 0.9
 PROBES = 0.4  # as many passes as this part of a training's go into finding its step size
 HALVINGS = 3  # of the step size, at most, where the weights grow beyond the model's
-STEPS = 120  # that a training should have at least, where the data allow it
+STEPS = 120  # that a training should have at least: of small data more passes
 SMALLEST, LARGEST = 8, 64  # examples in a minibatch
 LOOKS = 500  # examples whose gradients say which weights have large ones
 
@@ -112,7 +112,7 @@ def prepare(
         family: "adam" or "sgd"; None: told from the weights.
     """
     families = list(RATES) if family is None else [family]
-    each = passes / (1 + (1 + (1 + PROBES) * len(families)) / groups)
+    each = passes / _shares(family, groups)
     whole = [(task, torch.arange(task.n_data), torch.arange(task.n_data))]
     batch = max(SMALLEST, min(LARGEST, int(task.n_data * each / STEPS)))
     steps = max(1, math.ceil(each * task.n_data / batch))
@@ -140,6 +140,17 @@ def prepare(
         recipe, reference, short = tried(replace(recipe, lr=recipe.lr / 2))
         spent += each
     return Replay(start, recipe, reference, spent / groups, each, unlike)
+
+
+def enough(n_data: int, *, groups: int = 1, family: str | None = None) -> int:
+    """Passes for each group with which a training has STEPS steps of the smallest minibatches."""
+    return math.ceil(STEPS * SMALLEST / n_data * _shares(family, groups))
+
+
+def _shares(family: str | None, groups: int) -> float:
+    """What a group costs, its own training and its part of what all share, in trainings."""
+    families = len(RATES) if family is None else 1
+    return 1 + (1 + (1 + PROBES) * families) / groups
 
 
 def first_weights(task: Task, seed: int) -> Tree | None:

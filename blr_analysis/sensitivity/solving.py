@@ -23,7 +23,7 @@ from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
-from blr_analysis.sensitivity.replay import Replay, first_weights, prepare
+from blr_analysis.sensitivity.replay import Replay, enough, first_weights, prepare
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
 
@@ -215,7 +215,9 @@ class GroupSolver:
     def replay(self) -> Replay:
         """The short training on all data, shared by all groups."""
         assert self._start is not None
-        passes = self.plan.passes or REPLAY_PASSES
+        family = FAMILIES.get(str(self.q.record.get("kind")))
+        least = min(PASSES, enough(self.task.n_data, groups=self.groups, family=family))
+        passes = self.plan.passes or max(REPLAY_PASSES, least)
         longest = passes if self.plan.passes else passes * 2**DOUBLINGS
         spent = 0.0
         while True:
@@ -226,7 +228,7 @@ class GroupSolver:
                 passes=passes,
                 groups=self.groups,
                 seed=self.seed,
-                family=FAMILIES.get(str(self.q.record.get("kind"))),
+                family=family,
             )
             spent += replay.passes
             if passes >= longest or self._near(replay):

@@ -398,13 +398,14 @@ def against(without: Evaluation, reference: Evaluation, before: Evaluation) -> E
 
 
 def supported(after: Evaluation, before: Evaluation, start: Evaluation) -> Evaluation:
-    """Where there is no class to be right about: no loss above the worst of the first weights'.
+    """Of classes, no mean loss below 0, where a difference can lead; else no loss above the worst
+    of the first weights'.
 
     A network that was trained without some inputs says of them anything, however far out; which,
     is the seed's. (Probabilities bound what a class can cost; squares do not.)
     """
     if after.correct is not None:
-        return after
+        return replace(after, losses=after.losses - min(after.nll, 0.0))
     most = torch.maximum(start.losses.max(), before.losses)
     return replace(after, losses=torch.minimum(after.losses, most))
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_iris
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -213,6 +213,52 @@ def test_a_regression_is_not_told_more_than_the_first_weights_lose() -> None:
     before = Evaluation(torch.tensor([5.0, 0.1]), None)
     after = supported(Evaluation(torch.tensor([7.0, 3.0]), None), before, start)
     assert after.losses.tolist() == [5.0, 3.0]
+
+
+def test_a_loss_of_classes_is_never_below_zero() -> None:
+    """The difference of two replays can be."""
+    hits = torch.ones(2)
+    after = supported(Evaluation(torch.tensor([-0.3, 0.1]), hits), *[Evaluation(hits, hits)] * 2)
+    assert after.nll == pytest.approx(0, abs=1e-7) and after.losses.diff().item() == pytest.approx(
+        0.4
+    )
+    kept = Evaluation(torch.tensor([-0.1, 0.3]), hits)
+    assert torch.equal(supported(kept, kept, kept).losses, kept.losses)
+
+
+def test_small_data_are_passed_over_more_often() -> None:
+    """Six passes over a hundred flowers are 17 steps: half of what a class is worth is not seen."""
+    flowers = load_iris()
+    order = np.random.default_rng(0).permutation(150)
+    x = torch.tensor(flowers.data[order] - flowers.data.mean(0), dtype=torch.float32)
+    x, y = x / x.std(0), torch.tensor(flowers.target[order])
+    new, y_new, x, y = x[105:], y[105:], x[:105], y[:105]
+
+    def trained(kept: Tensor, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(30):
+            for rows in kept[torch.randperm(len(kept))].split(16):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        return model
+
+    task = blr.Task(trained(torch.arange(105), 0), (x, y))
+    q = blr.fit_laplace(task, progress=False)
+    test = blr.Task(task.model, (new, y_new))
+    gaps: dict[int | None, list[float]] = {None: [], 6: []}
+    for label in range(3):
+        kept = (y != label).nonzero().flatten()
+        models = [trained(kept, seed) for seed in range(3)]
+        truth = np.mean([nn.functional.cross_entropy(m(new), y_new).item() for m in models])
+        for passes, gap in gaps.items():
+            result = blr.what_if(
+                task, q, remove=y == label, evaluate=test, passes=passes, progress=False
+            )
+            gap.append(abs(result.nll / truth - 1))
+    assert np.mean(gaps[None]) < 0.3 < 0.4 < np.mean(gaps[6]), gaps
 
 
 def test_a_list_of_posteriors_averages_their_changes() -> None:
