@@ -117,6 +117,27 @@ class Encoder(nn.Module):
         return torch.tanh(self.first(x)) * self.gain
 
 
+class Remembering(nn.Module):
+    """A recurrent layer that goes on from its last call, unless the model lets it forget."""
+
+    state: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is not None and self.state.shape != x.shape:
+            raise RuntimeError("the state is of another batch")
+        self.state = torch.zeros(x.shape)
+        return torch.tanh(x * self.gain)
+
+
+def _remembering(m: Any, x: Tensor) -> Tensor:
+    m.inner.state = None
+    return m.out(m.inner(m.one(x)))
+
+
 def _two_modules_one_weight() -> Case:
     one, two = nn.Linear(3, 3), nn.Linear(3, 3)
     two.weight = one.weight
@@ -234,6 +255,10 @@ def uses() -> dict[str, Callable[[], Case]]:
                 lambda m, x: m.out(m.one(torch.tanh(m.one(x)))),
                 one=nn.Linear(3, 3), out=nn.Linear(3, 2),
             ),
+            normal(5, 3),
+        ),
+        "state_between_calls": lambda: Case(
+            graph(_remembering, one=nn.Linear(3, 4), inner=Remembering(), out=nn.Linear(4, 2)),
             normal(5, 3),
         ),
         "two_modules_one_weight": _two_modules_one_weight,

@@ -60,4 +60,9 @@ def _again(visit: Visit) -> object:
     module: nn.Module = visit.unit.module
     with torch.enable_grad():
         leaves = {n: p.detach().requires_grad_() for n, p in parameter_places(module).items()}
-        return functional_call(module, leaves, visit.args, visit.kwargs, tie_weights=False)
+        try:
+            return functional_call(module, leaves, visit.args, visit.kwargs, tie_weights=False)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # it keeps state, and is read through the whole model
+            return None
