@@ -59,6 +59,7 @@ BEYOND = {
     "VOGGN",
     "bSAM",
     "factor analysis, PPCA",
+    "online EM",
     "message passing",
     "hidden Markov model",
     "sparse Gaussian process",

@@ -6,23 +6,26 @@ Coordinate-wise steps of the rule at ρ = 1 for the loss −log p(y, z | θ):
     M-step   θ = ∇A*( E_q[T(y, z)] )                     where the step for q(θ) comes to rest
 
 The M-step is the Legendre map of the component's family, `with_expectation`; what an example
-tells it, its site, are its expected statistics (r_ik, r_ik T(y_i)).
+tells it, its site, are its expected statistics (r_ik, r_ik T(y_i)). Steps of ρ < 1 for q(θ), over
+all examples or B of them, are generalised and online EM:
+
+    T̄ ← (1 − ρ) T̄ + ρ N/B Σ_i E_q[T(y_i, z_i)],     θ = ∇A*(T̄)
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import at_least, one_of, positive_int, tolerance
+from blr_analysis.checks import at_least, one_of, positive_int, share, tolerance
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.families.base import Natural, subtract
+from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
 from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, until_flat
@@ -84,6 +87,8 @@ class GaussianMixtureEM:
         data: Tensor,
         *,
         start: Tensor | GaussianMixture | None = None,
+        rho: float | Callable[[int], float] = 1.0,
+        batch: int | None = None,
         max_iter: int = 500,
         tol: float = 1e-6,
         generator: torch.Generator | None = None,
@@ -97,6 +102,10 @@ class GaussianMixtureEM:
             data: ``[N, D]``.
             start: responsibilities ``[N, K]``, or a mixture, or None to start from K examples
                 that lie apart (k-means++).
+            rho: ρ in (0, 1], or t → ρ_t from t = 1. Below 1 over all examples is generalised EM,
+                which goes less far and also raises the likelihood.
+            batch: B examples at each step, drawn with ``generator``, online EM: ``max_iter``
+                steps, with ρ_t = t^(−0.6) for example; None: all of them.
             max_iter: the most iterations; a warning, :class:`NotConverged`, says if they are
                 too few.
             tol: stop when the log-likelihood per example changes by no more than this.
@@ -105,7 +114,8 @@ class GaussianMixtureEM:
 
         Returns:
             The mixture (its ``q`` is the model at the point where the delta method looks) and
-            log p(y|θ) at each E-step, before the M-step that follows.
+            log p(y|θ) at each E-step, before the M-step that follows; of minibatches N/B times
+            theirs, and ``converged`` is False. Sites are then those of a last E-step of all.
 
         Raises:
             DataError: data that are not finite, misshapen, or fewer than K; a component onto
@@ -119,20 +129,39 @@ class GaussianMixtureEM:
         origin = data.mean(0)
         statistics = self._unit(data).statistics(data - origin)
         mixture = self._first(data, statistics, start, generator)
-        weights = torch.empty(0)
+        n, everyone = len(data), torch.arange(len(data), device=data.device)
+        if batch is not None and positive_int("batch", batch) > n:
+            raise InputError(f"batch is {batch} of {n} examples")
+        totals = _totals(mixture, n)
+
+        def expected(chosen: Tensor) -> tuple[Tensor, Natural, Tensor]:
+            """r ``[B, K]``, N/B times its sites' sum, and log p(y | θ) ``[B]``."""
+            part = {k: v[chosen] for k, v in statistics.items()}
+            natural, at_zero = mixture.components.natural, mixture.components.log_partition()
+            scores = paired(part, natural) - at_zero
+            log_weights = mixture.weights.log()
+            weights = assign(log_weights, scores).probs
+            told = scale(_site(weights, part, pooled), n / len(chosen))
+            return weights, told, torch.logsumexp(scores + log_weights, 1)
 
         def steps() -> Iterator[float]:
-            nonlocal mixture, weights
-            for _ in track(range(max_iter), label="EM", show=progress):
-                natural, at_zero = mixture.components.natural, mixture.components.log_partition()
-                scores = paired(statistics, natural) - at_zero
-                log_weights = mixture.weights.log()
-                weights = assign(log_weights, scores).probs
-                objective = torch.logsumexp(scores + log_weights, 1).sum()
-                mixture = self.maximise(_site(weights, statistics, pooled))
-                yield float(objective)
+            nonlocal mixture, totals, weights
+            for t in track(range(max_iter), label="EM", show=progress):
+                chosen = everyone
+                if batch is not None:
+                    chosen = torch.randperm(n, generator=generator)[:batch].to(data.device)
+                weights, told, log_p = expected(chosen)
+                size = share("rho", rho(t + 1) if callable(rho) else rho)
+                totals = told if size == 1 else add(scale(totals, 1 - size), scale(told, size))
+                mixture = self.maximise(totals)
+                yield n / len(chosen) * float(log_p.sum())
 
-        history, converged = until_flat(steps(), tol=tol * len(data), what="the log-likelihood")
+        weights = torch.empty(0)
+        if batch is None:
+            history, converged = until_flat(steps(), tol=tol * n, what="the log-likelihood")
+        else:
+            history, converged = list(steps()), False
+            weights, totals, _ = expected(everyone)
 
         def site_of(chosen: Tensor) -> Natural:
             at = chosen.to(data.device)
@@ -286,6 +315,16 @@ def _warn_of_collapse(mixture: GaussianMixture, counts: Tensor, floor: float) ->
 def _site(weights: Tensor, statistics: Natural, combine: Any) -> Natural:
     ones = {"count": torch.ones_like(weights[:, 0])}
     return combine(weights, {**ones, **statistics})
+
+
+def _totals(mixture: GaussianMixture, n: int) -> Natural:
+    """What n examples of the mixture itself would tell: n (π_k, π_k E_k[T])."""
+    counts = n * mixture.weights
+    expected = mixture.components.expectation.items()
+    return {
+        "count": counts,
+        **{k: counts.reshape(-1, *[1] * (v.ndim - 1)) * v for k, v in expected},
+    }
 
 
 def _shifted(mixture: GaussianMixture, origin: Tensor) -> GaussianMixture:

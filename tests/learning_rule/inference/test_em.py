@@ -110,6 +110,55 @@ def test_the_likelihood_rises_and_is_that_of_the_parameters() -> None:
     assert fitted.history[-1] == pytest.approx(wanted.sum(), abs=1e-5)
 
 
+def test_online_em_is_the_average_of_expected_statistics() -> None:
+    """Cappé & Moulines, 2009, written out in numpy over the same minibatches."""
+    start, steps, size = started(IRIS, "full", 3, seed=1), 12, 40
+
+    def rho(t: int) -> float:
+        return (t + 1) ** -0.6
+
+    model = GaussianMixtureEM(3, floor=0.01)
+    fitted = model.fit(
+        IRIS, start=start, rho=rho, batch=size, max_iter=steps,
+        generator=torch.Generator().manual_seed(5),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(5)
+    weights, means = start.weights.numpy(), start.components.mean.numpy()
+    covs = start.components.covariance.numpy()
+    count, linear = weights.copy(), weights[:, None] * means
+    square = weights[:, None, None] * (covs + means[:, :, None] * means[:, None])
+    for t in range(1, steps + 1):
+        y = IRIS[torch.randperm(150, generator=draw)[:size]].numpy()
+        joint = np.stack(
+            [w * multivariate_normal(m, c).pdf(y)
+             for w, m, c in zip(weights, means, covs, strict=True)], 1,
+        )  # fmt: skip
+        assert fitted.history[t - 1] == pytest.approx(150 / size * np.log(joint.sum(1)).sum())
+        r = joint / joint.sum(1, keepdims=True)
+        count += rho(t) * (r.mean(0) - count)
+        linear += rho(t) * (r.T @ y / size - linear)
+        square += rho(t) * (np.einsum("nk,ni,nj->kij", r, y, y) / size - square)
+        weights, means = count / count.sum(), linear / count[:, None]
+        covs = square / count[:, None, None] - means[:, :, None] * means[:, None]
+        covs = covs + 0.01 * np.eye(4)
+    assert not fitted.converged
+    np.testing.assert_allclose(fitted.q.weights, weights, rtol=1e-9)
+    np.testing.assert_allclose(fitted.q.components.mean, means, rtol=1e-9)
+    np.testing.assert_allclose(covariances(fitted.q, "full"), covs, rtol=1e-6, atol=1e-9)
+
+
+def test_generalised_em_rises_in_smaller_steps_to_the_same_rest() -> None:
+    start, model = started(WINE[:, :6], "diag", 2, seed=2), GaussianMixtureEM(2, "diag", floor=0)
+    whole, part = (model.fit(WINE[:, :6], start=start, rho=r, tol=1e-10) for r in (1.0, 0.4))
+    assert whole.converged and part.converged
+    assert np.diff(part.history).min() > -1e-9
+    assert part.history[-1] == pytest.approx(whole.history[-1], abs=1e-5)
+    assert part.history[1] < whole.history[1]
+    without = [f.without([0, 5]).components.mean for f in (whole, part)]
+    without = [m[m[:, 0].argsort()] for m in without]
+    torch.testing.assert_close(*without, rtol=1e-3, atol=1e-4)
+
+
 def test_responsibilities_as_a_start_are_one_m_step() -> None:
     classes = torch.nn.functional.one_hot(torch.arange(150) // 50).double()
     model = GaussianMixtureEM(3, floor=0)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.polynomial.hermite import hermgauss
-from scipy import optimize
+from scipy import optimize, stats
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris
 from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
 
+from benchmarks import ep
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
@@ -110,6 +111,24 @@ def test_optimum_of_the_elbo(name: str) -> None:
     print(f"{name}: ELBO {fitted.history[-1]:.9f} and {-best:.9f}; mean, covariance {gaps}")
     assert abs(fitted.history[-1] + float(best)) < 1e-8
     assert max(gaps) < 1e-6
+
+
+def test_beside_expectation_propagation() -> None:
+    """EP where it is exact; then the rule, EP and Laplace against NUTS, and the rule's bound."""
+    x = np.linspace(-2, 2, 7)
+    cover, y = np.exp(-0.5 * (x[:, None] - x) ** 2), np.sin(x)
+    exact = stats.multivariate_normal(np.zeros(7), cover + 0.3 * np.eye(7))
+    found = ep.ep(cover, lambda i, f: stats.norm(f, 0.3**0.5).logpdf(y[i]))
+    assert found.log_evidence == pytest.approx(exact.logpdf(y), abs=1e-8)
+    np.testing.assert_allclose(
+        found.mean, cover @ np.linalg.solve(cover + 0.3 * np.eye(7), y), atol=1e-8
+    )
+    rows = ep.compared()
+    rule, peer, laplace = rows.values()
+    assert max(r["largest error of p"] for r in (rule, peer)) < 0.01
+    assert laplace["largest error of p"] > 3 * rule["largest error of p"]
+    assert 0 < peer["log evidence"] - rule["log evidence"] < 0.5
+    assert rule["f's deviation, of NUTS's"] < peer["f's deviation, of NUTS's"] < 1.02
 
 
 def covariance_gap(covariance: np.ndarray) -> float:
