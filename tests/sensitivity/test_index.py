@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,41 +86,42 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     assert relative(refined.harmful_values, exact.top(2).harmful_values) < 1e-10
 
 
-def test_a_killed_build_goes_on_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "No space left on device"), StorageError),
+    ],
+    ids=["killed", "full disk"],
+)
+def test_a_build_that_ends_early_goes_on_to_the_same_bits(
+    raised: BaseException,
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     task = language()
     q = posterior(task)
     blr.Index.build(task, q, tmp_path / "whole", rank=100, **QUIET)
-    real, written = module._write_shard, []
+    real = module.save_file
 
-    def killed(*arguments: Any) -> None:
-        if written:
-            raise KeyboardInterrupt
-        written.append(arguments[3].name)
-        real(*arguments)
+    def ended(tensors: Any, draft: Path, metadata: Any) -> None:
+        real(tensors, draft, metadata)
+        if list((tmp_path / "i").glob("gradients-*")):
+            raise raised
 
-    monkeypatch.setattr(module, "_write_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(module, "save_file", ended)
+    with pytest.raises(error):
         blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
     with pytest.raises(StorageError, match="not complete"):
         blr.Index.open(tmp_path / "i")
-    monkeypatch.setattr(module, "_write_shard", real)
-    kept = (tmp_path / "i" / written[0]).stat().st_mtime_ns
+    monkeypatch.setattr(module, "save_file", real)
+    (left,) = (tmp_path / "i").glob("gradients-*")
+    kept = left.stat().st_mtime_ns
     blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
-    assert (tmp_path / "i" / written[0]).stat().st_mtime_ns == kept
+    assert left.stat().st_mtime_ns == kept
     for file in (tmp_path / "whole").iterdir():
-        assert _contents(tmp_path / "i" / file.name) == _contents(file)
-
-
-def _contents(file: Path) -> Any:
-    """The bytes; of a shard those of the tensors and the header's entries, whose order
-    safetensors draws at random."""
-    content = file.read_bytes()
-    if file.suffix != ".safetensors":
-        return content
-    start = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:start]), content[start:]
+        assert (tmp_path / "i" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_full_disk_is_said_before_anything_is_computed(
