@@ -11,7 +11,8 @@ out, so that the posterior's δ is known and nobody has to name it:
 
 ℓ_i is the loss in nats; σ², the variance of the noise, is estimated from the residuals, as
 scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a precision of 1e-6, a
-standard deviation of 1000, so that directions which change no prediction have one as well.
+standard deviation of 1000, so that directions which change no prediction have one as well. The
+largest of those, one number added to all logits of a softmax, is taken out of the outputs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ from blr_analysis.likelihoods import BY_NAME, Gaussian, Likelihood
 
 FREE = 1e-6  # δ where there is no penalty
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "logistic": nn.Sigmoid, "identity": nn.Identity}
+
+
+def centred(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Logits with mean 0 over the classes, and the targets: the same probabilities, without the
+    variance of intercepts that all move together, which no data hold."""
+    outputs = model(batch[0])
+    return outputs - outputs.mean(-1, keepdim=True), batch[1]
 
 
 @dataclass(frozen=True)

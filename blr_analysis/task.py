@@ -42,7 +42,7 @@ from blr_analysis.data import (
     versions,
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
-from blr_analysis.estimators import read_estimator
+from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
 from blr_analysis.sharded import whole_model
 
@@ -171,6 +171,7 @@ class Task:
             read.model,
             (read.inputs, read.targets),
             likelihood=likelihood or read.likelihood,
+            forward=centred if read.likelihood.name == "categorical" else None,
             weights=None if read.weights is None else torch.from_numpy(read.weights),
             metadata={"label": read.labels} if metadata is None and read.labels else metadata,
         )

@@ -73,6 +73,16 @@ def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(na
     assert where.residual < 1e-4 or name == "least squares"  # only with the right δ, if any
 
 
+@pytest.mark.parametrize("name", ["logistic, 3 classes", "network, 3 classes"])
+def test_what_no_probability_depends_on_has_no_variance(name: str) -> None:
+    """One number added to all logits is free, and its variance of 1e6 would hide all others."""
+    _, _, task = fitted(name)
+    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    variance = blr.sensitivity(task, posterior, progress=False).variance
+    assert variance.sum(-1).abs().max() < 1e-6
+    assert 0 < variance.diagonal(dim1=1, dim2=2).sum(-1).max() < 20
+
+
 def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
     """Each example's loss under an estimator that scikit-learn fitted without it."""
     z, estimator = pipeline[:-1].transform(X), pipeline[-1]

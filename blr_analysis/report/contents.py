@@ -149,8 +149,11 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
 
 
 def named(value: Any, names: Sequence[str] | None) -> str:
-    """A class by its name, where it has one."""
-    return str(value) if names is None else names[int(value)]
+    """A class by its name, where it has one; 1 for 1.0."""
+    if names is not None:
+        return names[int(value)]
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value) if whole else value)
 
 
 def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str, Any]]:

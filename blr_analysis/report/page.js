@@ -19,6 +19,7 @@ const SHAPES = {
 const state = { words: "", where: {}, brush: null, by: data.by, down: true, page: 0 };
 let listed = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const narrow = matchMedia("(max-width: 40rem)");
 const night = () => dark.matches && !document.documentElement.classList.contains("printed");
 let points = null, focus = null, shown = null, own = false;
 
@@ -301,7 +302,8 @@ const dressed = () => {
       axis_label_text_font_size: "13px", major_label_text_font_size: "12px" });
     if ("grid_line_color" in model) model.setv({ grid_line_color: line, grid_line_alpha: 0.6 });
     if (model.type === "Label") model.setv({ text_color: ink, background_fill_color: paper });
-    if (model.type === "Legend") model.setv({ label_text_color: ink, background_fill_alpha: 0, border_line_color: null });
+    if (model.type === "Legend") model.setv({ label_text_color: ink, background_fill_alpha: 0, border_line_color: null,
+      orientation: narrow.matches ? "vertical" : "horizontal" });
   }
 };
 const start = async () => {
@@ -311,6 +313,7 @@ const start = async () => {
   points = find("points"); focus = find("focus"); shown = find("shown");
   dressed();
   dark.addEventListener("change", dressed);
+  narrow.addEventListener("change", dressed);
   addEventListener("beforeprint", () => { document.documentElement.classList.add("printed"); dressed(); });
   addEventListener("afterprint", () => { document.documentElement.classList.remove("printed"); dressed(); });
   points.selected.properties.indices.change.connect(() => {

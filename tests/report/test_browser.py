@@ -52,7 +52,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     test = blr.Task(model, (x[:20] + 0.1, y[:20]))
     path = tmp_path_factory.mktemp("page") / "report.html"
     texts = [f"{i}: {TEXTS[i % len(TEXTS)]}" for i in range(N)]
-    blr.report(task, posterior, path, test=test, texts=texts, progress=False)
+    names = [f"a species of long name, number {k}" for k in range(3)]
+    blr.report(task, posterior, path, test=test, texts=texts, classes=names, progress=False)
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": 1280, "height": 1000})
@@ -202,5 +203,7 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: SimpleNamespace) -> N
     page.window.set_viewport_size({"width": 390, "height": 800})
     page.window.wait_for_timeout(200)
     assert page.window.evaluate("document.documentElement.scrollWidth") <= 390
+    widths = "list => list.map(value => value.clientWidth)"
+    assert min(page.window.eval_on_selector_all("#gallery dd", widths)) > 90  # words stay whole
     page.window.set_viewport_size({"width": 1280, "height": 1000})
     page.window.wait_for_timeout(200)
