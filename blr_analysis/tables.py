@@ -294,9 +294,9 @@ def viewer_table(
 ) -> pd.DataFrame:
     """A table for viewers of data, ``.to_parquet(path)``: Renumics Spotlight and FiftyOne.
 
-    ``renumics.spotlight.show("x.parquet")`` takes every column by its type; FiftyOne's importer of
-    Parquet asks which columns are the ``filepath`` and the classifications (``ground_truth``,
-    ``prediction``, ``proposed``: words). In the order of the dataset, with ``kind``, ``gain``,
+    ``renumics.spotlight.show("x.parquet")`` finds out which columns are images and embeddings.
+    FiftyOne takes ``filepath`` and the words ``ground_truth``, ``prediction`` and ``proposed`` as
+    classifications, see docs/ways.md. In the order of the dataset, with ``kind``, ``gain``,
     ``unfamiliarity``, ``closeness``, ``twin`` of :func:`suspicious_table` and the metadata.
 
     Args:

@@ -131,6 +131,9 @@ def test_a_table_for_viewers(suspicions: Any, tmp_path: Path) -> None:
     assert set(read["ground_truth"]) == set(names) and set(read["prediction"]) <= set(names)
     assert read["kind"][5] == "label"
     np.testing.assert_allclose(np.stack(read["embedding"].tolist()), X.float())
+    data: Any = pytest.importorskip("datasets").Dataset.from_parquet(str(tmp_path / "x.parquet"))
+    classes = data.class_encode_column("ground_truth").features["ground_truth"]  # for FiftyOne
+    assert classes.names == names
     assert viewer_table(suspicions)["ground_truth"].tolist()[1] == "1"
     with pytest.raises(InputError, match="filepath has 2"):
         viewer_table(suspicions, filepath=["a", "b"])

@@ -14,7 +14,8 @@ class MonitorCallback(TrainerCallback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
     What it finds is in ``monitor.table`` and, as ``loo_nll`` and the like, in the Trainer's
-    ``log_history``. The task is that of the model that is trained.
+    ``log_history``. The task is that of the model that is trained. It disturbs nothing: a run that
+    is resumed ends with the same bits; the monitor then holds the epochs since.
 
         monitor = blr.Monitor(blr.Task(model, data), test=test_task, examples=200)
         trainer = IVONTrainer(model, args, train_dataset=data, callbacks=[MonitorCallback(monitor)])

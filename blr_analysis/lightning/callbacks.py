@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from blr_analysis.errors import InputError
@@ -31,18 +32,19 @@ class VariationalSteps(Callback):
 
         trainer = lightning.Trainer(accumulate_grad_batches=4, callbacks=[VariationalSteps()])
 
-    Every row of ``blr_analysis.learning_rule.optim`` works; bSAM, which runs each batch twice, not
-    with ``accumulate_grad_batches``. With manual optimisation leave this out, and write
+    Every row of ``blr_analysis.learning_rule.optim`` works; bSAM calls ``training_step`` twice for
+    each batch, the second time at the adversary. With manual optimisation leave this out, and write
     ``with self.optimizers().sampled_params(train=True):`` around forward and ``manual_backward``.
 
     Raises:
         InputError: when training begins, of manual optimisation, several optimizers, one that
-            draws no weights, bSAM with accumulation.
+            draws no weights.
     """
 
     def __init__(self) -> None:
         self._context: AbstractContextManager[None] | None = None
         self._step: tuple[Any, Callable[..., Any] | None] | None = None
+        self._batch: tuple[Any, int] = None, 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizer's step run Lightning's closure first, whose pass draws by itself."""
@@ -57,10 +59,6 @@ class VariationalSteps(Callback):
                 f"VariationalSteps takes one optimizer that draws weights, such as IVON; got "
                 f"{', '.join(type(o).__name__ for o in trainer.optimizers)}"
             )
-        if isinstance(optimizer, BSAM):
-            if trainer.accumulate_grad_batches > 1:
-                raise InputError("bSAM runs each batch twice: leave accumulate_grad_batches at 1")
-            return
         self._step = optimizer, vars(optimizer).get("step")
         step = optimizer.step
 
@@ -80,6 +78,7 @@ class VariationalSteps(Callback):
     ) -> None:
         """Draw."""
         self._leave()
+        self._batch = batch, batch_idx
         if self._step is not None:
             count = trainer.accumulate_grad_batches  # by which Lightning divides each loss
             context = self._step[0].sampled_params(train=True, divided_by=count)
@@ -87,10 +86,19 @@ class VariationalSteps(Callback):
             self._context = context
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """The weights are their mean again; the gradient counts for the next step."""
-        if self._context is not None:
-            context, self._context = self._context, None
-            context.__exit__(None, None, None)
+        """The weights are their mean again; the gradient counts for the next step, or moves bSAM
+        to where its second gradient is taken."""
+        if self._context is None or self._step is None:
+            return
+        context, self._context = self._context, None
+        context.__exit__(None, None, None)
+        optimizer, count = self._step[0], trainer.accumulate_grad_batches
+        if isinstance(optimizer, BSAM):
+            taken = len(signature(pl_module.training_step).parameters)
+            with optimizer.adversarial_params(divided_by=count):
+                output = trainer.strategy.training_step(*self._batch[:taken])
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                trainer.strategy.backward(loss / count, optimizer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

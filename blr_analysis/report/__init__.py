@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.errors import DataError
 from blr_analysis.task import Task
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def report(
     from blr_analysis.files import held
 
     target = Path(path).expanduser()
+    for name, given in (("images", images), ("texts", texts)):
+        if hasattr(given, "__len__") and len(given) != task.n_data:
+            raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")
     with held(target):
         findings = investigate(task, posterior, test=test, by=by, passes=passes, progress=progress)
         return write_report(

@@ -14,7 +14,7 @@ from blr_analysis.audit import Findings, most_suspicious
 from blr_analysis.audit.findings import influence_column
 from blr_analysis.audit.pictures import images_of, plain
 from blr_analysis.audit.summary import REGION_MEANS
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.report.thumbnails import picture_of
 from blr_analysis.sensitivity import TopInfluence, top_influence
 from blr_analysis.task import Task
@@ -106,8 +106,6 @@ def rows_of(
     if texts is None and (column := text_column(shown)) is not None:
         texts, shown = list(shown.pop(column)), shown
     elif texts is not None:
-        if len(texts) != n:
-            raise DataError(f"{len(texts)} texts for {n} examples: pass one for each")
         texts = [texts[int(i)] for i in index]
     return Shown(index, shown, None if texts is None else shortened(texts, len(index)))
 

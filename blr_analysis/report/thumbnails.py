@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from blr_analysis.errors import DataError
 from blr_analysis.plots import image_of
@@ -76,11 +76,12 @@ def picture_of(images: Any, index: int) -> np.ndarray:
         InputError: it is no image.
         DataError: bytes that no image format knows.
     """
-    item = images[index] if isinstance(images, Sequence) else None
+    item = images[index] if isinstance(images, Sequence) and index < len(images) else None
     if isinstance(item, bytes | bytearray):
         try:
             item = Image.open(io.BytesIO(item))
-        except UnidentifiedImageError as error:
+            item.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"images[{index}] holds bytes that are no image") from error
     if isinstance(item, Image.Image):
         images = {index: np.asarray(item.convert("L" if item.mode in ("1", "L") else "RGB"))}

@@ -31,6 +31,9 @@ def train(row: str, count: int) -> tuple[nn.Module, blr.Posterior | None]:
         with accelerator.accumulate(model):
             with own.sampled_params(train=True, divided_by=count):
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            if row == "BSAM":
+                with own.adversarial_params(divided_by=count):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
     learned = row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")
@@ -39,7 +42,7 @@ def train(row: str, count: int) -> tuple[nn.Module, blr.Posterior | None]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("row", [row for row in ROWS if row != "BSAM"])
+@pytest.mark.parametrize("row", ROWS)
 def test_the_steps_of_a_plain_loop(row: str, count: int) -> None:
     found, posterior = train(row, count)
     model = network()
@@ -48,6 +51,9 @@ def test_the_steps_of_a_plain_loop(row: str, count: int) -> None:
         for part in batch.split(4):
             with optimizer.sampled_params(train=True):
                 nn.functional.cross_entropy(model(X[part]), Y[part]).backward()
+            if row == "BSAM":
+                with optimizer.adversarial_params():
+                    nn.functional.cross_entropy(model(X[part]), Y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
     for p, q in zip(found.parameters(), model.parameters(), strict=True):

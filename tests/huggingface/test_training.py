@@ -27,7 +27,8 @@ class Alike(Dataset):
         return N
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(1)}
+        places = torch.arange(4)  # each example's own, so that VOGN reads a gradient of each
+        return {"input_ids": places + 5, "position_ids": places, "labels": torch.tensor(1)}
 
 
 def bert() -> BertForSequenceClassification:
@@ -64,7 +65,7 @@ def test_it_takes_the_steps_of_a_loop_by_hand(tmp_path: Path) -> None:
     run = trainer(tmp_path, model, ivon(model), lr_scheduler_type="constant", save_strategy="no")
     run.train()
     optimizer = ivon(other)
-    batch = {k: torch.stack([Alike()[0][k]] * 3) for k in ("input_ids", "labels")}
+    batch = {k: torch.stack([v] * 3) for k, v in Alike()[0].items()}
     for _ in range(4):
         optimizer.zero_grad()
         for _ in range(2):  # a draw for each microbatch; their mean
@@ -73,6 +74,35 @@ def test_it_takes_the_steps_of_a_loop_by_hand(tmp_path: Path) -> None:
         optimizer.step()
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "close"),
+    [
+        ({}, 1e-6),
+        ({"bf16": True}, 0.02),
+        pytest.param(
+            {"fp16": True, "use_cpu": False}, 0.02,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_clipping_and_mixed_precision(tmp_path: Path, settings: Any, close: float) -> None:
+    model, other = bert(), bert()
+    run = trainer(tmp_path, model, ivon(model), lr_scheduler_type="constant", save_strategy="no",
+                  max_grad_norm=0.1, **settings)  # fmt: skip
+    run.train()
+    optimizer = ivon(other)
+    batch = {k: torch.stack([v] * 3) for k, v in Alike()[0].items()}
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(2):
+            with optimizer.sampled_params(train=True):
+                other(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=close)
 
 
 def test_a_run_that_is_resumed_ends_where_the_whole_one_does(tmp_path: Path) -> None:
@@ -105,16 +135,10 @@ def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_trains_and_is_resumed_to_the_bit(tmp_path: Path, row: str) -> None:
-    def model_of() -> Any:
-        made = bert()
-        if row in ("VOGN", "OGN"):  # all examples share one row of positions: no gradient of each
-            made.bert.embeddings.position_embeddings.requires_grad_(False)
-        return made
-
-    model = model_of()
+    model = bert()
     whole = trainer(tmp_path, model, make(row, model, N))
     whole.train()
-    other = model_of()
+    other = bert()
     again = trainer(tmp_path, other, make(row, other, N))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     moved = 0
@@ -127,13 +151,22 @@ def test_every_row_trains_and_is_resumed_to_the_bit(tmp_path: Path, row: str) ->
     assert moved > 10
 
 
-def test_a_monitor_watches(tmp_path: Path) -> None:
-    model = bert()
-    task = blr.Task(model, torch.utils.data.DataLoader(Alike(), batch_size=3))
-    monitor = blr.Monitor(task, examples=4, progress=False)
-    run = trainer(tmp_path, model, max_steps=-1, num_train_epochs=2, save_strategy="no")
-    run.add_callback(MonitorCallback(monitor))
+def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
+    def watched() -> tuple[IVONTrainer, blr.Monitor]:
+        model = bert()
+        task = blr.Task(model, torch.utils.data.DataLoader(Alike(), batch_size=3))
+        monitor = blr.Monitor(task, examples=4, progress=False)
+        run = trainer(tmp_path, model, max_steps=-1, num_train_epochs=2)
+        run.add_callback(MonitorCallback(monitor))
+        return run, monitor
+
+    run, monitor = watched()
     run.train()
     assert monitor.table["epoch"].tolist() == [1, 2]
     said = [row["loo_nll"] for row in run.state.log_history if "loo_nll" in row]
     assert said == monitor.table["loo_nll"].tolist()
+    again, other = watched()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for p, q in zip(run.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert other.table["loo_nll"].tolist() == said[1:]  # it was not there before

@@ -271,7 +271,22 @@ def test_floats_outside_0_to_1_are_stretched() -> None:
     assert picture_of([PIXELS.astype(float) - 100], 0).max() == 255
 
 
-@pytest.mark.parametrize("bad", [b"no image", np.zeros((2, 3, 4, 5)), "words"])
+@pytest.mark.parametrize("given", ["images", "texts"])
+def test_one_for_each_example(tmp_path: Path, given: str) -> None:
+    with pytest.raises(DataError, match=f"39 {given} for 40"):
+        written(tmp_path, *problem(), **{given: ["a"] * 39})
+
+
+def test_metadata_of_another_length() -> None:
+    with pytest.raises(InputError, match="source"):
+        problem(metadata={"source": ["web"] * 39})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"no image", png(RGB)[:48], np.zeros((2, 3, 4, 5)), "words"],
+    ids=["bytes", "cut off", "four dimensions", "words"],
+)
 def test_what_is_no_image_is_named(bad) -> None:
     with pytest.raises((DataError, InputError), match="no image"):
         picture_of([bad], 0)

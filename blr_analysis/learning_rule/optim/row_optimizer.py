@@ -8,6 +8,7 @@ holds beside the parameters becomes the settings of the groups (:mod:`.settings`
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
@@ -185,6 +186,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._open: Draw | None = None
         self._drawn = 0
         self._fused = False  # parameters were moved by step_param since the last step
+        self._cleared = False  # zero_grad was called since the draw
 
     # Settings --------------------------------------------------------------------------------
 
@@ -202,6 +204,11 @@ class RowOptimizer(torch.optim.Optimizer):
     def _is_noisy(self, train: bool) -> bool:
         """Whether Gaussian noise is added to the parameters."""
         return self.row.look.noisy if train else self._own_scale
+
+    @property
+    def _needs_draw(self) -> bool:
+        """Whether a plain backward pass, outside of a draw, is no look at the loss."""
+        return self.row.look.noisy or self._look is not None or self.examples is not None
 
     def _check_group(self, group: Group) -> None:
         """Raise :class:`InputError` for a group that cannot be used."""
@@ -440,12 +447,21 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         with self._at(draw), torch.enable_grad():
-            return closure()
+            held = [(p, p.grad, p.grad._version) for p in draw.params if p.grad is not None]
+            self._cleared = not self._needs_draw
+            loss = closure()
+            if not self._cleared and any(p.grad is g and g._version != v for p, g, v in held):
+                warnings.warn(
+                    "the closure adds to gradients of other weights than this draw's: clear them, "
+                    "or in Lightning accumulate with callbacks=[VariationalSteps()]",
+                    stacklevel=3,
+                )
+            return loss
 
     def _check_draws(self) -> None:
         if self._gathered.count:
             return
-        if self.row.look.noisy or self._look is not None or self.examples is not None:
+        if self._needs_draw:
             raise OptimizerError(
                 "step() without a draw: use `with optimizer.sampled_params(train=True):`, or "
                 "pass a closure"
@@ -556,6 +572,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. The draws gathered for the next step stay; see :meth:`drop_draws`."""
+        self._cleared = True
         if not set_to_none:
             self._gathered.keep_zeros_apart()
         super().zero_grad(set_to_none)
