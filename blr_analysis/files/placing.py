@@ -10,14 +10,16 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
 from blr_analysis.errors import StorageError
 
+PATIENCE = 25  # times that a lock is asked for
 _HELD: set[tuple[Path, int]] = set()  # what each thread of this process writes just now
 
 
@@ -153,9 +155,12 @@ def _clean(place: Path, own: Path) -> None:
     """Remove and name what killed runs left in a folder: drafts that nobody holds."""
     removed = []
     for left in place.glob(".*.unfinished"):
-        if left == own or not all(p.name.startswith("tmp") for p in left.iterdir()):
+        if left == own:
             continue
-        with suppress(OSError):  # StorageError is one: somebody writes it now
+        with suppress(OSError):  # somebody writes it now (StorageError is one), or is done with it
+            names = [p.name for p in left.iterdir()]
+            if not names or not all(name.startswith("tmp") for name in names):
+                continue  # empty: made just now, to be locked next
             lock = _lock(left, left)
             if lock is not None:
                 size = sum(p.stat().st_size for p in left.rglob("*") if p.is_file())
@@ -170,9 +175,17 @@ def _clean(place: Path, own: Path) -> None:
 
 def _claim(folder: Path, target: Path) -> int | None:
     """Make the hidden folder, lock it, and empty it of what a killed run left."""
-    while True:
+    for attempt in count():
         folder.mkdir(exist_ok=True)
-        lock = _lock(folder, target)
+        try:
+            lock = _lock(folder, target)
+        except FileNotFoundError:  # as below
+            continue
+        except StorageError:
+            if attempt == PATIENCE:
+                raise
+            time.sleep(0.02)  # another run may be removing what a killed one left
+            continue
         if lock is None:
             return None
         with suppress(FileNotFoundError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,20 @@ def test_two_runs_do_not_write_one_place(tmp_path: Path, how: str) -> None:
     with mine(target) as place:
         (place / "mine" if how == "folder_for" else place).write_text("mine")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_runs_beside_one_another_do_not_disturb(tmp_path: Path) -> None:
+    """Places of other runs that go while they are looked at, that are made just now, and one that
+    is held for a moment only."""
+    (tmp_path / ".gone.unfinished").symlink_to("nowhere")
+    made = tmp_path / ".made.unfinished"
+    made.mkdir()
+    with another_run("held", tmp_path / "out") as run:
+        threading.Timer(0.1, run.kill).start()
+        with drafted(tmp_path / "out") as draft:
+            draft.write_text("mine")
+    assert (tmp_path / "out").read_text() == "mine"
+    assert made.is_dir()
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
