@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.optim import BSAM, IVON
+from blr_analysis.learning_rule.optim.ivon import BROAD
 from blr_analysis.posterior import Posterior
 
 SMALL = 1e-3
@@ -55,7 +56,8 @@ class IVONTrainer(VariationalSteps, Trainer):
 
     The optimizer is made from the arguments: ``lr=learning_rate`` (as SGD's: 0.01 to 0.5, not the
     default of 5e-5), ``ess`` the number of training examples, ``weight_decay``, or 1/ess where it
-    is 0, and ``steps`` the length of the training, see the guide to IVON.
+    is 0, and ``steps`` the length of the training, see the guide to IVON. Of less than 400 examples
+    ``hess_init`` is above 1, so that the noise of the first draws is not above 0.05.
 
         from blr_analysis.huggingface import IVONTrainer
         trainer = IVONTrainer(model, TrainingArguments(out, learning_rate=0.1), train_dataset=data)
@@ -84,7 +86,12 @@ class IVONTrainer(VariationalSteps, Trainer):
         trained = [p for p in (model or self.model).parameters() if p.requires_grad]  # type: ignore[union-attr]
         decay = args.weight_decay or 1 / n
         self.optimizer = IVON(
-            trained, lr=args.learning_rate, ess=n, weight_decay=decay, steps=self._length()
+            trained,
+            lr=args.learning_rate,
+            ess=n,
+            hess_init=max(1.0, 1 / (n * BROAD**2)),
+            weight_decay=decay,
+            steps=self._length(),
         )
         return self.optimizer
 
