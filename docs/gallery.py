@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import blr_analysis as blr
+from benchmarks.figures import FIGURES
 
 N, TEST = 400, 200
 
@@ -136,6 +137,12 @@ def make(folder: Path) -> None:
             f"```py\n{inspect.cleandoc(call).replace('return ', '')}\n```\n\n"
             f"![{picture.__doc__}](_made/{picture.__name__}.png)\n"
         )
+    head = "## Figures of the papers"
+    parts.append(f"{head}\n\n`python -m benchmarks.figures NAME --out DIR`, here small.\n")
+    for name, draw in FIGURES.items():
+        draw(True)[0].savefig(folder / f"{name}.png", dpi=80)
+        said = str(draw.__doc__).strip()
+        parts.append(f"`{name}`: {said}\n\n![{name}](_made/{name}.png)\n")
     (folder / "gallery.md").write_text("\n".join(parts), encoding="utf-8")
     rows = blr.table1()[["algorithm", "family", "loss", "hessian", "departures", "section"]]
     lines = [rows.columns, ["---"] * len(rows.columns), *rows.itertuples(index=False)]
