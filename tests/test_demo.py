@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from torch import Tensor
 
 import blr_analysis as blr
 from blr_analysis.audit import Findings
@@ -18,6 +20,7 @@ from blr_analysis.cli.script import load_tasks
 from blr_analysis.demo import RECIPE, TrainingRecipe, load, network, run, train
 from blr_analysis.demo.removals import FULL, IVON_DIAGONAL, KRONECKER, ClassRemovals
 from blr_analysis.demo.training import Digits
+from blr_analysis.learning_rule.optim import IVON
 
 QUICK = TrainingRecipe(epochs=3)
 FILES = {
@@ -87,13 +90,20 @@ def test_the_number_of_threads_is_given_back(tmp_path: Path, monkeypatch) -> Non
 
 
 @pytest.mark.slow
-def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_demo(tmp_path: Path, capsys, monkeypatch) -> None:
     """One test for one run: workers that share the tests would each run the demo again."""
-    folder, file, said = tmp_path / "digits", io.StringIO(), []
+    folder, file, said, again = tmp_path / "digits", io.StringIO(), [], []
+
+    def noted(images: Tensor, labels: Tensor, **how: Any) -> tuple[torch.nn.Module, IVON]:
+        model, optimizer = train(images, labels, **how)
+        again.append((model, labels, how))
+        return model, optimizer
+
+    monkeypatch.setattr("blr_analysis.demo.removals.train", noted)
     findings, removals = run(folder, console=Console(file=file, width=100), say=said.append)
     check_files(folder, findings, removals)
     check_words(file.getvalue(), said, findings, removals)
-    check_retrained(removals)
+    check_retrained(removals, again)
     check_script(folder, findings, capsys)
     check_promises(findings, removals)
 
@@ -124,14 +134,17 @@ def check_words(out: str, said: list[str], findings: Findings, removals: ClassRe
     assert any("retraining from scratch" in line for line in said)
 
 
-def check_retrained(removals: ClassRemovals) -> None:
+def check_retrained(removals: ClassRemovals, again: list[tuple[Any, Tensor, Any]]) -> None:
     """The classes expected to matter most and least, retrained as the demo trains."""
     expected = removals.predicted[FULL].set_index("group")["nll_after"]
     assert list(removals.retrained) == [int(expected.idxmax()), int(expected.idxmin())]
-    lost, data = next(iter(removals.retrained)), load()
-    kept = data.labels != lost
-    model, _ = train(data.images[kept], data.labels[kept], recipe=RECIPE)
-    assert removals.retrained[lost][0] == pytest.approx(loss_on_test(model, data), rel=1e-6)
+    data = load()
+    for (lost, (nll, _)), (model, labels, how) in zip(
+        removals.retrained.items(), again, strict=True
+    ):
+        assert torch.equal(labels, data.labels[data.labels != lost])
+        assert (how["seed"], how["recipe"]) == (0, RECIPE)
+        assert nll == pytest.approx(loss_on_test(model, data), rel=1e-6)
 
 
 def loss_on_test(model: torch.nn.Module, data: Digits) -> float:

@@ -41,7 +41,7 @@ def another_run(how: str, target: Path) -> Iterator[subprocess.Popen[str]]:
         yield run
 
 
-@pytest.mark.parametrize("how", ["drafted", "held", "folder_for"])
+@pytest.mark.parametrize("how", ["drafted", "folder_for"])
 def test_two_runs_do_not_write_one_place(tmp_path: Path, how: str) -> None:
     target = tmp_path / "out"
     mine = folder_for if how == "folder_for" else drafted

@@ -94,10 +94,9 @@ def test_the_variational_solution_leaves_the_wall() -> None:
     assert float(bayes.precision) == pytest.approx(4.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("start", [-0.6, 2.5])
-def test_the_variational_solution_prefers_the_flat_minimum(start: float) -> None:
+def test_the_variational_solution_prefers_the_flat_minimum() -> None:
     rule = VariationalNewton(samples=80, rho=0.05, temperature=0.4)
-    q = rule.fit(sharp_and_flat, gaussian(start, 0.5), progress=False).q
+    q = rule.fit(sharp_and_flat, gaussian(-0.6, 0.5), progress=False).q
     found = minimize(
         lambda p: flat_objective(p[0], math.exp(p[1])),
         [2.0, 0.0],

@@ -226,10 +226,10 @@ def test_predictions_from_sites_in_function_space(logistic: LatentFitted) -> Non
 # Examples taken out
 
 
-def brute_force(process: GaussianProcess, x: Tensor, y: Tensor) -> Tensor:
-    """log p(y_i | the others), by as many fits as there are examples."""
+def brute_force(process: GaussianProcess, x: Tensor, y: Tensor, every: int) -> Tensor:
+    """log p(y_i | the others) of every so manyth example, by a fit for each."""
     scores = []
-    for i in range(len(y)):
+    for i in range(0, len(y), every):
         kept = torch.arange(len(y)) != i
         rest = process.fit((x[kept], y[kept]), tol=1e-8, progress=False)
         scores.append(rest.log_predictive((x[i : i + 1], y[i : i + 1]))[0])
@@ -241,8 +241,9 @@ def test_left_out_against_brute_force(name: str) -> None:
     x, y = iris() if name == "bernoulli" else (X, Y)
     process = GaussianProcess(KERNEL, name)
     fitted = process.fit((x, y))
-    ours, inside = fitted.left_out(), fitted.log_predictive((x, y))
-    truth = brute_force(process, x, y)
+    every = 3 if name == "bernoulli" else 1
+    ours, inside = fitted.left_out()[::every], fitted.log_predictive((x, y))[::every]
+    truth = brute_force(process, x, y, every)
     error = (ours - truth).abs()
     pearson = np.corrcoef(ours, truth)[0, 1]
     print(
