@@ -1,3 +1,15 @@
 """The package comes first: pytest runs a module a second time whose parents it has to import."""
 
-import blr_analysis  # noqa: F401
+from __future__ import annotations
+
+from pathlib import Path
+
+import blr_analysis
+
+PACKAGE = Path(blr_analysis.__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """A module without an example is not imported to look for one."""
+    ours = collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE)
+    return True if ours and ">>>" not in collection_path.read_text("utf-8") else None

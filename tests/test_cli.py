@@ -117,6 +117,12 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are laid out and written, and not rendered."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).write_bytes(b""))
+
+
 def inputs() -> tuple[blr.Task, blr.Task, blr.Posterior]:
     task, test = load_tasks("script.py:make_task", "make_test")
     assert test is not None
@@ -205,6 +211,7 @@ def test_suspicious_labels_are_sorted_by_how_surely_they_are_contradicted(here: 
     assert sorted(doubted)[:5] == worst["label_quality"].tolist()
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("name", ["regression", "several", "tags"])
 def test_audit_of_other_likelihoods(
     here: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -238,6 +245,7 @@ def test_metadata_with_the_names_of_columns_keep_their_values() -> None:
     assert "left_out_loss_weight" not in table
 
 
+@pytest.mark.usefixtures("sketched")
 def test_audit_by_a_metadata_column_and_by_none(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +338,7 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 2 and "passes= bounds solver='cg'" in err
 
 
+@pytest.mark.usefixtures("sketched")
 @pytest.mark.parametrize("passes", [None, 8])
 def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
     here: Path, capsys: pytest.CaptureFixture[str], passes: int | None

@@ -113,10 +113,12 @@ class PerExampleSquares:
                 "(torch.cat), or backward after each"
             )
         values = {name: p.detach() for name, p in self.model.named_parameters()}
+        names = names_of(self.model)
         squares: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
         for passed in passes:
-            terms = merged([t for s in passed.seen for t in self._terms(s, passed.batch, values)])
+            each = (self._terms(s, passed.batch, values, names) for s in passed.seen)
+            terms = merged([term for terms in each for term in terms])
             for term in terms:
                 _accumulate(squares, term.square_sum())
                 if self._is_due:
@@ -136,7 +138,9 @@ class PerExampleSquares:
                 param.grad.div_(n)
         return means
 
-    def _terms(self, seen: Seen, batch: int, values: dict[str, Tensor]) -> list[Term]:
+    def _terms(
+        self, seen: Seen, batch: int, values: dict[str, Tensor], names: dict[int, str]
+    ) -> list[Term]:
         """G_i of one call of a layer, for every example."""
         if not seen.got_gradient:
             return []
@@ -157,7 +161,7 @@ class PerExampleSquares:
             for g, leaf in zip(seen.grads, visit.outputs, strict=True)
         ]
         try:
-            return read(names_of(self.model), values, visit, (inputs, axes), grads, batch)
+            return read(names, values, visit, (inputs, axes), grads, batch)
         except Exception as error:  # whatever a layer makes of one example at a time
             reason = f"differentiating {type(unit.module).__name__} by itself failed ({error})"
             raise self._unreadable(unit.names.values(), reason) from error
