@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jupytext
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -59,6 +61,19 @@ def run_tutorial(name: str, **settings: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(TUTORIALS.glob("0*.py")), ids=lambda path: path.stem)
+def test_each_is_a_notebook(script: Path) -> None:
+    """Of cells of text and code, in which every line of the script stands."""
+    notebook = jupytext.read(script)
+    nbformat.validate(notebook)
+    kinds = [cell.cell_type for cell in notebook.cells]
+    assert kinds[0] == "markdown" and kinds.count("code") > 2
+    written = jupytext.reads(jupytext.writes(notebook, "ipynb"), "ipynb")
+    texts = script.read_text("utf-8"), jupytext.writes(written, "py:percent")
+    ours, theirs = ([line for line in t.split("# %%", 1)[1].splitlines() if line] for t in texts)
+    assert ours == theirs
+
+
 def test_mislabelled_data(tmp_path: Path) -> None:
     """One test for one run: workers that share the tests would each run the tutorial again."""
     pytest.importorskip("cleanlab")
