@@ -4,8 +4,11 @@
 
 M are the k examples of largest deviation (memorable past; Pan et al., NeurIPS 2020; Daxberger et
 al., 2023): their sites leave the posterior and they stay as data, so that nothing counts twice; all
-others stay as the quadratic that their sites are. It is :func:`blr_analysis.what_if`, once to take
-M out and once to add what is new, and it is iterated: what comes back is a task and its posterior.
+others stay as the quadratic that their sites are. With ``targets="predictions"`` the memory holds
+what the model said of it instead, and the quadratic is around the old weights (K-priors; Khan &
+Swaroop, NeurIPS 2021): a term in the functions and one in the weights, each at rest at θ_old. It is
+:func:`blr_analysis.what_if`, once to take M out and once to add what is new, and it is iterated:
+what comes back is a task and its posterior.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.backprop.engine import predict
+from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.sensitivity.minimise import on_a_copy, write
+from blr_analysis.sensitivity.objective import with_labels
 from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.sensitivity.what_if import what_if
 from blr_analysis.task import Task
@@ -54,6 +59,7 @@ def adapt(
     new: Task,
     *,
     memory: int = 20,
+    targets: str = "labels",
     passes: int | None = None,
     progress: bool | None = None,
 ) -> Adapted:
@@ -67,6 +73,8 @@ def adapt(
         posterior: learned on those.
         new: further data, of the same likelihood; its model is not used.
         memory: k, how many of ``task``'s examples are remembered, fewer than all.
+        targets: of the memory while the new data are learned: its "labels", or the old model's
+            "predictions".
         passes: over memory and new data, about; None: as in :func:`blr_analysis.what_if`.
         progress: None shows a bar on a terminal when the work is long.
 
@@ -88,6 +96,7 @@ def adapt(
     instance("new", new, Task, "a blr_analysis.Task with the new data")
     if positive_int("memory", memory) >= task.n_data:
         raise InputError(f"memory must be below the {task.n_data} examples, got {memory}")
+    one_of("targets", targets, ("labels", "predictions"))
     scores = sensitivity(task, posterior, progress=progress)
     deviation = scores.self_influence if scores.deviation is None else scores.deviation
     kept = deviation.reshape(task.n_data, -1).abs().sum(1).topk(memory).indices
@@ -99,19 +108,24 @@ def adapt(
         evaluate=task.subset(kept),
         progress=progress,
     ).posterior
-    prior = Prior({n: cavity.precision(n) for n in cavity.mean}, dict(cavity.mean))
-    remembered = task.subset(kept)
+    remembered = shown = task.subset(kept)
+    around = cavity.mean
+    if targets == "predictions":
+        around = posterior.mean
+        said = task.likelihood.mean(predict(remembered, posterior.mean, progress=progress)[0])
+        shown = with_labels(remembered, dict(enumerate(said)))
+    prior = Prior({n: cavity.precision(n) for n in cavity.mean}, dict(around))
     start = fit_laplace(
-        remembered, structure="diag", prior_precision=prior, initial=cavity.mean, progress=progress
+        shown, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
     moved = what_if(
-        remembered, start, add=new, solver="cg", passes=passes, evaluate=new, progress=progress
+        shown, start, add=new, solver="cg", passes=passes, evaluate=new, progress=progress
     )
     under = on_a_copy(task)
     write(under, moved.parameters)
     both = ConcatDataset([remembered.dataset, new.dataset])
     joint = Task(under.model, both, likelihood=task.likelihood, forward=task.forward)
     q = fit_laplace(
-        joint, structure="diag", prior_precision=prior, initial=cavity.mean, progress=progress
+        joint, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
     return Adapted(joint, q, kept)

@@ -24,7 +24,8 @@ def ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.linalg.solve(precision, x.mT @ y / NOISE).mT, precision.diagonal()
 
 
-def test_twice_new_data_is_all_data_at_once() -> None:
+@pytest.mark.parametrize("targets", ["labels", "predictions"])
+def test_twice_new_data_is_all_data_at_once(targets: str) -> None:
     parts = [data(seed) for seed in range(3)]
     model = torch.nn.Linear(4, 1, bias=False).double()
     model.weight.data = ridge(*parts[0])[0]
@@ -33,7 +34,7 @@ def test_twice_new_data_is_all_data_at_once() -> None:
     q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
     for part in parts[1:]:
         new = blr.Task(model, part, likelihood=likelihood)
-        step = adapt(task, q, new, memory=3, progress=False)
+        step = adapt(task, q, new, memory=3, targets=targets, progress=False)
         task, q = step.task, step.posterior
         assert task.n_data == 15 and len(step.memory) == 3
     x, y = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -50,3 +51,36 @@ def test_a_memory_is_part_of_the_data() -> None:
     for memory in (0, 12):
         with pytest.raises(InputError, match="memory"):
             adapt(task, q, task, memory=memory)
+
+
+def test_a_memory_of_predictions_holds_functions_and_the_rest_weights() -> None:
+    """Σ_M CE(p_old, f) + Σ_new ℓ + ½ (θ − θ_old)ᵀ S (θ − θ_old), S without M, by L-BFGS."""
+    g = torch.Generator().manual_seed(0)
+    x, new = torch.randn(2, 30, 2, generator=g).double().unbind()
+    model = torch.nn.Linear(2, 2, bias=False).double()
+    model.weight.data = torch.randn(2, 2, generator=g).double()
+    task = blr.Task(model, (x, (x[:, 0] > 0).long()))
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    wrong = (new[:, 0] < 0).long()
+    step = adapt(
+        task, q, blr.Task(model, (new, wrong)), memory=8, targets="predictions", progress=False
+    )
+    old, rest = model.weight.detach(), torch.ones(30).bool()
+    rest[step.memory] = False
+    p = (x @ old.T).softmax(1)
+    spread = (p * (1 - p))[rest].T @ x[rest].square() + DELTA
+    theta = old.clone().requires_grad_()
+    lbfgs = torch.optim.LBFGS([theta], max_iter=200, tolerance_change=1e-14)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        said = -(p * (x @ theta.T).log_softmax(1))[~rest].sum()
+        learned = torch.nn.functional.cross_entropy(new @ theta.T, wrong, reduction="sum")
+        loss = said + learned + 0.5 * (spread * (theta - old).square()).sum()
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    found = step.posterior.mean["weight"]
+    assert float((theta - old).norm()) > 0.5
+    torch.testing.assert_close(found, theta.detach(), rtol=1e-3, atol=1e-3)
