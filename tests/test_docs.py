@@ -136,3 +136,20 @@ def test_the_code_of_a_page_runs(
 def test_links_lead_to_files(page: Path) -> None:
     wanted = [page.parent / link for link in LINK.findall(page.read_text("utf-8"))]
     assert [str(path) for path in wanted if "_made" not in path.parts and not path.exists()] == []
+
+
+PLACE = re.compile(r"^:(start-at|end-at|end-before|pyobject): (.+)$", re.MULTILINE)
+SHOWN = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_lines_beside_a_formula_are_there(page: Path) -> None:
+    """As the build of the site finds out too, a minute later."""
+    for path, options in SHOWN.findall(page.read_text("utf-8")):
+        code = (page.parent / path).read_text("utf-8")
+        for name, line in re.findall(
+            r"^:(start-at|end-at|end-before|pyobject): (.+)$", options, re.M
+        ):
+            line = f"def {line}(" if name == "pyobject" else line
+            assert line in code, line
+            code = code[code.index(line) :]
