@@ -23,6 +23,16 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def held_as(tensor: Tensor, held: Any) -> Tensor:
+    """The tensor in the pieces that another is in; all processes have the same."""
+    if not is_sharded(held):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    moved = tensor.to(held.device, held.dtype)
+    return distribute_tensor(moved, held.device_mesh, held.placements)
+
+
 def whole_model(model: nn.Module) -> nn.Module:
     """A copy of a sharded model as it was before ``fully_shard`` or ``parallelize_module``, with
     the weights that it has now, all of them on every process; any other model as it is.

@@ -129,11 +129,13 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     found["fit"] = [q.mean, q.form.diagonal()]
     found["loo"] = blr.leave_one_out(task, q, refine=1, **REST).losses
     found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3)), **REST))
+    moved = blr.what_if(task, q, remove=[0], evaluate=task, solver="posterior", **REST)
+    found["applied"] = [whole(p).detach() for p in moved.apply(model).parameters()]
     words = tiny_lm(tied=True)
     words = task_of(sharded(words, words.up, words.down), sequences(9))
     p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0, **REST)
     found["words"] = [p.form.diagonal(), blr.sensitivity(words, p, **REST).self_influence]
-    found["after"] = [whole(x).detach() for x in (*model.parameters(), model(X))]
+    found["after"] = model(X).detach()
     return found
 
 

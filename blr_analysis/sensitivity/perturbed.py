@@ -15,6 +15,8 @@ from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import AcceptedMove
+from blr_analysis.sharded import held_as
+from blr_analysis.task import unwrapped
 from blr_analysis.views import Plottable, make_table
 
 
@@ -95,7 +97,7 @@ class WhatIf(Plottable):
             ModelError: the model lacks a parameter or has another shape; nothing is written.
         """
         instance("model", model, nn.Module, "a torch.nn.Module")
-        own = dict(model.named_parameters())
+        own = dict(unwrapped(model).named_parameters())
         for name, value in self.parameters.items():
             if name not in own or own[name].shape != value.shape:
                 got = tuple(own[name].shape) if name in own else "no such parameter"
@@ -104,7 +106,7 @@ class WhatIf(Plottable):
                 )
         with torch.no_grad():
             for name, value in self.parameters.items():
-                own[name].copy_(value)
+                own[name].copy_(held_as(value, own[name]))
         return model
 
     def __repr__(self) -> str:
