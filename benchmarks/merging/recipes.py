@@ -133,15 +133,19 @@ RECIPES = {
 }  # fmt: skip
 
 
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of fifty words."""
+    vocab = {word: n for n, word in enumerate(WORDS)}
+    model = Tokenizer(BPE(vocab=vocab, merges=[]))
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>")
+
+
 def make(root: Path) -> None:
     """The models."""
     start: dict[str, Tensor] = {}
     added = {"more": ["<extra>"], "other": ["<tool>", "<extra>"]}
     for seed, name in enumerate(("base", "one", "two", "far", "more", "other", "tied")):
-        vocab = {word: n for n, word in enumerate(WORDS)}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(BPE(vocab=vocab, merges=[])), eos_token="<eos>"
-        )
+        tokenizer = words()
         tokenizer.add_tokens(added.get(name, []))
         tokenizer.save_pretrained(root / name)
         torch.manual_seed(seed)

@@ -81,8 +81,7 @@ class Factors:
     def matrix(self) -> Tensor:
         """A of H W = W A, ``[g, I', I']``."""
         right = self.basis.right
-        made = (right * self.values) @ right.mT
-        return torch.lerp(torch.diag_embed(self.diagonal[:, 0]), made, self.shrink)
+        return _shrunk((right * self.values) @ right.mT, self.diagonal[:, 0], self.shrink)
 
     def times(self, w: Tensor) -> Tensor:
         """H W."""
@@ -122,8 +121,18 @@ class Moments:
 
     def matrix(self) -> Tensor:
         """A."""
-        diagonal = self.sums.diagonal(dim1=-2, dim2=-1)
-        return torch.lerp(torch.diag_embed(diagonal), self.sums, self.shrink)
+        return _shrunk(self.sums.clone(), self.sums.diagonal(dim1=-2, dim2=-1), self.shrink)
+
+    def times(self, w: Tensor) -> Tensor:
+        """H W."""
+        return w @ self.matrix()
+
+
+def _shrunk(made: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
+    """A with its off-diagonals times c, in place."""
+    if shrink != 1:
+        made.mul_(shrink).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return made
 
 
 Part = tuple[float, Factors | None, bool]  # α_t, H_t or 0, and whether H_0 stands for H_t
@@ -171,21 +180,29 @@ def dense(
 ) -> Solver:
     """:func:`solver` where every H multiplies rows with one matrix."""
     g, _, i = shape
-    start = delta * torch.eye(i, dtype=torch.float64).expand(g, i, i)
-    start = start if first is None else start + first.matrix()
-    own = [start if stands else 0.0 if h is None else h.matrix() for _, h, stands in parts]
-    alphas = [alpha for alpha, _, _ in parts]
-    total, size = start.clone(), start.clone()
-    for alpha, h in zip(alphas, own, strict=True):
-        total += alpha * h
-        size += abs(alpha) * h
+    stood = [alpha for alpha, _, stands in parts if stands]
+    signed, absolute = 1 + sum(stood), 1 + sum(map(abs, stood))
+    known = [(signed, absolute, first), *((a, abs(a), h) for a, h, stands in parts if not stands)]
+    total = torch.eye(i, dtype=torch.float64).mul_(signed * delta).repeat(g, 1, 1)
+    positive = all(alpha >= 0 for alpha, _, _ in parts)
+    size = total if positive else torch.eye(i).double().mul_(absolute * delta).repeat(g, 1, 1)
+    for alpha, most, h in known:  # one matrix at a time
+        if h is not None:
+            own = h.matrix()
+            total.add_(own, alpha=alpha)
+            if size is not total:
+                size.add_(own, alpha=most)
     divide, undefined = _divide(total, size)
+
+    def start(w: Tensor) -> Tensor:
+        return delta * w if first is None else delta * w + first.times(w)
 
     def solve(base: Tensor | None, models: Sequence[Tensor]) -> tuple[Tensor, Solved]:
         base, steps, plain = _steps(parts, base, models)
         right = torch.zeros_like(base)
-        for alpha, h, step in zip(alphas, own, steps, strict=True):
-            right += alpha * (step @ (start + h))
+        for (alpha, h, stands), step in zip(parts, steps, strict=True):
+            right += alpha * start(step)
+            right += alpha * (start(step) if stands else 0.0 if h is None else h.times(step))
         return base + divide(right, plain), Solved(undefined=undefined * base.shape[1])
 
     return solve
@@ -197,7 +214,7 @@ def _divide(total: Tensor, size: Tensor) -> tuple[Callable[[Tensor, Tensor], Ten
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
     largest = total.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     sound = not bool(failed.any()) and bool((pivots > SINGULAR * largest).all())
-    if sound and torch.equal(total, size):
+    if sound and (total is size or torch.equal(total, size)):
         return lambda right, plain: torch.cholesky_solve(right.mT, root).mT, 0
     values, vectors = torch.linalg.eigh(total)
     along = (vectors * (size @ vectors)).sum(-2)

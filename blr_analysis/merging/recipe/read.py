@@ -175,9 +175,9 @@ class _RecipeReader:
     def job(self) -> Job:
         """The merge that the recipe describes."""
         text, method = self.text, self.method
-        for key in ("name", "model_name"):
+        for key in ("name", "model_name", "random_seed"):
             if getattr(text, key) is not None:
-                self.page.note((key,), f"{key} has no effect, here as in mergekit: name the folder")
+                self.page.note((key,), f"{key} has no effect, here as in mergekit")
         self._check_vocabularies()
         self._note_ignored()
         tokenizer, tokens = self._tokenizer()
@@ -415,6 +415,7 @@ class _RecipeReader:
             "weight": method.name in ("slerp", "passthrough", "model_stock"),
             "seed": method.thinned != "chance",
             "rescale": method.thinned != "chance",
+            "embed_slerp": True,
         }
         curved = ("missing_precision", "shrink", "power", "damping")
         idle |= dict.fromkeys(curved, not method.uses_precisions) | dict.fromkeys(FOREIGN, True)
@@ -431,7 +432,11 @@ class _RecipeReader:
                 own = method.uses_precisions or method.span or method.thinned
                 if idle.get(key):
                     harmless = key == "rescale" and not part.rescale
-                    if own and key not in ("delta", "weight", "seed", *curved) and not harmless:
+                    if (
+                        own
+                        and key not in ("delta", "weight", "seed", "embed_slerp", *curved)
+                        and not harmless
+                    ):
                         raise self.page.wrong((*way, key), f"{said}: take it out")
                     self.page.note((*way, key), said)
                 elif not isinstance(part, Parameters) and key not in ("weight", "density", "scale"):

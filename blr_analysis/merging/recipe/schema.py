@@ -115,6 +115,7 @@ class ModelParameters(Section):
     max_iter: Any = None
     tol: Any = None
     eps: Any = None
+    embed_slerp: Any = None
 
 
 class Parameters(ModelParameters):
@@ -202,6 +203,7 @@ class RecipeText(Section):
     adapter_rank: Annotated[Number, Field(gt=0)] | None = None
     name: Any = None
     model_name: Any = None
+    random_seed: Any = None
 
 
 PLACES: dict[str, type[Section]] = {
