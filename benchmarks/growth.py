@@ -10,9 +10,10 @@ Every point runs in a process of its own: ``blr.sensitivity`` at a diagonal post
 as "self-influence", without. Beside it stand its floor, of the same process (C backward passes that
 stop at the layers' outputs; for self-influence a training pass, both by batches of at most 1,000),
 the peak memory above model, data and posterior, and the bound on it: the working memory that the
-engine takes by default, what it keeps of the parameters and the results.
+engine takes by default, four copies of the parameters, and the results.
 Exponents are slopes of least squares in logarithms, over all points and over the upper half.
-On a GPU clocks are synchronised and memory is what torch allocates.
+On a CPU seconds are those of the processor (so take one thread), on a GPU of a synchronised clock;
+memory is the process's, or what torch allocates on the GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from measure import clock, peak_above, threads
 from variance import floor
 
 BATCH = 1000
+COPIES = 4  # of the parameters, at most: their variances, and what checking and casting them takes
 SIZES: dict[str, tuple[list[str], list[int]]] = {
     "rows": (["sensitivity", "self-influence"], [1_000, 3_000, 10_000, 30_000, 100_000, 300_000]),
     "images": (["sensitivity", "self-influence"], [1_000, 3_000, 10_000, 30_000, 60_000]),
@@ -150,7 +153,7 @@ def training_pass(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
     """One point, in this process."""
     import blr_analysis as blr
-    from blr_analysis.backprop.engine import DEFAULT_MEMORY, default_memory
+    from blr_analysis.backprop.engine import DEFAULT_MEMORY, MOST, default_memory
     from blr_analysis.backprop.plan import plan_for
 
     model, x, y = problem(axis, size)
@@ -174,18 +177,19 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
     columns = plan_for(task, mean).outputs if variance else 1
     part = BATCH if x.ndim == 2 else 64
     bottoms = [floor(model, some, columns) for some in x.split(part)] if variance else []
+    bottom()  # libraries make themselves ready
     peak = peak_above(ours)
-    bottom()
     taken: list[tuple[float, float]] = []
-    spent = clock()
+    spent, tick = clock(), time.process_time if device == "cpu" else clock
     while len(taken) < 7 and (not taken or clock() - spent < 20):
-        start = clock()
+        start = tick()
         ours()
-        middle = clock()
+        middle = tick()
         bottom()
-        taken.append((middle - start, clock() - middle))
+        taken.append((middle - start, tick() - middle))
+    least = DEFAULT_MEMORY if device == "cpu" else MOST
     one = 4 * plan_for(task, mean).floats(columns)
-    working = max(one, default_memory(mean, DEFAULT_MEMORY, one))
+    working = max(one, default_memory(mean, least, one))
     count, outputs = task.n_data, plan_for(task, mean).outputs
     results = 4 * count * (outputs * outputs * variance + 6 * outputs)
     weights = sum(p.numel() for p in mean.values())
@@ -198,7 +202,7 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
         "floor": float(np.median([b for _, b in taken])),
         "× floor": float(np.median([a / b for a, b in taken])),
         "peak MB": peak / 2**20,
-        "bound MB": (working + 4 * 2 * weights + results) / 2**20 + (device == "cpu") * 32,
+        "bound MB": (working + 4 * COPIES * weights + results) / 2**20 + (device == "cpu") * 32,
         "device": device,
     }
 
@@ -244,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     parser.add_argument("axes", nargs="*", help=", ".join(SIZES))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--most", type=float, default=float("inf"), help="no larger sizes")
     parser.add_argument("--least", type=float, default=0, help="no smaller sizes")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for a point")

@@ -17,6 +17,7 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.task import Task, parameter_places
 
 SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
+GRAMS = 3  # K × K products of an example's columns: their sum, a layer's share, one more
 
 
 def cost_of(
@@ -45,7 +46,7 @@ def cost_of(
         kept = (graph + 2 * alone) / batch + 2 * inputs
         gradients = (columns + 1) * outputs + 2.5 * columns * dense
         layer = max((c.gram(columns) for c in costs), default=0)
-        return kept + gradients + layer + SCORED * scored
+        return kept + gradients + layer + GRAMS * columns**2 + SCORED * scored
 
     return floats
 

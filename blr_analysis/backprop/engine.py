@@ -39,7 +39,8 @@ class Chunking:
         chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
         memory_budget: bytes of working memory above model and data; at least one example's need is
             taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the
-            parameters take.
+            parameters take;
+            1 GiB on a GPU, which waits for launches.
         progress: None shows a bar on a terminal when the work is long.
     """
 
@@ -131,7 +132,8 @@ def chunks(
         itemsize = next(iter(params.values())).element_size()
         asked = plan.outputs if columns is None else columns
         one = itemsize * plan.floats(asked)
-        budget = chunking.memory_budget or default_memory(params, DEFAULT_MEMORY, one)
+        least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
+        budget = chunking.memory_budget or default_memory(params, least, one)
         size = plan.chunk_size(asked, budget, itemsize, len(order))
     pieces = order.split(size)
     shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)

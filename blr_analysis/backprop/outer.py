@@ -329,15 +329,21 @@ def _at_one_position(term: Outer) -> Tensor:
 
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
     """Σ_o d_co s_o d_c'o from d ``[B or 1, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
-    (b, g, o), k = scale.shape, d.shape[2]
-    if len(d) < b and k * k * g * o <= STACKED:
-        pairs = torch.einsum("gco,gdo->gocd", d[0], d[0])
-        return (scale.view(b, -1) @ pairs.reshape(g * o, k * k)).view(b, k, k)
+    k = d.shape[2]
+    if len(d) < len(scale) and _is_identity(d[0, 0]):
+        return torch.diag_embed(scale.squeeze(1))
     if k == 1:
         return (d.squeeze(2).square() * scale).sum((1, 2)).view(-1, 1, 1)
     scale = scale.sqrt_().unsqueeze(2)
-    d = (d * scale if len(d) < b else d.mul_(scale)).transpose(1, 2).flatten(2)
+    d = (d * scale if len(d) < len(scale) else d.mul_(scale)).transpose(1, 2).flatten(2)
     return torch.bmm(d, d.mT)
+
+
+def _is_identity(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape
+    return rows == columns and torch.equal(
+        matrix, torch.eye(rows, dtype=matrix.dtype, device=matrix.device)
+    )
 
 
 def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tensor:

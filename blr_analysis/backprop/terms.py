@@ -18,7 +18,7 @@ enough, and every other answer is taken from them until it gives a cheaper one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,17 +326,20 @@ def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
         yield [term.part(chosen) for term in terms]
 
 
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the layers' shares.
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of the layers' shares, held no longer than they are added.
 
     Raises:
         ModelError: there is no layer.
     """
-    if not parts:
+    result, own = None, False
+    for part in parts:
+        if result is None:
+            result = part
+        else:
+            result, own = result.add_(part) if own else result + part, True
+    if result is None:
         raise ModelError("no trainable parameter of the posterior takes part in the model")
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
     return result
 
 

@@ -123,7 +123,8 @@ def sensitivity(
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence. Of sequences: whether to estimate tr V_i,
             by four more backward passes.
-        chunk_size: examples per pass; None: as many as ``memory_budget`` (default 56 MiB) holds.
+        chunk_size: examples per pass; None: as many as ``memory_budget`` holds (default 56
+            MiB; 1 GiB on a GPU).
         progress: None shows a bar on a terminal when the work is long.
 
     Returns:

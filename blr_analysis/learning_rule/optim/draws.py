@@ -202,7 +202,7 @@ def _fill_normal(
         torch._foreach_sqrt_(root)
         torch._foreach_div_(noise, root)
 
-    first = torch.tensor(float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
+    first = torch.full((), float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
     # before its first step a parameter has the precision it was given
     hess = [state[p]["hess"] if p in state else first.expand(p.shape) for p in params]
     for_blocks(scale, [noises, hess])

@@ -301,12 +301,8 @@ class Spectral(Structure):
     def gram(self, terms: Sequence[Term]) -> Tensor:
         variance = self.basis_variance()
         return total(
-            [
-                term.gram(variance)
-                if basis is None
-                else term.rotated_gram(basis, variance[basis.key])
-                for term, basis in self.paired(terms)
-            ]
+            term.gram(variance) if basis is None else term.rotated_gram(basis, variance[basis.key])
+            for term, basis in self.paired(terms)
         )
 
     def logdet(self) -> Tensor:
