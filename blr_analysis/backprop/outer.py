@@ -330,7 +330,7 @@ def _at_one_position(term: Outer) -> Tensor:
 def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
     """Σ_o d_co s_o d_c'o from d ``[B or 1, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
     k = d.shape[2]
-    if len(d) < len(scale) and _is_identity(d[0, 0]):
+    if len(d) < len(scale) and d.shape[1] == 1 and _is_identity(d[0, 0]):
         return torch.diag_embed(scale.squeeze(1))
     if k == 1:
         return (d.squeeze(2).square() * scale).sum((1, 2)).view(-1, 1, 1)

@@ -20,11 +20,28 @@ B = 5  # examples
 
 
 def outer(
-    g: int = 1, t: int = 1, o: int = 3, i: int = 4, k: int = 2, *, names=("w", "b"), turned=False
+    g: int = 1,
+    t: int = 1,
+    o: int = 3,
+    i: int = 4,
+    k: int = 2,
+    *,
+    names=("w", "b"),
+    turned=False,
+    patches=False,
+    alike=False,
+    units=False,
 ) -> tuple[Term, Tree]:
-    """Σ_t d_ct a_tᵀ, group by group, written out."""
+    """Σ_t d_ct a_tᵀ, group by group, written out; ``patches`` have positions last in memory, d may
+    be ``alike`` for all examples, or ``units`` too."""
     shape = (i, o) if turned else (g * o, i)
     a, d = normal(B, g, t, i), [normal(B, g, t, o, seed=c + 1) for c in range(k)]
+    if patches:
+        a = a.mT.contiguous().mT
+    if units:
+        d = list(torch.eye(o, dtype=a.dtype)[:k].view(k, 1, 1, 1, o))
+    if alike:
+        d = [x[:1].expand(B, g, t, o) for x in d]
     stacked = torch.stack(d, dim=1)  # [B, K, g, T, O]
     weight = torch.einsum("bkgto,bgti->bkgoi", stacked, a)
     weight = weight.squeeze(2).mT if turned else weight.reshape(B, k, *shape)
@@ -78,6 +95,11 @@ KINDS = {
     "tied with a bias": tied,
     "tied, of one column": partial(tied, k=1, first=False),
     "positions of one column": partial(outer, t=20, o=9, i=5, k=1),
+    "columns alike": partial(outer, k=3, alike=True),
+    "unit columns": partial(outer, o=3, k=3, alike=True, units=True),
+    "unit columns in groups": partial(outer, g=2, o=3, k=3, alike=True, units=True),
+    "patches": partial(outer, t=9, o=9, i=2, patches=True),
+    "patches, no bias": partial(outer, t=9, o=9, i=2, patches=True, names=("w",)),
     "bias alone": partial(outer, t=3, names=("b",)),
 }
 
@@ -120,6 +142,13 @@ def test_sums(made: tuple[Term, Tree]) -> None:
     same(into, expected)
 
 
+@pytest.fixture(params=["all examples at once", "one at a time"])
+def together(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "one at a time":
+        monkeypatch.setattr("blr_analysis.backprop.outer.STACKED", 1)
+
+
+@pytest.mark.usefixtures("together")
 def test_gram(made: tuple[Term, Tree]) -> None:
     term, truth = made
     variance = {n: x.exp() for n, x in like(truth).items()}
@@ -175,6 +204,7 @@ def test_projections_on_matrices_of_rank_one(kind: str) -> None:
     assert covered == pytest.approx(float(flat(truth, 2).square().sum()))
 
 
+@pytest.mark.usefixtures("together")
 def test_rotation(made: tuple[Term, Tree]) -> None:
     """U_Gᵀ G U_A in any orthogonal basis, and its gram."""
     term, truth = made
