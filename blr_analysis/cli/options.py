@@ -202,6 +202,7 @@ class Way:
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
         from blr_analysis.posterior import Posterior, fit_laplace
+        from blr_analysis.posterior.prior_choice import in_words
 
         if self.posterior is not None:
             q = Posterior.load(self.posterior)
@@ -220,7 +221,7 @@ class Way:
                 prior_precision=self.prior_precision,
             )
             if choice := q.record.get("prior_choice"):
-                say(f"prior precision {choice['delta']:.3g}, found by {choice['rule']}")
+                say(f"prior precision {in_words(choice)}")
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
 
 

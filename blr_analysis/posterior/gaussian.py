@@ -20,7 +20,7 @@ from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.prior_choice import chosen_prior, in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
@@ -105,7 +105,7 @@ class Posterior:
         kind, share = self.record.get("kind", "given"), self.record.get("initial_share")
         start = "" if share is None else f", initial_share={share:.2g}"
         choice = self.record.get("prior_choice")
-        notes = f", prior_precision={choice['delta']:.3g} by {choice['rule']}" if choice else ""
+        notes = f", prior_precision={in_words(choice)}" if choice else ""
         unchecked = (self.record.get("calibration") or {}).get("unchecked")
         checked = ", scale unchecked: not at the minimum" if unchecked else ""
         explained = self.record.get("explained", 1.0)

@@ -16,7 +16,7 @@ Sources: MacKay, "A practical Bayesian framework for backpropagation networks", 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ LEAST = 1e-7  # of the largest curvature: a smaller prior is lost in rounding
 HALVINGS = 60
 SINGLE = 2**22  # directions that are looked at one by one
 BINS, OCTAVES = 2**14, 60  # of the curvature, below the largest
+APART, EXPLAINED = 5, 0.5  # times between the two rules, so far off a minimum: both are said
 
 
 def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[float, dict[str, Any]]:
@@ -87,6 +88,16 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
         "apart": None if stationary is None else max(stationary / evidence, evidence / stationary),
         "explained": across**2 / (slope * pull) if across < 0 else 0.0,
     }
+
+
+def in_words(choice: Mapping[str, Any]) -> str:
+    """δ (the largest, of several), the rule that chose it, and the evidence's where that is far
+    from it off a minimum."""
+    delta, rule = choice["delta"], choice["rule"]
+    said = f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {rule}"
+    if (choice.get("apart") or 1.0) > APART and choice["explained"] < EXPLAINED:
+        said += f" ({choice['evidence']:.3g} by evidence)"
+    return said
 
 
 def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> list[Tensor]:

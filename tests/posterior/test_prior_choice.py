@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.errors import OptimizerError, PosteriorError
 from blr_analysis.posterior import prior_choice
-from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.prior_choice import chosen_prior, in_words
 from blr_analysis.posterior.structures import Diagonal
 
 N = 120
@@ -120,6 +120,13 @@ def test_a_network_stopped_early_gets_a_prior_between_the_extremes(seed: int) ->
     about = q.record["prior_choice"]
     assert 1e-3 < q.prior_precision < 1e3 and q.prior_precision == about[about["rule"]]
     assert about["rule"] in repr(q)
+
+
+def test_rules_far_apart_are_both_said() -> None:
+    choice = {"delta": 2.0, "rule": "stationarity", "evidence": 30.0, "apart": 15.0}
+    assert in_words({**choice, "explained": 0.1}) == "2 by stationarity (30 by evidence)"
+    assert in_words({**choice, "explained": 0.999}) == "2 by stationarity"
+    assert in_words({"delta": {"a": 1.0, "b": 3.0}, "rule": "weight_decay"}) == "3 by weight_decay"
 
 
 def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None:
