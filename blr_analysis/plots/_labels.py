@@ -72,6 +72,9 @@ def label_points(
     offsets = (centres - ax.transData.transform(points)) * 72 / figure.dpi
     for box, offset in zip(boxes, offsets, strict=True):
         box.xybox = (float(offset[0]), float(offset[1]))
+    farthest_first = np.argsort(-np.linalg.norm(offsets, axis=1))  # long lines run below boxes
+    for rank, k in enumerate(farthest_first):
+        boxes[k].set_zorder(boxes[k].get_zorder() + rank / len(boxes))
     return boxes
 
 
