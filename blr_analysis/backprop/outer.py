@@ -382,7 +382,7 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
         d = _at_one_position(term)
         return _scaled_gram(d if basis.left is None else d @ basis.left, scale)
     b, k = term.n_examples, term.n_columns
-    some = STACKED // (k * term.grads[0][0].numel())
+    some = max(1, STACKED // (k * term.grads[0][0].numel()))
     if k > 1 and term.positions > 1 and some < b:
         parts = (term.part(examples) for examples in slices(b, some))
         return torch.cat([rotated_gram(part, basis, variance) for part in parts])
