@@ -249,11 +249,10 @@ const suspect = (k) => {
   for (const action of columns.has("target") ? ["keep", "drop", "relabel"] : ["keep", "drop"]) {
     const radio = make("input", { type: "radio", name: "decision-" + k, value: action });
     radio.onchange = () => choose(action);
-    set.append(make("label", {}, radio, " " + action));
-    if (action === "relabel") {
-      label.onchange = () => { set.querySelector("[value=relabel]").checked = true; choose("relabel"); };
-      set.append(label);
-    }
+    const choice = make("label", {}, radio, " " + action);
+    set.append(action === "relabel" ? make("span", {}, choice, " ", label) : choice);
+    if (action === "relabel")
+      label.onchange = () => { radio.checked = true; choose("relabel"); };
   }
   item.append(set);
   return item;
