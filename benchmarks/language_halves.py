@@ -2,6 +2,7 @@
 
     python -m benchmarks.language_halves train --texts FILE.jsonl --out FOLDER [--device cuda]
     python -m benchmarks.language_halves score --out FOLDER [--peer NAME=SCORES.safetensors ...]
+                                              [--row NAME ...]
 
 ``train``: a Llama of 4 layers learns to read passages from nothing, for every seed, and 32 times
 more without a random half of them. ``score``: the **linear datamodeling score**, for each held-out
@@ -125,7 +126,7 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     return torch.corrcoef(torch.cat([a, b], 1).mT)[: a.shape[1], a.shape[1] :].diagonal()
 
 
-def score(out: Path, peers: list[str]) -> None:
+def score(out: Path, peers: list[str], only: list[str] | None = None) -> None:
     import transformers
 
     import blr_analysis as blr
@@ -161,7 +162,6 @@ def score(out: Path, peers: list[str]) -> None:
         "gradient cosine": lambda: (
             blr.influence(task, flat, test, normalize="cosine", **quiet).matrix
         ),
-        "gradients' inner product": lambda: blr.influence(task, flat, test, **quiet).matrix,
         "influence, diag": lambda: blr.influence(task, kept("diag"), test, **quiet).matrix,
         "influence, kron": lambda: blr.influence(task, kept("kron"), test, **quiet).matrix,
         **{
@@ -169,6 +169,7 @@ def score(out: Path, peers: list[str]) -> None:
             for name, place in (peer.rsplit("=", 1) for peer in peers)
         },
     }
+    rows = {name: run for name, run in rows.items() if not only or name in only}
     print(f"{len(files)} seeds, {len(inside)} halves of {N:,} passages, {M} held out\n")
     print("| | linear datamodeling score | seconds of CPU |\n|---|---|---|")
 
@@ -195,13 +196,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", action="append", default=[], help="NAME=SCORES.safetensors")
+    parser.add_argument("--row", action="append", help="by name; default: all")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.what == "train":
         args.out.mkdir(parents=True, exist_ok=True)
         train(args.texts, args.out, args.seed, args.device)
     else:
-        score(args.out, args.peer)
+        score(args.out, args.peer, args.row)
 
 
 if __name__ == "__main__":
