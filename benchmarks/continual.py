@@ -1,6 +1,6 @@
 """One task after the other: adapt() beside EWC, going on, and training again on all data.
 
-    python -m benchmarks.continual [split] [permuted] [fashion] [--seeds 2]
+    python -m benchmarks.continual [split] [permuted] [fashion] [--seeds 2] [--kinds EWC ...]
 
 "split": scikit-learn's digits, odd or even, from 0/1 to 8/9. "permuted": all ten digits, their
 pixels in another order in each of five tasks. "fashion": 3,000 images of Fashion-MNIST at 14 × 14
@@ -26,6 +26,7 @@ from blr_analysis.sensitivity import adapt
 from tutorials.data import read
 
 DELTA, PAIRS = 1.0, 5
+KINDS = ("going on", "EWC", "memory 10", "memory 40", "memory 40 said", "all data")
 Data = tuple[Tensor, Tensor]
 
 
@@ -117,9 +118,10 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", default=["split", "permuted", "fashion"])
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = ("going on", "EWC", "memory 10", "memory 40", "memory 40 said", "all data")
+    kinds = args.kinds
     print(f"| tasks | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}")
     for name in args.names:
         tasks, test = tasks_of(name)

@@ -139,7 +139,7 @@ def compared() -> dict[str, dict[str, float]]:
 def main() -> None:
     rows = compared()
     columns = list(rows["EP"])
-    print("|", " | ".join(["", *columns]), "|\n|", "---|" * (len(columns) + 1), sep="")
+    print(f"| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
     for name, found in rows.items():
         cells = [f"{found[c]:.4f}" if c in found else "" for c in columns]
         print("|", " | ".join([name, *cells]), "|")

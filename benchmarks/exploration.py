@@ -241,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     found = compared(args.tasks, args.kinds, args.seeds, args.steps, args.workers)
     shown = table(found)
-    print("|", " | ".join(shown.columns), "|\n|", "---|" * len(shown.columns), sep="")
+    print(f"| {' | '.join(shown.columns)} |\n|{'---|' * len(shown.columns)}")
     for row in shown.itertuples(index=False):
         print("|", " | ".join(map(str, row)), "|")
     if args.out:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ import blr_analysis as blr
 from blr_analysis.errors import InitialPrecisionWarning
 from blr_analysis.learning_rule.optim import VOGGN, Mixture, Vadam
 
+RESULTS = Path(__file__).parent / "results"
 Numbers = dict[str, float]
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
@@ -532,11 +534,32 @@ def hmc(
     return torch.stack(kept)
 
 
+def exploration(small: bool = False) -> tuple[Figure, Numbers]:
+    """Noise in the parameters as exploration: returns of ten seeds, means and 95 % intervals."""
+    found = pd.read_csv(RESULTS / "exploration_curves.csv")
+    tasks = list(dict.fromkeys(found["task"]))
+    figure, axes = panels(len(tasks), 4.2)
+    numbers = {}
+    for a, task in zip(axes, tasks, strict=True):
+        for colour, (kind, part) in zip(
+            COLOURS, found[found["task"] == task].groupby("kind", sort=False), strict=True
+        ):
+            steps = part.groupby("step")["return"]
+            mean, half = steps.mean(), 2.262 * steps.sem()  # Student's, ten seeds
+            a.plot(mean.index, mean, color=colour, label=kind)
+            a.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.2)
+            numbers[f"{task}: {kind}"] = float(mean.mean())
+        a.set(title=task, xlabel="steps")
+    axes[0].set(ylabel="return at the mean")
+    axes[0].legend(frameon=False, fontsize=7)
+    return figure, numbers
+
+
 FIGURES: dict[str, Callable[[bool], tuple[Figure, Numbers]]] = {
     f.__name__: f
     for f in (
         posterior_quality, minibatch_variance, against_black_box, fast_gauss_newton, two_wells,
-        segmentation, evolving, gap,
+        segmentation, evolving, gap, exploration,
     )
 }  # fmt: skip
 

@@ -91,9 +91,10 @@ def main() -> None:
         ("workers", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--starts", nargs="+", default=["own starts", "one start"])
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    jobs = [(s, start) for s in range(args.seeds) for start in ("own starts", "one start")]
+    jobs = [(s, start) for s in range(args.seeds) for start in args.starts]
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
         found = pd.DataFrame([*chain(*pool.map(partial(measured, args=args), jobs))])
     columns = {"accuracy": 4, "nll": 4, "ece": 4, "brier": 4, "auroc": 4}
