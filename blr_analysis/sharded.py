@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -33,6 +34,16 @@ def held_as(tensor: Tensor, held: Any) -> Tensor:
     return distribute_tensor(moved, held.device_mesh, held.placements)
 
 
+def divided(model: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` divides, their weights in pieces: after a forward pass some
+    may still be whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody loaded it, there are none
+    modules: list[Any] = [m for m in model.modules() if fsdp and isinstance(m, fsdp.FSDPModule)]
+    for module in modules:
+        module.reshard()
+    return modules
+
+
 def whole_model(model: nn.Module) -> nn.Module:
     """A copy of a sharded model as it was before ``fully_shard`` or ``parallelize_module``, with
     the weights that it has now, all of them on every process; any other model as it is.
@@ -40,10 +51,9 @@ def whole_model(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: on one process alone, or a model that cannot be copied.
     """
-    if not any(map(is_sharded, model.parameters())):
+    pieces = divided(model)
+    if not pieces and not any(map(is_sharded, model.parameters())):
         return model
-    from torch.distributed.fsdp import FSDPModule
-
     if ranks.count() < dist.get_world_size():
         raise ModelError("a sharded model is whole on no process alone: make its Task on all")
     bare: dict[nn.Module, nn.Module] = {}
@@ -51,8 +61,8 @@ def whole_model(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if not _gathers(h))
-        if isinstance(module, FSDPModule):  # which refuses to be copied as such
-            memo[id(module)] = bare[module] = object.__new__(type(module).__mro__[2])
+    for module in pieces:  # which refuse to be copied as such
+        memo[id(module)] = bare[module] = object.__new__(type(module).__mro__[2])
     try:
         for module, plain in bare.items():
             state = {k: v for k, v in vars(module).items() if not k.startswith("__composable_api")}

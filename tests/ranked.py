@@ -115,6 +115,8 @@ def of_pieces(folder: Path) -> dict[str, Any]:
         nn.functional.cross_entropy(model(X), y).backward()
         optimizer.step()
     known: dict[str, Any] = {"n_data": N, "prior_precision": 2.0}
+    with torch.no_grad():
+        model(X)  # after which the outermost weights stay whole
     q = blr.Posterior.from_optimizer(optimizer, model, **known)
     captured = from_optimizer(optimizer, model, bare=True, gather=False, **known)
     write_captured(folder / "pieces", captured, dtype=None)
@@ -131,8 +133,10 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3)), **REST))
     moved = blr.what_if(task, q, remove=[0], evaluate=task, solver="posterior", **REST)
     found["applied"] = [whole(p).detach() for p in moved.apply(model).parameters()]
-    words = tiny_lm(tied=True)
-    words = task_of(sharded(words, words.up, words.down), sequences(9))
+    words = sharded(tiny_lm(tied=True))
+    with torch.no_grad():
+        words(sequences(9)[0].unsqueeze(0))
+    words = task_of(words, sequences(9))
     p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0, **REST)
     found["words"] = [p.form.diagonal(), blr.sensitivity(words, p, **REST).self_influence]
     found["after"] = model(X).detach()

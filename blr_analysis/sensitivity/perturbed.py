@@ -15,7 +15,7 @@ from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import AcceptedMove
-from blr_analysis.sharded import held_as
+from blr_analysis.sharded import divided, held_as
 from blr_analysis.task import unwrapped
 from blr_analysis.views import Plottable, make_table
 
@@ -97,7 +97,9 @@ class WhatIf(Plottable):
             ModelError: the model lacks a parameter or has another shape; nothing is written.
         """
         instance("model", model, nn.Module, "a torch.nn.Module")
-        own = dict(unwrapped(model).named_parameters())
+        bare = unwrapped(model)
+        divided(bare)
+        own = dict(bare.named_parameters())
         for name, value in self.parameters.items():
             if name not in own or own[name].shape != value.shape:
                 got = tuple(own[name].shape) if name in own else "no such parameter"

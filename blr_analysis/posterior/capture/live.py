@@ -26,7 +26,7 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
 from blr_analysis.posterior.capture.scale import Told
-from blr_analysis.sharded import whole
+from blr_analysis.sharded import divided, whole
 from blr_analysis.task import HALF
 
 HALF_WARNING = (
@@ -110,6 +110,7 @@ def from_optimizer(
         raise OptimizerError(
             "inside sampled_params the weights are a sample, not the mean: leave the context first."
         )
+    divided(model)
     names = {id(p): name for name, p in model.named_parameters()}
     parameter_order(optimizer, model)
     groups: list[dict[str, Any]] = optimizer.param_groups
