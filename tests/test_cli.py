@@ -137,8 +137,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def cells(text: str, first: str) -> list[str]:
     """The row that starts with these words, cut where two blanks stand."""
-    (line,) = (line for line in text.splitlines() if line.startswith(first))
-    return re.split(r"\s{2,}", line.strip())
+    rows = (re.split(r"\s{2,}", t.strip()) for t in text.splitlines() if t.startswith(first))
+    (row,) = (row for row in rows if len(row) > 1)  # not a sentence that begins so
+    return row
 
 
 # What is printed and written
