@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blr_analysis.checks import some
@@ -106,7 +106,7 @@ class Folder(Source):
             begin, end = max(start, first), min(stop, first + stored.spec.numel)
             if begin < end:
                 part = raw[(begin - start) * size : (end - start) * size]
-                with self._opened(path) as file:
+                with reading(path), self._open(path) as file:
                     _fill(part, file, stored.offset + (begin - first) * size)
             first += stored.spec.numel
         return raw.view(spec.dtype)
@@ -116,16 +116,28 @@ class Folder(Source):
         return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, each in memory of its own."""
-        return {name: self.tensor(name) for name in self.specs}
+        """All of them, each in memory of its own; every file is opened once."""
+        made = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in self.specs.items()}
+        parts: dict[Path, list[tuple[Tensor, int]]] = {path: [] for path in self._headers}
+        for name, pieces in self._pieces.items():
+            first, raw = 0, made[name].view(-1).view(torch.uint8)
+            for path, stored, _ in pieces:
+                parts[path].append((raw[first : first + stored.spec.nbytes], stored.offset))
+                first += stored.spec.nbytes
+        for path, own in parts.items():
+            with reading(path), self._open(path) as file:
+                for part, offset in own:
+                    _fill(part, file, offset)
+        return made
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[FileIO]:
-        with reading(path), open(path, "rb", buffering=0) as file:
-            state, header = os.fstat(file.fileno()), self._headers[path]
-            if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
-                raise StorageError(f"{str(path)!r} was changed while it was being read.")
-            yield file
+    def _open(self, path: Path) -> FileIO:
+        """The file, as long as it is the one whose header was read."""
+        file = open(path, "rb", buffering=0)  # noqa: SIM115
+        state, header = os.fstat(file.fileno()), self._headers[path]
+        if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
+            file.close()
+            raise StorageError(f"{str(path)!r} was changed while it was being read.")
+        return file
 
 
 def _fill(raw: Tensor, file: FileIO, offset: int) -> None:
