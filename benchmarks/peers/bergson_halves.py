@@ -1,6 +1,6 @@
 """Bergson's scores for the model and passages of ``benchmarks.language_halves``.
 
-    python benchmarks/peers/bergson_halves.py FOLDER ekfac|trackstar|trak
+    python benchmarks/peers/bergson_halves.py FOLDER ekfac|trackstar
 
 in an environment with bergson (and graphviz); FOLDER is what ``language_halves train --out`` wrote.
 Writes ``FOLDER/METHOD.safetensors`` for ``language_halves score --peer``, and prints CPU seconds.
@@ -27,7 +27,6 @@ FITTED = ("--method", "kfac", "--hessian_cfg.ev_correction", "--preprocess_cfg.e
 METHODS = {
     "ekfac": ("ekfac", *FITTED),
     "trackstar": ("trackstar",),
-    "trak": ("trak", "--loss_fn", "log_odds", "--projection_dim", "16"),
 }
 LONGEST = 4096  # tokens: it packs passages into one pass up to the length that the model reads
 
