@@ -182,6 +182,16 @@ def test_a_linear_recipe(read: Read) -> None:
     assert found.job.dtype == torch.float32
 
 
+def test_what_mergekit_ignores_is_noted(read: Read) -> None:
+    slerp = "merge_method: slerp\nbase_model: base\nmodels: [{model: base}, {model: ft1}]\n"
+    found = read(slerp + "parameters: {t: 0.5, embed_slerp: true}\nrandom_seed: 1\n")
+    noted = [note for note in found.notes if "no effect" in note]
+    assert {word for word in ("embed_slerp", "random_seed") if word in " ".join(noted)} == {
+        "embed_slerp",
+        "random_seed",
+    }
+
+
 def weight_of(member: Member, name: str) -> float:
     return member.weight(name) if callable(member.weight) else member.weight
 
