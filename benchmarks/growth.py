@@ -204,6 +204,7 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
         "peak MB": peak / 2**20,
         "bound MB": (working + 4 * COPIES * weights + results) / 2**20 + (device == "cpu") * 32,
         "device": device,
+        "clock": "processor" if device == "cpu" else "wall",
     }
 
 
