@@ -5,8 +5,9 @@
 Written in the manner of public cards, with their methods, slices, gradients and odd keys; their
 models are Llamas of 32 thin layers in bfloat16 under the names that the recipes use. With
 ``--peers DIR`` (``make peers``) mergekit runs each as well: the largest difference of any number,
-both with float32 for the recipe's dtype (in bfloat16 mergekit computes with 8 bits, and where
-magnitudes are equal takes others); "draws" where chance decides what stays.
+both with float32 for the recipe's dtype (in bfloat16 mergekit computes with 8 bits); "draws" where
+chance decides what stays. TIES of bfloat16 checkpoints differs in some entries, why is not known:
+bfloat16 has many equal magnitudes at the threshold, which may be it.
 """
 
 from __future__ import annotations
