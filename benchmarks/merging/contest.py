@@ -68,6 +68,10 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
         yield "gram, shrink 0.95", made("fisher", precisions=fit["gram"], shrink=0.95)
         yield "propagated", made("fisher", tasks=tasks)
         yield "propagated, shrink 0.95", made("fisher", tasks=tasks, shrink=0.95)
+        yield (
+            "auto, gram, by the tasks' losses",
+            made("auto", c.base, precisions=fit["gram"], tasks=tasks),
+        )
         how = {"precisions": fit["gram"], "tasks": tasks, "validate": c.validate}
         chosen: Any = made("auto", c.base, **how)
         print(f"auto took {chosen.choice!r}", file=sys.stderr)

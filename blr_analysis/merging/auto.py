@@ -4,7 +4,8 @@ Candidates are the average; task arithmetic with some α where there is a base; 
 precisions, with and without shrinkage of their off-diagonals, powers of G and damping, and with the
 base's precision where that is given; propagated statistics where there are tasks.
 
-With validation tasks the best mean NLL (or accuracy) decides. Without them the predicted gap does,
+With validation tasks the best mean NLL (or accuracy) decides; without them that of the tasks whose
+statistics are propagated; without those the predicted gap,
 
     Σ_t α_t ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
 
@@ -160,8 +161,9 @@ def chosen(
     one_of("criterion", criterion, CRITERIA)
     given, tasks = settings["precisions"], settings["tasks"]
     complete = given is not None and all(p is not None for p in given)
+    validate = tasks if validate is None else validate
     if validate is None and not complete:
-        raise InputError('method="auto" chooses by precisions=, or validate=[task, …]: give one')
+        raise InputError('method="auto" chooses by validate=, tasks= or precisions=: give one')
     start = None if base is None else _state(base, "base", None)
     states = [_state(m, f"models[{t}]", base) for t, m in enumerate(models)]
     numbers = settings["n_data"] or [None] * len(states)

@@ -84,8 +84,8 @@ def merge(
         method: "gradient_matching", "fisher", "task_arithmetic", "linear", "ties" (also weighed by
             precisions: "fisher_ties"), "dare_linear", "dare_ties", "slerp", "multislerp",
             "karcher", "model_stock", "passthrough" (a copy), or "auto", which chooses among the
-            first four, α, shrink and power: by ``validate``, or by the gap that the precisions
-            predict, see :mod:`blr_analysis.merging.auto`.
+            first four, α, shrink and power: by ``validate``, by ``tasks``, or by the gap that the
+            precisions predict, see :mod:`blr_analysis.merging.auto`.
         n_data: the number of examples of each task, where its precision is an average over them.
         missing_precision: what stands for a precision that is not there: "error" refuses,
             "base" takes H_0 + δ, "zero" takes 0.

@@ -59,6 +59,25 @@ def test_by_validation_it_takes_the_best_that_was_tried(family: dict[str, Any]) 
     assert best.best.accuracy == max(p.accuracy for p in best.points)
 
 
+def test_by_the_losses_of_the_tasks(family: dict[str, Any]) -> None:
+    """Without data of their own to choose by: the loss that the models were trained on."""
+    merged = merge(family["base"], family["models"], tasks=family["tasks"], method="auto")
+    average = merge(None, family["models"], method="linear")
+    losses = {}
+    for name, state in (("average", average), (merged.choice.name, merged)):
+        each = []
+        for task in family["tasks"]:
+            x, y = task.dataset.tensors
+            model = copy.deepcopy(task.model)
+            model.load_state_dict(dict(state))
+            each.append(nn.functional.cross_entropy(model(x), y).item())
+        losses[name] = sum(each) / len(each)
+    tried = {p.method: p.nll for p in merged.choice.points}
+    assert {n: tried[n] for n in losses} == pytest.approx(losses, rel=1e-5)
+    assert tried[merged.choice.name] == min(tried.values()) < tried["average"]
+    assert merged.choice.by == "nll"
+
+
 def test_by_the_predicted_gap(family: dict[str, Any]) -> None:
     """½ (θ − θ_t)ᵀ H_t (θ − θ_t), by the posterior's own products; least for the Fisher average."""
     fitted = [fit_laplace(t, structure="gram") for t in family["tasks"]]
