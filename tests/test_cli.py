@@ -300,7 +300,7 @@ def test_fit_is_fit_laplace(
     assert code == 0
     task, _, _ = inputs()
     q = blr.fit_laplace(task, structure="full", prior_precision=delta)
-    assert (f"{q.prior_precision:.3g}, found" in err) == (delta is None)
+    assert (f"prior precision {q.prior_precision:.3g} by " in err) == (delta is None)
     assert cells(out, "leave-one-out estimate")[1] == f"{blr.leave_one_out(task, q).nll:.4f}"
 
 

@@ -317,7 +317,7 @@ def test_bad_input() -> None:
         ({"tolerance": "small"}, InputError, "tolerance"),
         ({"max_steps": 0}, InputError, "max_steps"),
         ({"test": 3}, InputError, "test must be"),
-        ({"test": network()}, InputError, "likelihood"),
+        ({"test": network()}, InputError, "another model"),
     ]
     for options, kind, words in cases:
         with pytest.raises(kind, match=words):
