@@ -12,7 +12,7 @@ Bokeh and Jinja are imported when a page is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ def report(
 
     target = Path(path).expanduser()
     for name, given in (("images", images), ("texts", texts)):
-        if hasattr(given, "__len__") and len(given) != task.n_data:
+        if isinstance(given, Sized) and len(given) != task.n_data:
             raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")
     with held(target):
         findings = investigate(task, posterior, test=test, by=by, passes=passes, progress=progress)
