@@ -39,8 +39,7 @@ class Chunking:
         chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
         memory_budget: bytes of working memory above model and data; at least one example's need is
             taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the
-            parameters take;
-            1 GiB on a GPU, which waits for launches.
+            parameters take; at least 1 GiB on a GPU, which waits for launches.
         progress: None shows a bar on a terminal when the work is long.
     """
 
