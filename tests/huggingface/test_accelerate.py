@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,12 +23,19 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def train(row: str, count: int) -> tuple[nn.Module, blr.Posterior | None]:
-    """As docs/training.md says."""
+Run = tuple[Accelerator, nn.Module, Any, DataLoader[Any]]
+
+
+def prepared(row: str, count: int, shuffle: bool = False) -> Run:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=count)
     model = network()
-    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, make(row, model, N), loader)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=shuffle)
+    return accelerator, *accelerator.prepare(model, make(row, model, N), loader)
+
+
+def train(run: Run, row: str, count: int) -> None:
+    """An epoch, as docs/training.md says."""
+    accelerator, model, optimizer, loader = run
     own = optimizer.optimizer
     for x, y in loader:
         with accelerator.accumulate(model):
@@ -36,15 +46,13 @@ def train(row: str, count: int) -> tuple[nn.Module, blr.Posterior | None]:
                     accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-    learned = row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")
-    bare = accelerator.unwrap_model(model)
-    return bare, blr.Posterior.from_optimizer(own, bare) if learned else None
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_the_steps_of_a_plain_loop(row: str, count: int) -> None:
-    found, posterior = train(row, count)
+    run = prepared(row, count)
+    train(run, row, count)
     model = network()
     optimizer = make(row, model, N)
     for batch in torch.arange(N).split(4 * count):
@@ -56,7 +64,27 @@ def test_the_steps_of_a_plain_loop(row: str, count: int) -> None:
                     nn.functional.cross_entropy(model(X[part]), Y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for p, q in zip(found.parameters(), model.parameters(), strict=True):
+    bare = run[0].unwrap_model(run[1])
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    if posterior is not None:
-        assert posterior.n_data == N
+    if row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop"):
+        assert blr.Posterior.from_optimizer(run[2].optimizer, bare).n_data == N
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_state_that_is_loaded_goes_on_to_the_bit(tmp_path: Path, row: str) -> None:
+    whole, again = prepared(row, 2, shuffle=True), prepared(row, 2, shuffle=True)
+    train(whole, row, 2)
+    whole[0].save_state(str(tmp_path))
+    half = [p.detach().clone() for p in whole[1].parameters()]
+    train(whole, row, 2)
+    torch.manual_seed(1)
+    again[0].load_state(str(tmp_path))
+    train(again, row, 2)
+    for p, q, before in zip(whole[1].parameters(), again[1].parameters(), half, strict=True):
+        assert torch.equal(p, q) and not torch.equal(p, before)
+    theirs = again[2].state_dict()["state"]
+    for index, state in whole[2].state_dict()["state"].items():
+        for name, value in state.items():
+            same = torch.equal(value, theirs[index][name]) if torch.is_tensor(value) else None
+            assert same or value == theirs[index][name], name

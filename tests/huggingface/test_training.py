@@ -169,4 +169,8 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for p, q in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert other.table["loo_nll"].tolist() == said[1:]  # it was not there before
+    assert again.state.global_step == 4 and len(other) == 2
+    columns = monitor.table.columns.drop("seconds")  # the second epoch was watched again
+    assert other.table[columns].equals(monitor.table[columns])
+    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
+    assert torch.equal(other.deviations, monitor.deviations)
