@@ -235,14 +235,15 @@ def loo(
         typer.Option(help="cavity takes the example out of the precision as well; auto decides."),
     ] = Correction.auto,
     refine: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
             min=0,
             help="Leave the N examples out by a descent on the others whose loss is estimated to "
-            "change most: 12 passes over the data each, close to retraining.",
+            "change most: 12 passes over the data each, close to retraining. Unasked for those "
+            "of high leverage, where the posterior is full.",
         ),
-    ] = 0,
+    ] = None,
     out: Out = None,
 ) -> None:
     """The expected loss on new data."""

@@ -47,6 +47,7 @@ from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
 HIGH = 0.5  # a leverage from which on single examples are off by a third and more
+MOST = 32  # examples that are refined unasked
 ROWS = 4096  # of ready scores at a time
 Known = tuple[Tensor, Tensor, Tensor, Likelihood]
 
@@ -107,7 +108,7 @@ def leave_one_out(
     *,
     correction: str = "auto",
     scores: Any = None,
-    refine: int = 0,
+    refine: int | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -127,7 +128,7 @@ def leave_one_out(
     *,
     correction: str = "auto",
     scores: Any = None,
-    refine: int = 0,
+    refine: int | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
@@ -150,7 +151,9 @@ def leave_one_out(
             quasi-Newton moves on the others and a real forward pass instead, some 12 passes over
             the data each: rows "descent". For a model at the minimum of its own objective;
             examples of another keep their estimate. Calibrate the posterior first, so that the
-            rows that are refined and those that are not are of one scale.
+            rows that are refined and those that are not are of one scale. None refines, with
+            ``correction="auto"`` and the structure "full", the examples of leverages above 0.5
+            (at most 32), where a linearisation is rough; a Gaussian likelihood has no need of it.
         chunk_size, memory_budget: see :func:`blr_analysis.sensitivity`.
 
     Returns:
@@ -184,7 +187,7 @@ def leave_one_out(
         return site_leave_one_out(sites, correction=correction, scores=scores, refine=refine)
     q = fitted(task, posterior)
     chunking = Chunking(chunk_size, memory_budget, progress)
-    if at_least(0, "refine", refine) > task.n_data:
+    if refine is not None and at_least(0, "refine", refine) > task.n_data:
         raise InputError(f"refine must be at most {task.n_data} examples, got {refine!r}")
     if task.likelihood.is_sequence:
         if refine:
@@ -206,13 +209,19 @@ def leave_one_out(
         before, targets, after, levers, used = (
             ranks.gathered(t, own, task.n_data) for t in (before, targets, after, levers, used)
         )
-    if refine:
-        change = likelihood.nll(after, targets) - likelihood.nll(before, targets)
-        rows = change.abs().argsort(descending=True, stable=True)[:refine].sort().values
+    change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
+    if refine is None:
+        wanted = MOST if correction == "auto" and _curved(q, likelihood) else 0
+        change = change.masked_fill(~_too_high(used, levers), -1.0)
+        wanted = min(wanted, int((change >= 0).sum()))
+    else:
+        wanted = refine
+    if wanted:
+        rows = change.argsort(descending=True, stable=True)[:wanted].sort().values
         alone = descended_removals(task, q, rows, progress=progress)
         done = rows[~alone.indefinite]
         after[done] = torch.cat(alone.outputs)[~alone.indefinite]
-        if len(done) < refine:
+        if refine and len(done) < refine:
             warnings.warn(
                 f"{refine - len(done)} of {refine} examples keep their estimate: the model is too "
                 "far from the minimum of its own objective for them to be left out by a descent",
@@ -245,9 +254,19 @@ def _averaged(task: Task, q: Posterior) -> str:
     )
 
 
+def _curved(q: Posterior, likelihood: Likelihood) -> bool:
+    """Whether the move without an example may be far from linear, and V_i is exact."""
+    return q.structure == "full" and not isinstance(likelihood.kind, Gaussian)
+
+
+def _too_high(used: Tensor, levers: Tensor) -> Tensor:
+    """Which examples shape their own prediction too much for a cavity, ``[N]``."""
+    return (used == WORDS.index("cavity")) & (levers > HIGH)
+
+
 def _rough(used: Tensor, levers: Tensor) -> str:
-    """What to do about examples that shape their own prediction too much for a cavity."""
-    count = int(((used == WORDS.index("cavity")) & (levers > HIGH)).sum())
+    """What to do about them."""
+    count = int(_too_high(used, levers).sum())
     return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
 
 

@@ -242,7 +242,7 @@ def _own(fit: Fit, task: Task) -> Trained:
 def _measured(
     under: Task, q: Posterior, test: Task | None, correction: str, settings: Mapping[str, Any]
 ) -> dict[str, float]:
-    loo = leave_one_out(under, q, correction=correction, **settings)
+    loo = leave_one_out(under, q, correction=correction, refine=0, **settings)
     mean = q.on(under).mean
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}
     if test is not None:

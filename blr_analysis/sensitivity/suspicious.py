@@ -219,7 +219,7 @@ def _of_outputs(
     scores: Scores | None = None  # those of the last posterior, in the end
     for q in qs:
         scores = sensitivity(task, q, variance=True, **asdict(chunking))
-        loo = leave_one_out(task, q, scores=scores)
+        loo = leave_one_out(task, q, scores=scores, refine=0)
         gains.append(relabelling(task.likelihood.plain, loo.logits, loo.targets))
     assert scores is not None and scores.variance is not None
     gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
