@@ -7,10 +7,10 @@ matrix of its one-hot inputs. Where a batch brings an ``attention_mask``, paddin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 
+class _Enough(BaseException):
+    """Ends a forward pass of which the rest is not looked at."""
+
+
 @dataclass
 class InputMoments:
     """Sums over the data: A ``[g, I', I']`` by the layer's joint matrix, look-ups by embedding."""
@@ -39,8 +43,12 @@ class InputMoments:
     moments: dict[str, tuple[Joint, Tensor]] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, joint: Joint, rows: Tensor, times: int) -> None:
-        """Add Σ a aᵀ of rows a ``[g, R, I]``, so many times."""
+    def begin(self) -> None:
+        """A forward pass begins."""
+
+    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
+        """Add Σ a aᵀ of the rows a ``[g, R, I]`` of the tensor that a layer is given, so many
+        times."""
         g, _, i = rows.shape
         size = i + (joint.bias is not None)
         if joint.key not in self.moments:
@@ -54,24 +62,83 @@ class InputMoments:
             total[:, i, i] += rows.shape[1] * times
 
 
-@torch.no_grad()
+@dataclass
+class FirstMoments(InputMoments):
+    """The sums of layers each of which runs once: a forward pass ends after the last of them."""
+
+    layers: frozenset[str] = frozenset()
+    left: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        self.left = set(self.layers)
+
+    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
+        super().add(joint, rows, times, given)
+        self.left.discard(joint.key)
+        if not self.left:
+            raise _Enough
+
+
+@dataclass
+class RunOrder(InputMoments):
+    """No sums, but in what order layers run.
+
+    Attributes:
+        layers: by key, in the order of their first runs.
+        repeated: keys of those that run more than once in a forward pass.
+        apart: keys of those that were ever given another tensor than the layer that ran before.
+    """
+
+    layers: dict[str, Joint] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)
+    _ran: set[str] = field(default_factory=set)
+    _before: tuple[Tensor, int] | None = None
+
+    def begin(self) -> None:
+        self._ran, self._before = set(), None
+
+    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
+        self.layers.setdefault(joint.key, joint)
+        if joint.key in self._ran:
+            self.repeated.add(joint.key)
+        self._ran.add(joint.key)
+        now = None if given.is_inference() else (given, given._version)
+        before, self._before = self._before, now
+        if now is None or before is None or now[0] is not before[0] or now[1] != before[1]:
+            self.apart.add(joint.key)
+
+
+Sums = TypeVar("Sums", bound=InputMoments)
+
+
 def input_moments(
+    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+) -> InputMoments:
+    """:func:`swept` for the moments of all layers with a matrix."""
+    return swept(task, params, InputMoments(), label="layer inputs", progress=progress)
+
+
+@torch.no_grad()
+def swept(
     task: Task,
     params: Mapping[str, Tensor],
+    sums: Sums,
     *,
-    only: str | None = None,
-    label: str = "layer inputs",
-    progress: bool | None = None,
-) -> InputMoments:
+    only: Collection[str] | None = None,
+    label: str = "",
+    progress: bool | None = False,
+) -> Sums:
     """One sweep of forward passes over the task's data, at ``params``.
 
     Args:
-        only: the one parameter whose layer is looked at; None: all layers with a matrix.
+        sums: what is told of the layers.
+        only: parameters whose layers are looked at; None: all layers with a matrix.
 
     Raises:
         ModelError, DataError: see :meth:`Task.run`.
     """
-    sums, wanted = InputMoments(), set(params) if only is None else {only}
+    wanted = set(params) if only is None else set(only)
     units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
     params = task.cast(params)
     own = shared(task, params)
@@ -82,7 +149,8 @@ def input_moments(
         show=progress,
     ):
         mask = _mask(batch)
-        with ExitStack() as hooks, task.evaluation():
+        sums.begin()
+        with ExitStack() as hooks, task.evaluation(), suppress(_Enough):
             for unit in units:
                 seen = _seen(unit, sums, mask, len(indices))
                 handle = unit.module.register_forward_hook(seen, with_kwargs=True)
@@ -102,7 +170,8 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
             e = module.embed_dim
             layout = MatrixShape(3, e, e, (3 * e, e))
             rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
-            sums.add(Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout), rows, times)
+            joint = Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout)
+            sums.add(joint, rows, times, given[0])
         if "weight" not in names:
             return
         weight = module.weight
@@ -127,7 +196,7 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
             layout = MatrixShape(1, o, i, shape, swapped)
         else:
             return
-        sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times)
+        sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times, given[0])
 
     return hook
 

@@ -211,7 +211,8 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
             pairs = zip(_steps(plan, given), _precisions(plan, given), strict=True)
             yield [sparse.sizes(step, h).cpu() for step, h in pairs]
 
-    return list(sparse.limits(sizes, [int(d * item.spec.numel) for d in item.densities]))
+    counts = [max(1, int(d * item.spec.numel)) if d else 0 for d in item.densities]
+    return list(sparse.limits(sizes, counts))
 
 
 def _steps(plan: MergePlan, given: _Inputs) -> list[Tensor]:

@@ -130,6 +130,68 @@ def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
         inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
 
 
+class Branched(nn.Module):
+    """Layers that are given one tensor, one that follows a change of it in place, one run twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in ("q", "k", "v", "after", "twice", "top"):
+            setattr(self, name, nn.Linear(3, 3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.q(x) * self.k(x).sigmoid() + self.v(x)
+        x.tanh_()
+        y = self.twice(y + self.after(x)).tanh()
+        return self.top(self.twice(y))
+
+
+def test_propagated_statistics_of_layers_that_share_inputs_or_run_twice() -> None:
+    models = [Branched(t) for t in (1, 2)]
+    generator = torch.Generator().manual_seed(3)
+    data = [torch.randn(30, 3, generator=generator).double() for _ in models]
+    tasks = [Task(m, (x, torch.arange(30) % 3)) for m, x in zip(models, data, strict=True)]
+    merged = merge(None, models, tasks=tasks, method="fisher", shrink=0.9)
+    runs = [copy.deepcopy(m) for m in models]
+    for name in ("q", "k", "v", "after", "twice", "top"):
+        top: Any = 0.0
+        bottom: Any = 0.0
+        for model, run, x in zip(models, runs, data, strict=True):
+            rows: list[Tensor] = []
+            handle = getattr(run, name).register_forward_hook(
+                lambda _, given, __, rows=rows: rows.append(given[0].clone())
+            )
+            run(x)
+            handle.remove()
+            a = torch.cat([torch.cat(rows), torch.ones(30 * len(rows), 1)], 1)
+            gram = 0.9 * a.mT @ a + 0.1 * (a.mT @ a).diagonal().diag()
+            own = getattr(model, name)
+            top = top + torch.cat([own.weight, own.bias[:, None]], 1) @ gram
+            bottom = bottom + gram
+        truth = (top @ torch.linalg.inv(bottom)).detach()
+        assert relative(merged[f"{name}.weight"], truth[:, :-1]) < 1e-8
+        assert relative(merged[f"{name}.bias"], truth[:, -1]) < 1e-8
+        for run in runs:
+            getattr(run, name).load_state_dict(
+                {"weight": merged[f"{name}.weight"], "bias": merged[f"{name}.bias"]}
+            )
+
+
+def test_propagated_statistics_run_no_further_than_they_must() -> None:
+    """Of six layers three are given one tensor: of 1 + 4 sweeps a task three reach the top."""
+    models = [Branched(t) for t in (1, 2)]
+    runs = [0]
+
+    def count(*_: Any) -> None:
+        runs[0] += 1
+
+    models[0].top.register_forward_hook(count)
+    tasks = [Task(m, (torch.randn(30, 3).double(), torch.arange(30) % 3)) for m in models]
+    merge(None, models, tasks=tasks, method="fisher")
+    assert runs[0] == 3  # the order; the layer that runs twice; the top
+
+
 class Other(nn.Module):
     """Layers of the same names that are never run."""
 

@@ -48,7 +48,7 @@ def ties(
     size = (steps**2 * h).sqrt()
     kept = torch.zeros_like(steps)
     for row, order in zip(kept, size.argsort(1, descending=True), strict=True):
-        row[order[: int(density * len(start))]] = 1.0
+        row[order[: max(1, int(density * len(start)))]] = 1.0
     out = start.clone()
     for i in range(len(start)):
         pulls = [w * float(h[t, i] * kept[t, i] * steps[t, i]) for t, w in enumerate(WEIGHTS)]
@@ -66,6 +66,14 @@ def test_ties_trims_elects_and_averages(density: float) -> None:
     close(own, {n: ties(n, density, 0.8) for n in SHAPES})
     weighed = merged("fisher_ties", density=density, scale=0.8, precisions=CURVED)
     close(weighed, {n: ties(n, density, 0.8, CURVED) for n in SHAPES})
+
+
+@pytest.mark.parametrize(("density", "least"), [(0.3, 2.0), (0.01, 5.0), (0.0, math.inf)])
+def test_ties_keeps_all_entries_as_large_as_the_last(density: float, least: float) -> None:
+    tuned = torch.tensor([5.0, -2.0, 2.0, 1.0, 0.0, 2.0, 0.5, 0.0, 0.0, 0.0])
+    base = {"w": torch.zeros(10)}
+    own = merged("ties", base=base, models=[{"w": tuned}], weights=[1.0], density=density)
+    assert torch.equal(own["w"], torch.where(tuned.abs() >= least, tuned, 0.0).double())
 
 
 def test_fisher_ties_under_equal_precisions_is_ties() -> None:
