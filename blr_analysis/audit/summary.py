@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from blr_analysis.task import Task
 
 SHOWN = 8
 MOST_ROWS = 20
+NAMED = 5  # groups in a sentence
 EXCERPT = 48  # characters of a text
 NOTABLE = 0.01  # of the precision raised to the prior
 DIAGONAL = (
@@ -246,7 +247,22 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
     parts: list[RenderableType] = [grid(rows)]
     if len(order) > MOST_ROWS:
         parts.append(note(f"The {MOST_ROWS} largest of {len(order)}; the table has them all."))
+    parts += map(note, doubts(removals, plain))
     return section(f"What if a {noun} were gone?", lead, *parts)
+
+
+def doubts(removals: pd.DataFrame, named: Callable[[Any], str]) -> list[str]:
+    """Why not to trust the answers for some groups, a sentence for each reason."""
+    groups: dict[str, list[str]] = {}
+    for row in removals.to_dict("records"):
+        if said := row.get("note"):
+            groups.setdefault(said, []).append(str(named(row["group"])))
+    return [
+        f"Not to be trusted without {', '.join(some[:NAMED])}"
+        + (f" and {len(some) - NAMED} more" if len(some) > NAMED else "")
+        + f": {said}."
+        for said, some in groups.items()
+    ]
 
 
 def how(solver: str, passes: float) -> str:

@@ -18,7 +18,14 @@ from markupsafe import Markup
 
 from blr_analysis.audit import Findings
 from blr_analysis.audit.findings import influence_column
-from blr_analysis.audit.summary import DIAGONAL, agreement, expectations, how, trust_notes
+from blr_analysis.audit.summary import (
+    DIAGONAL,
+    agreement,
+    doubts,
+    expectations,
+    how,
+    trust_notes,
+)
 from blr_analysis.files import drafted
 from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
 from blr_analysis.report.contents import (
@@ -61,8 +68,8 @@ def write_page(
     sheet = None if pictures is None else sheet_of(pictures)
     removals = findings.removals if removals is None else removals
     charts = {"map": memory_chart(findings.memory, rows.index)}
+    chosen = names if findings.by == "target" else None  # names of groups
     if removals is not None:
-        chosen = names if findings.by == "target" else None
         told = removals.assign(group=[named(group, chosen) for group in removals["group"]])
         truths = {named(group, chosen): nll for group, nll in (truth or {}).items()}
         charts["removals"] = removals_chart(told, truths)
@@ -88,7 +95,7 @@ def write_page(
     text = _template().render(
         title=title or f"Audit of {findings.task.n_data:,} training examples",
         question=question(findings, removals),
-        trust=trust(findings, removals),
+        trust=trust(findings, removals, chosen),
         policy=policy(library, script),
         style=Markup(_own("page.css")),
         script=Markup(script),
@@ -105,7 +112,7 @@ def write_page(
         suspicious=_doubtful(findings),
         n_suspects=len(data["suspects"]),
         n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
-        removals=removal_rows(removals, names if findings.by == "target" else None),
+        removals=removal_rows(removals, chosen),
         removed_by=grouped(findings),
         tests=data["tests"],
         charts=charts,
@@ -136,7 +143,9 @@ def grouped(findings: Findings) -> str:
     return "class" if findings.by in (None, "target") else str(findings.by)
 
 
-def trust(findings: Findings, removals: pd.DataFrame | None) -> list[str]:
+def trust(
+    findings: Findings, removals: pd.DataFrame | None, names: Sequence[str] | None = None
+) -> list[str]:
     """How far the answers hold: what the reader must know before the first number."""
     leverage = getattr(findings.loo, "leverage", None)
     said = trust_notes(findings.task, findings.posterior, leverage)
@@ -170,6 +179,7 @@ def trust(findings: Findings, removals: pd.DataFrame | None) -> list[str]:
             f"Groups were taken out {how(solver, passes)}; the ranges shown with them are rough: "
             "their widths rest on small networks, or on a guess."
         )
+        said += doubts(removals, lambda group: named(group, names))
     return said
 
 

@@ -96,6 +96,20 @@ class Objective:
                     value += weight * float(task.likelihood.at(chosen).nll(f, y).double().sum())
         return value
 
+    def one_class(self, params: Tree) -> bool:
+        """Whether all targets are the same class: forward passes until there is another."""
+        first = None
+        for task, indices in self.parts:
+            if not task.likelihood.is_classification:
+                return False
+            with torch.no_grad(), task.evaluation():
+                for chosen in indices.split(task.batch_size):
+                    _, y = task.run(task.fetch(chosen), params, chosen)
+                    first = y[:1] if first is None else first.to(y)
+                    if not torch.equal(y, first.expand_as(y)):
+                        return False
+        return True
+
     @property
     def weights(self) -> tuple[float, ...]:
         """How many examples each of a part stands for."""

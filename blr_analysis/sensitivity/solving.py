@@ -124,6 +124,7 @@ class Moved:
         replay: of "replay", what its mean is to be compared with.
         damping: the part of the posterior's step that was taken.
         note: why not to trust it, in one line.
+        alone: whether a replay saw one class only.
     """
 
     posterior: Posterior
@@ -134,6 +135,7 @@ class Moved:
     replay: Replay | None = None
     damping: float = 1.0
     note: str = ""
+    alone: bool = False
 
 
 class GroupSolver:
@@ -183,6 +185,7 @@ class GroupSolver:
         if solver == "replay":
             if self.no_replay:
                 raise InputError(f"solver='replay': {self.no_replay}")
+            alone = data.one_class(dict(q.mean))
             weights = self.replay.trained(
                 [(*part, at) for part, at in zip(data.parts, data.places, strict=True)]
             )
@@ -191,7 +194,7 @@ class GroupSolver:
             about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
-            return Moved(moved, floored, "replay", spent, replay=self.replay)
+            return Moved(moved, floored, "replay", spent, replay=self.replay, alone=alone)
         descent = _descended(data, q, preconditioner, plan, self.chunking)
         moved = _at(preconditioner, descent.point.params, solver="cg", passes=descent.passes)
         return Moved(moved, floored, "cg", descent.passes, descent=descent)

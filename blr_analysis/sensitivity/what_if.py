@@ -336,7 +336,12 @@ class References:
             missing = math.hypot(
                 missing, NOISE * float(own.std(correction=0)) / math.sqrt(len(own))
             )
-            if account["after"].nll < most:
+            if moved.alone:
+                account["note"] = (
+                    "only one class remains: what the other loses grows with every step, and how "
+                    "many and how large yours were is not known; solver='retrain' tells"
+                )
+            elif account["after"].nll < most:
                 account["note"] = (
                     "the training without it extrapolates beyond what the other data support; "
                     "solver='retrain' tells more"

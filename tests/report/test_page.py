@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from tiny_lm import TinyLM
 
 import blr_analysis as blr
+from blr_analysis.audit import investigate
+from blr_analysis.audit.summary import removals_section
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, StorageError
 from blr_analysis.report.contents import MOST_SINGLE, TEXT
 from blr_analysis.report.decisions import read_decisions
+from blr_analysis.report.page import write_page
 from blr_analysis.report.thumbnails import picture_of, sheet_of
 
 HOSTILE = (
@@ -106,6 +110,17 @@ def test_scripts_are_those_the_policy_allows_and_nothing_is_fetched(tmp_path: Pa
         assert f"'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "unsafe-eval" not in policy
     assert all(address.startswith("#") for address in page.addresses)
+
+
+def test_what_speaks_against_a_group_is_told_on_page_and_in_summary(tmp_path: Path) -> None:
+    task, test, posterior = problem()
+    findings = investigate(task, posterior, test=test)
+    removals = findings.removals.assign(note=["<far> off", "", "<far> off"])
+    page = write_page(findings, tmp_path / "r.html", removals=removals, classes=["a", "b", "c"])
+    assert "without a, c: &lt;far&gt; off." in page.read_text("utf-8")
+    console = Console(file=io.StringIO(), width=200)
+    console.print(removals_section(removals, "class", "test data"))
+    assert "without 0, 2: <far> off." in console.file.getvalue()
 
 
 def test_texts_are_data_whatever_they_say(tmp_path: Path) -> None:

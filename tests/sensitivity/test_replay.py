@@ -20,6 +20,7 @@ from blr_analysis.sensitivity.what_if import ByClass, against, interval, support
 from blr_analysis.views import make_table
 
 EPOCHS, BATCH = 12, 32
+bce = nn.functional.binary_cross_entropy_with_logits
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -142,6 +143,33 @@ def test_a_large_part_of_the_data_is_said_to_be_one() -> None:
     assert "large part" in result.note and result.note in repr(result)
     low, high = result.interval
     assert high - result.nll > result.nll - low
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_one_class_alone_is_said_to_be_alone(likelihood: str) -> None:
+    """What it says of the other grows for as long as it trains."""
+    pair = (Y == 3) | (Y == 8)
+    x, y = X[pair], (Y[pair] == 8).long()
+    label = y if likelihood == "categorical" else y[:, None].float()
+    loss = nn.functional.cross_entropy if likelihood == "categorical" else bce
+    torch.manual_seed(0)
+    outputs = 2 if likelihood == "categorical" else 1
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, outputs))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    for _ in range(10):
+        for rows in torch.randperm(len(x)).split(BATCH):
+            optimizer.zero_grad()
+            loss(model(x[rows]), label[rows]).backward()
+            optimizer.step()
+    sources = {"source": (torch.arange(len(x)) % 2).tolist()}
+    task = blr.Task(model, (x, label), likelihood=likelihood, metadata=sources)
+    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    table = blr.what_if_each(task, q, solver="replay", progress=False)
+    assert all("one class" in note for note in table.note)
+    result = blr.what_if(task, q, remove=y == 0, solver="replay", progress=False)
+    assert result.note == table.note[0] and result.note in repr(result)
+    both = blr.what_if_each(task, q, by="source", solver="replay", progress=False)
+    assert not any("one class" in note for note in both.note)
 
 
 def test_the_same_seed_gives_the_same_answer_and_nothing_of_the_model_moves() -> None:
