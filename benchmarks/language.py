@@ -238,7 +238,7 @@ ROWS = (
     "fit_laplace kron",
     "index 32768",
     "search 2048",
-    "search 16384",
+    "search 32768",
 )
 
 

@@ -55,9 +55,9 @@ def test_with_room_for_everything_it_is_exact(tmp_path: Path, structure: str) ->
         assert top.table[column].equals(truth.table[column])
 
 
-@pytest.mark.parametrize("few", [0, 8])
+@pytest.mark.parametrize(("few", "threads"), [(0, 1), (8, 1), (8, 2)])
 def test_a_search_in_half_precision_finds_the_same(
-    few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     monkeypatch.setattr(module, "FEW", few)
@@ -65,7 +65,11 @@ def test_a_search_in_half_precision_finds_the_same(
     monkeypatch.setattr(module, "CACHED", 200)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
     values = index.influence(test, **QUIET)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     top = index.top(test, 3, **QUIET)
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
     for side, largest in (("helpful", True), ("harmful", False)):
         truth, rows = values.topk(3, dim=0, largest=largest)
         assert torch.equal(getattr(top, side), rows.mT)

@@ -16,7 +16,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
@@ -57,6 +58,7 @@ EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradie
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SAMPLE = 64  # training examples that the directions are found in
 WIDER = 4  # times the directions of an average matrix: how many are looked into
+TOGETHER = 2**20  # numbers of a layer's gradients that are made at once
 PRICES = 60  # halvings of the price of a number
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
@@ -273,18 +275,29 @@ class Index:
         return torch.cat([z for z, _ in _projected(task, q, sheets, chunking, None)]).cpu()
 
     def _products(self, asked: Tensor, *, rough: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their values, file by file, read by memory map; ``rough``: in half precision."""
+        """Rows and their values, file by file, read by memory map; ``rough``: in half precision,
+        a file on each of torch's threads."""
         sizes = asked.norm(dim=1).clamp_min(torch.finfo(asked.dtype).tiny)
         halves = (asked / sizes.unsqueeze(1)).half().unbind()
-        for name, rows in _files(self.n_data).items():
+
+        def values_of(name: str) -> Tensor:
             stored = load_file(self.path / name)
             z, norms = stored["directions"], stored["norms"].to(asked.dtype).unsqueeze(1)
             if rough:
-                values = torch.stack([torch.mv(z, q) for q in halves], dim=1).to(asked) * sizes
-            else:
-                some = z.split(max(1, CACHED // z.shape[1]))
-                values = torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
-            yield rows, values * norms
+                return torch.stack([torch.mv(z, q) for q in halves], 1).to(asked) * sizes * norms
+            some = z.split(max(1, CACHED // z.shape[1]))
+            return torch.cat([part.to(asked.dtype) @ asked.mT for part in some]) * norms
+
+        files, threads = _files(self.n_data), torch.get_num_threads()
+        values: Iterable[Tensor] = map(values_of, files)
+        if rough and threads > 1:  # a product of one file is too small for them all
+            alone: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
+            try:
+                with ThreadPoolExecutor(threads, **alone) as pool:
+                    values = list(pool.map(values_of, files))
+            finally:
+                torch.set_num_threads(threads)
+        yield from zip(files.values(), values, strict=True)
 
     def _best(self, asked: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest. Of a few questions they
@@ -400,10 +413,12 @@ def _scaled(
             yield name, scaled
 
 
-def _parts(terms: list[Term]) -> Iterator[list[Term]]:
-    """One example after the other, so that no more than one gradient of a layer is made."""
-    for row in range(terms[0].n_examples):
-        yield [term.part(slice(row, row + 1)) for term in terms]
+def _parts(q: Posterior, terms: list[Term]) -> Iterator[list[Term]]:
+    """As many examples at once as have small gradients of a layer; one, where they are large."""
+    assert isinstance(q.form, Spectral)
+    largest = max(s.numel() for s in q.form.values.values())
+    for some in slices(terms[0].n_examples, TOGETHER // largest):
+        yield [term.part(some) for term in terms]
 
 
 def _projected(
@@ -417,18 +432,19 @@ def _projected(
     roots = _roots(q)
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         rows, squares = [], []
-        for terms in _parts(loss_terms(task, chunk)):
-            found = {name: s.left.new_zeros(1, s.size) for name, s in sheets.items()}
-            square = torch.zeros((), dtype=torch.float64)
+        for terms in _parts(q, loss_terms(task, chunk)):
+            size = terms[0].n_examples
+            found = {name: s.left.new_zeros(size, s.size) for name, s in sheets.items()}
+            square = torch.zeros(size, dtype=torch.float64)
             for name, w in _scaled(q, terms, roots):
-                square += torch.linalg.vector_norm(w).double().square().cpu()
+                square += torch.linalg.vector_norm(w.flatten(1), dim=1).double().square().cpu()
                 sheet = sheets[name]
                 found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
             rows.append(torch.cat(list(found.values()), dim=1))
             squares.append(square)
         z = torch.cat(rows)
         check_finite(z, "projected gradient")
-        yield z, torch.stack(squares)
+        yield z, torch.cat(squares)
 
 
 def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking) -> None:
@@ -455,9 +471,10 @@ def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dic
 
     def sweep() -> Iterator[tuple[str, Tensor]]:
         for chunk in chunks(task, q.mean, chunking, columns=1, indices=some):
-            for terms in _parts(loss_terms(task, chunk)):
-                for name, w in _scaled(q, terms, roots):
-                    yield name, w[0]
+            for terms in _parts(q, loss_terms(task, chunk)):
+                for name, each in _scaled(q, terms, roots):
+                    for w in each:
+                        yield name, w
 
     return leading(sweep, rank, WIDER * math.sqrt(rank / len(roots)), generator)
 
