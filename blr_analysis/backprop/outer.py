@@ -28,7 +28,8 @@ from blr_analysis.backprop.terms import (
 EXPLICIT = 2**20  # numbers of one example's G_c that are made at once
 BLOCK = 2**18  # numbers of G of one column that are made and used at once: they stay in the cache
 STACKED = 2**19  # numbers of output gradients of several columns that are put side by side at once
-CACHED = 2**17  # numbers that are made and used at once, so that they stay in the cache
+CACHED = 2**18  # numbers that are made and used at once, so that they stay in the cache
+TURNED = 2**19  # the same of inputs turned into a basis: products of few rows are slow
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
 
@@ -271,7 +272,7 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     """
     t, k = term.positions, len(term.grads)
     if t == 1:
-        return _scaled_gram(_at_one_position(term), _row_scale(term, weight, bias))
+        return _one_position_gram(term, _row_scale(term, weight, bias))
     if weight is not None and _few_positions(t, k, weight.shape[-1]):
         return _position_gram(term, weight, bias)
     total = term.inputs.new_zeros(len(term.inputs), k, k)
@@ -320,23 +321,22 @@ def _of_rows(term: Outer, rows: slice) -> Outer:
     return Outer(replace(term.joint, bias=None), term.inputs, grads)
 
 
-def _at_one_position(term: Outer) -> Tensor:
-    """d ``[B, g, K, O]``; ``[1, g, K, O]`` where autograd says that all examples have the same: of
-    the layer that gives the outputs, unit vectors."""
+def _one_position_gram(term: Outer, scale: Tensor, left: Tensor | None = None) -> Tensor:
+    """Σ_o (d_c U)_o s_o (d_c' U)_o from s ``[B, g, O]``, which is overwritten, and U ``[O, O]``."""
+    # Autograd expands what all examples have alike: of the layer that gives the outputs, unit rows.
     same = all(d.stride(0) == 0 for d in term.grads)
-    return torch.stack([d[:1] if same else d for d in term.grads], dim=2).squeeze(3)
-
-
-def _scaled_gram(d: Tensor, scale: Tensor) -> Tensor:
-    """Σ_o d_co s_o d_c'o from d ``[B or 1, g, K, O]`` and s ``[B, g, O]``; overwrites both."""
-    k = d.shape[2]
-    if len(d) < len(scale) and d.shape[1] == 1 and _is_identity(d[0, 0]):
+    columns = [(d[:1] if same else d).squeeze(2) for d in term.grads]  # [B or 1, g, O] each
+    if same and left is None and scale.shape[1] == 1 and _is_identity(torch.cat(columns)[:, 0]):
         return torch.diag_embed(scale.squeeze(1))
-    if k == 1:
-        return (d.squeeze(2).square() * scale).sum((1, 2)).view(-1, 1, 1)
-    scale = scale.sqrt_().unsqueeze(2)
-    d = (d * scale if len(d) < len(scale) else d.mul_(scale)).transpose(1, 2).flatten(2)
-    return torch.bmm(d, d.mT)
+    turned = (d if left is None else d @ left for d in columns)
+    if len(columns) == 1:
+        return (next(turned).square() * scale).sum((1, 2)).view(-1, 1, 1)
+    root = scale.sqrt_()
+    half = root.new_empty(len(columns), *root.shape)
+    for column, d in zip(half, turned, strict=True):
+        torch.mul(d, root, out=column)
+    half = half.transpose(0, 1).flatten(2)
+    return torch.bmm(half, half.mT)
 
 
 def _is_identity(matrix: Tensor) -> bool:
@@ -353,16 +353,18 @@ def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tenso
         assert bias is not None
         return bias.expand(len(a), *bias.shape).clone()
     if len(weight) == 1:
-        scale = _by_rows(a.squeeze(1), weight[0], torch.square).unsqueeze(1)
+        scale = _by_rows(a.squeeze(1), weight[0], CACHED, torch.square).unsqueeze(1)
         return scale if bias is None else scale.add_(bias)
     scale = torch.einsum("bgi,goi->bgo", a.square(), weight)
     return scale if bias is None else scale + bias
 
 
-def _by_rows(a: Tensor, variance: Tensor, squared: Callable[[Tensor], Tensor]) -> Tensor:
-    """``squared(a) @ varianceᵀ``, some rows at a time: what is squared never leaves the cache."""
+def _by_rows(
+    a: Tensor, variance: Tensor, numbers: int, squared: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``squared(a) @ varianceᵀ``, so many numbers at a time: what is squared stays in the cache."""
     products = a.new_empty(len(a), len(variance))
-    rows = max(64, CACHED // a.shape[-1])
+    rows = max(64, numbers // a.shape[-1])
     for part, out in zip(a.split(rows), products.split(rows), strict=True):
         torch.mm(squared(part), variance.mT, out=out)
     return products
@@ -378,9 +380,9 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
                 return (part @ right).square_()
             return torch.addmm(right[-1], part, right[:-1]).square_()
 
-        scale = _by_rows(term.inputs.reshape(-1, i), variance[0], squared).unsqueeze(1)
-        d = _at_one_position(term)
-        return _scaled_gram(d if basis.left is None else d @ basis.left, scale)
+        rows = term.inputs.reshape(-1, i)
+        scale = _by_rows(rows, variance[0], TURNED, squared).unsqueeze(1)
+        return _one_position_gram(term, scale, None if basis.left is None else basis.left[0])
     b, k = term.n_examples, term.n_columns
     some = max(1, STACKED // (k * term.grads[0][0].numel()))
     if k > 1 and term.positions > 1 and some < b:

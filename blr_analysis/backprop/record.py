@@ -66,7 +66,7 @@ class Visit:
         """Once the forward pass is over: let go of its graph, and note whether the input stands."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
-        self.args, self.kwargs = _detached((self.args, self.kwargs))
+        self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
 
 @dataclass
@@ -191,11 +191,12 @@ def record(
     counts: dict[str, int] = {}
 
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        if any(map(_inside_transform, tree_flatten((args, kwargs, output))[0])):
+        given = tree_leaves((args, kwargs))
+        leaves, spec = tree_flatten(output)
+        if any(map(_inside_transform, (*given, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
         counts[unit.path] = occurrence + 1
-        leaves, spec = tree_flatten(output)
         outputs, edges = [], []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -208,12 +209,12 @@ def record(
                 leaf = start.clone()  # a later in-place operation must not touch a leaf
             else:
                 edges.append(get_gradient_edge(leaf))
-            outputs.append(_shapes(leaf.detach()))
+            outputs.append(_shape(leaf))
             leaves[position] = leaf
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        tensors = [t for t in given if isinstance(t, Tensor) and not t.is_inference()]
+        versions = [(t, t._version) for t in tensors]
         if shapes:
-            args, kwargs, edges, versions = _shapes((args, kwargs, [], []))
+            args, kwargs, edges, versions = tree_map(_shape, (args, kwargs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
         return tree_unflatten(leaves, spec)
 
@@ -245,16 +246,13 @@ def _inside_transform(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
 
-def _shapes(tree: Any) -> Any:
-    """The same without its numbers."""
-    leaves, spec = tree_flatten(tree)
-    empty = [x.new_zeros(()).expand(x.shape) if isinstance(x, Tensor) else x for x in leaves]
-    return tree_unflatten(empty, spec)
+def _shape(leaf: Any) -> Any:
+    """A tensor without its numbers."""
+    return leaf.detach().new_zeros(()).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
 
 
-def _detached(tree: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class SavedBytes:

@@ -12,6 +12,8 @@ from blr_analysis.checks import tolerance, whole
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods.base import Likelihood, numbers
 
+SHORT = 16  # numbers of a row from which on torch goes through it by vectors
+
 
 class Categorical(Likelihood):
     """Softmax classification, C ≥ 2 logits; the loss of ``torch.nn.CrossEntropyLoss``.
@@ -123,7 +125,10 @@ class Categorical(Likelihood):
         c = outputs.shape[-1]
         ignored = self._ignored(targets)
         known = targets if ignored is None else targets.masked_fill(ignored, 0)
-        t = (known if known.ndim == 2 else F.one_hot(known, c)).to(outputs.dtype)
+        if known.ndim == 2:
+            t = known.to(outputs.dtype)
+        else:
+            t = torch.zeros_like(outputs).scatter_(1, known.unsqueeze(1), 1)
         if self.label_smoothing:
             t = (1 - self.label_smoothing) * t + self.label_smoothing / c
         if self.weight is not None:
@@ -149,21 +154,21 @@ class Categorical(Likelihood):
         return (s.sqrt() if root else s) * plain
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        p = self._times_mass(outputs.softmax(-1), outputs, targets)
+        p = self._times_mass(_softmax(outputs), outputs, targets)
         return p - self.shares(outputs, targets)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
+        p = _softmax(outputs)
         plain = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
         return self._times_mass(plain.flatten(1), outputs, targets).view_as(plain)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
+        p = _softmax(outputs)
         plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
         return self._times_mass(plain, outputs, targets)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        p = outputs.softmax(-1)
+        p = _softmax(outputs)
         root = p.sqrt()
         plain = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
         return self._times_mass(plain.flatten(1), outputs, targets, root=True).view_as(plain)
@@ -181,7 +186,7 @@ class Categorical(Likelihood):
         )
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
+        return _softmax(outputs)
 
     def prediction(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(-1)
@@ -196,12 +201,19 @@ class Categorical(Likelihood):
         return right.to(outputs.dtype).masked_fill(ignored, torch.nan)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(-1)
+        return torch.multinomial(_softmax(outputs), 1, generator=generator).squeeze(-1)
 
     def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
-        plain = outputs.softmax(-1) - F.one_hot(drawn, outputs.shape[-1]).to(outputs.dtype)
+        plain = _softmax(outputs) - F.one_hot(drawn, outputs.shape[-1]).to(outputs.dtype)
         return self._times_mass(plain, outputs, targets, root=True)
+
+
+def _softmax(outputs: Tensor) -> Tensor:
+    """Over the classes; few of them for all examples at once: torch's is slow along short rows."""
+    if outputs.shape[-1] >= SHORT:
+        return outputs.softmax(-1)
+    return outputs.mT.softmax(-2).mT.contiguous()
 
 
 def _soft(targets: Tensor) -> Tensor:
