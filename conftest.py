@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import torch
 
 import blr_analysis
 
 PACKAGE = Path(blr_analysis.__file__).parent
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
+    torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
