@@ -11,7 +11,6 @@ from transformers import Trainer
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.optim import BSAM, IVON
-from blr_analysis.learning_rule.optim.ivon import BROAD
 from blr_analysis.posterior import Posterior
 
 SMALL = 1e-3
@@ -56,8 +55,8 @@ class IVONTrainer(VariationalSteps, Trainer):
 
     The optimizer is made from the arguments: ``lr=learning_rate`` (as SGD's: 0.01 to 0.5, not the
     default of 5e-5), ``ess`` the number of training examples, ``weight_decay``, or 1/ess where it
-    is 0, and ``steps`` the length of the training, see the guide to IVON. Of less than 400 examples
-    ``hess_init`` is above 1, so that the noise of the first draws is not above 0.05.
+    is 0, ``hess_init="weights"``, so that few examples suffice to fine-tune, and ``steps`` the
+    length of the training, see the guide to IVON.
 
         from blr_analysis.huggingface import IVONTrainer
         trainer = IVONTrainer(model, TrainingArguments(out, learning_rate=0.1), train_dataset=data)
@@ -89,7 +88,7 @@ class IVONTrainer(VariationalSteps, Trainer):
             trained,
             lr=args.learning_rate,
             ess=n,
-            hess_init=max(1.0, 1 / (n * BROAD**2)),
+            hess_init="weights",
             weight_decay=decay,
             steps=self._length(),
         )

@@ -14,6 +14,7 @@ from bokeh.models import (
     CDSView,
     ColumnDataSource,
     HoverTool,
+    InlineStyleSheet,
     Label,
     LassoSelectTool,
     PanTool,
@@ -30,6 +31,7 @@ from blr_analysis.plots._canvas import BLUE, GREY, LOOKS, MEASURES, ORANGE, Axis
 from blr_analysis.plots.memory import CROWD
 
 CELLS = (72, 44)
+ON_PAPER = "@media print { :host { visibility: hidden } }"
 MOST_GROUPS = 30
 MARKS = {"o": "circle", "s": "square", "^": "triangle"}
 DASHES = {":": "dotted", "-": "solid", "--": "dashed"}
@@ -118,6 +120,7 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         HoverTool(renderers=[points], tooltips=None),
     )
     chart.toolbar.active_drag, chart.toolbar.active_scroll = brush, None
+    chart.toolbar.stylesheets = [InlineStyleSheet(css=ON_PAPER)]
     wheel.zoom_on_axis = True
     return _item(chart)
 

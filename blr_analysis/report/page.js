@@ -313,7 +313,14 @@ const start = async () => {
   dressed();
   dark.addEventListener("change", dressed);
   narrow.addEventListener("change", dressed);
-  addEventListener("beforeprint", () => { document.documentElement.classList.add("printed"); dressed(); });
+  addEventListener("beforeprint", () => {
+    document.documentElement.classList.add("printed");
+    dressed();
+    for (const view of Bokeh.index.roots) { // now: while a page prints, nothing is laid out or drawn later
+      view.after_resize?.();
+      view.paint?.();
+    }
+  });
   addEventListener("afterprint", () => { document.documentElement.classList.remove("printed"); dressed(); });
   points.selected.properties.indices.change.connect(() => {
     if (own) return;

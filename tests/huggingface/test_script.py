@@ -43,11 +43,11 @@ def tiny(folder: Path) -> None:
     tiny_transformers.save(folder, tiny_transformers.build("bert", num_labels=2))
 
 
-def run(text: str, folder: Path, steps: int, often: int) -> Any:
+def run(text: str, folder: Path, steps: int) -> Any:
     known: dict[str, Any] = {"__name__": "script"}
     exec(compile(text, "run_glue.py", "exec"), known)
-    (folder / "six.csv").write_text("sentence,label\n" + often * LINES)
-    options = f"--max_steps {steps} --per_device_train_batch_size 12 --report_to none --use_cpu 1"
+    (folder / "six.csv").write_text("sentence,label\n" + LINES)
+    options = f"--max_steps {steps} --per_device_train_batch_size 6 --report_to none --use_cpu 1"
     options += " --disable_tqdm 1 --logging_steps 1 --save_strategy no"
     where = [str(folder / "model"), str(folder / "six.csv"), "--output_dir", str(folder / "out")]
     return known["main"]([*where, *options.split()])
@@ -59,18 +59,21 @@ def test_two_lines_are_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "often"),  # six examples alone move a posterior over so many weights little
-    [(tiny, 150, 200), pytest.param(minilm, 25, 4000, marks=pytest.mark.slow)],
+    ("model", "steps"), [(tiny, 200), pytest.param(minilm, 8, marks=pytest.mark.slow)]
 )
-def test_it_trains(tmp_path: Path, model: Any, steps: int, often: int) -> None:
+def test_it_trains_on_six_lines(tmp_path: Path, model: Any, steps: int) -> None:
     (tmp_path / "model").mkdir()
     model(tmp_path / "model")
-    plain = run(SCRIPT, tmp_path, 1, often)
-    assert type(plain.optimizer.optimizer).__name__ == "AdamW"
-    before = plain.evaluate()["eval_loss"]
-    trainer = run(CHANGED, tmp_path, steps, often)
+    trainer = run(CHANGED, tmp_path, steps)
     assert type(trainer.optimizer.optimizer).__name__ == "IVON"
-    assert trainer.evaluate()["eval_loss"] < min(before, 0.6)
+    assert trainer.evaluate()["eval_loss"] < 0.5  # of two classes, log 2 at first
     posterior = trainer.posterior()
-    assert posterior.n_data == 6 * often
+    assert posterior.n_data == 6
     assert set(posterior.mean) == {n for n, _ in trainer.model.named_parameters()}
+
+
+def test_the_script_as_it_was_trains_with_adamw(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tiny(tmp_path / "model")
+    trainer = run(SCRIPT, tmp_path, 1)
+    assert type(trainer.optimizer.optimizer).__name__ == "AdamW"

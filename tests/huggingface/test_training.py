@@ -121,7 +121,8 @@ def test_a_run_that_is_resumed_ends_where_the_whole_one_does(tmp_path: Path) -> 
 def test_steps_are_counted_where_only_epochs_are_given(tmp_path: Path) -> None:
     run = trainer(tmp_path, bert(), max_steps=-1, num_train_epochs=3)
     run.create_optimizer()
-    expected = IVON(bert().parameters(), lr=0.1, ess=N, weight_decay=1 / N, steps=6)
+    options: Any = {"weight_decay": 1 / N, "hess_init": "weights", "steps": 6}
+    expected = IVON(bert().parameters(), lr=0.1, ess=N, **options)
     assert run.optimizer.param_groups[0]["beta2"] == expected.param_groups[0]["beta2"]
 
 

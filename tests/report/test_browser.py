@@ -199,6 +199,34 @@ def test_paper_and_ink_differ_in_the_dark_and_in_print(page: SimpleNamespace, me
     window.emulate_media(media="screen", color_scheme="light")
 
 
+LIGHT = """() => {
+  dispatchEvent(new Event("beforeprint"));
+  return [...Bokeh.index.roots].filter((v) => v.canvas_view).map((v) => {
+    const { canvas } = v.canvas_view.primary;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let [light, dark] = [0, 0];
+    for (let k = 0; k < data.length; k += 4) if (data[k + 3] > 200) {
+      light += Math.min(data[k], data[k + 1], data[k + 2]) > 225;
+      dark += Math.max(data[k], data[k + 1], data[k + 2]) < 30;
+    }
+    return [dark > 100 + 10 * light, v.el.getBoundingClientRect().width];
+  });
+}"""
+
+
+def test_charts_are_ink_on_paper_at_once_when_a_dark_page_is_printed(page: SimpleNamespace) -> None:
+    """No frame is drawn between the event and the print."""
+    page.window.emulate_media(color_scheme="dark")
+    page.window.wait_for_timeout(200)
+    assert page.window.evaluate(LIGHT) == [[True, 690]] * 2  # the map, removals
+    page.window.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.window.emulate_media(color_scheme="light")
+    ends = (
+        "list => list.map((v) => [v, v.closest('li')].map((e) => e.getBoundingClientRect().right))"
+    )
+    assert all(a < b for a, b in page.window.eval_on_selector_all("#gallery select", ends))
+
+
 def test_a_narrow_window_needs_no_sideways_scrolling(page: SimpleNamespace) -> None:
     page.window.set_viewport_size({"width": 390, "height": 800})
     page.window.wait_for_timeout(200)

@@ -5,32 +5,55 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from blr_analysis.checks import one_of, positive_int
-from blr_analysis.errors import InitialPrecisionWarning
+from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.ivon_opt import from_ivon_opt, is_ivon_opt, to_ivon_opt
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
-from blr_analysis.learning_rule.optim.settings import POSITIVE
+from blr_analysis.learning_rule.optim.settings import (
+    POSITIVE,
+    SETTINGS,
+    listed,
+    read_group,
+    tensors_of,
+)
 from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
 BROAD = 0.05
 """With ``steps``: how wide q may become where the data say nothing, and how far a step goes."""
+NARROW, WIDEST = 0.05, 0.15
+"""With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
+where the data say nothing."""
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
-def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0) -> float:
+def size_of(groups: list[dict[str, Any]]) -> float:
+    """The root mean square of the weights: of the matrices, where there are any.
+
+    Raises:
+        InputError: they are all 0.
+    """
+    tensors = [p.detach() for group in groups for p in tensors_of(group)]
+    weights = [p for p in tensors if p.ndim > 1] or tensors
+    squares = sum(float(p.double().square().sum()) for p in weights)
+    if not squares:
+        raise InputError('hess_init="weights" goes by weights that are trained; these are all 0')
+    return math.sqrt(squares / sum(p.numel() for p in weights))
+
+
+def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0, broad: float = BROAD) -> float:
     r"""The β₂ with which h has left its start after ``steps``: 1 − β₂ = c / steps, e^−c of it left.
 
     The larger c, the more of h is the data's; but where the data say nothing h falls to
     hess_init·e^−c, and the noise of the draws grows to (ess · hess_init · e^−c)^−½, which has to
-    stay below the size of the weights: 0.05. Hence c = log(ess · hess_init · 0.05²), and from 1
-    to 5 in any case. The estimate of h is noisy by √(c / (2 · epochs)) of itself.
+    stay below the size of the weights: ``broad``. Hence c = log(ess · hess_init · broad²), and
+    from 1 to 5 in any case. The estimate of h is noisy by √(c / (2 · epochs)) of itself.
 
     Raises:
         InputError: ``steps`` is no positive whole number.
@@ -43,7 +66,7 @@ def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0) -> float:
         return BETA2
     positive_int("steps", steps)
     try:
-        c = math.log(float(ess) * float(hess_init) * BROAD**2)
+        c = math.log(float(ess) * float(hess_init) * broad**2)
     except (TypeError, ValueError):  # what is wrong with them is said where groups are checked
         c = 1.0
     return 1 - min(max(c, 1.0), 5.0, steps) / steps
@@ -119,7 +142,9 @@ class IVON(RowOptimizer):
             devices and dtypes.
         lr: step size; multiplied by ``hess_init + weight_decay`` if ``rescale_lr``.
         ess: effective sample size λ, usually the number of training examples.
-        hess_init: ``hess`` before the first step. The hyperparameter to tune.
+        hess_init: ``hess`` before the first step; or "weights", to fine-tune: 1, or more, so that
+            the noise of the first draws is at most 0.05 of the weights' root mean square (and,
+            with ``steps``, 0.15 of it where the data say nothing).
         beta1: decay of the momentum, in [0, 1).
         beta2: 1 − step size of ``hess``, in [0, 1].
         weight_decay: δ/ess, added to ``hess`` and pulling m to zero.
@@ -182,7 +207,7 @@ class IVON(RowOptimizer):
         params: Any,
         lr: float,
         ess: float,
-        hess_init: float = 1.0,
+        hess_init: float | Literal["weights"] = 1.0,
         beta1: float = 0.9,
         beta2: float = BETA2,
         weight_decay: float = 1e-4,
@@ -197,9 +222,18 @@ class IVON(RowOptimizer):
         foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
-        given = dict(locals())
+        given, broad = dict(locals()), BROAD
+        if hess_init == "weights":
+            SETTINGS["ess"].check("ess", ess)
+            items = listed(params)
+            grouped = isinstance(items[0], dict)
+            groups = [read_group(g, "IVON") for g in (items if grouped else [{"params": items}])]
+            given["params"] = groups
+            size = size_of(groups)
+            broad = WIDEST * size
+            hess_init = given["hess_init"] = max(1.0, 1 / (ess * (NARROW * size) ** 2))
         if beta2 == BETA2:
-            given["beta2"] = beta2_for(steps, ess, hess_init)
+            given["beta2"] = beta2_for(steps, ess, hess_init, broad)
         if clip_radius == math.inf:
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)

@@ -237,6 +237,40 @@ def test_invalid_parameters() -> None:
     assert named.param_groups[0]["param_names"] == ["weight"]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> None:
+    """0.05 of their size at first and, of a loss that says nothing, 0.15 of it in the end."""
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(0.2 * torch.randn(100, 200, generator=noise))
+    bias = torch.nn.Parameter(torch.full((5,), 100.0))
+    params: Any = [{"params": iter([weight])}, {"params": [bias]}] if grouped else [weight, bias]
+    optimizer = IVON(params, lr=0.1, ess=6, hess_init="weights", weight_decay=0.0, steps=400,
+                     generator=noise)  # fmt: skip
+
+    def spread() -> float:
+        mean = weight.detach().clone()
+        with optimizer.sampled_params():
+            return float((weight.detach() - mean).std() / mean.square().mean().sqrt())
+
+    assert spread() == pytest.approx(0.05, rel=0.02)
+    for _ in range(400):
+        with optimizer.sampled_params(train=True):
+            weight.grad, bias.grad = torch.zeros_like(weight), torch.zeros_like(bias)
+        optimizer.step()
+    assert spread() == pytest.approx(0.15, rel=0.02)
+
+
+def test_a_start_by_the_weights_is_1_where_data_are_many_and_needs_weights() -> None:
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    assert IVON([param], 0.1, 1e6, hess_init="weights").param_groups[0]["hess_init"] == 1.0
+    with pytest.raises(InputError, match="all 0"):
+        IVON([torch.nn.Parameter(torch.zeros(3, 2))], 0.1, 10, hess_init="weights")
+    with pytest.raises(InputError, match="ess"):
+        IVON([param], 0.1, 0, hess_init="weights")
+    with pytest.raises(InputError, match="hess_init"):
+        IVON([param], 0.1, 10, hess_init="weight")  # type: ignore[arg-type]
+
+
 def test_steps_set_how_fast_the_start_is_forgotten() -> None:
     param = torch.nn.Parameter(torch.ones(3))
 
