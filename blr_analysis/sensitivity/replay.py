@@ -12,7 +12,8 @@ weights, with the same kind of steps, the same step sizes and, but for the chang
 minibatches: their order moves the loss more than a small group does. Minibatches lower the mean
 loss, with no decay of the weights: that a training ends is what holds them back. (As many epochs of
 half the data are half as many steps: of groups that large, retraining for as many epochs loses
-more. Smaller steps for fewer data say so, and mistake small groups: they are not taken.)
+more. Smaller steps for fewer data say so, and mistake small groups: they are not taken. Steps are
+fewer where one class remains, whose loss falls all the way.)
 
 How the model was trained, its weights tell (:func:`shortfall`). Steps of Adam's kind move all
 weights alike, those of SGD's (and IVON's) kind the ones with large gradients; and steps that make
@@ -41,6 +42,11 @@ Part = tuple[Task, Tensor, Tensor]
 # that lowers the loss at once is too large for the steps that follow.
 RATES = {"adam": (1e-2, 5e-3, 2e-3, 5e-4), "sgd": (0.6, 0.3, 0.15, 0.06, 0.02)}
 TAKEN = {"adam": 1.0, "sgd": 1 / 3}
+# What is left of one class is fitted at once, and what is said of the other grows with the step
+# size: the middle between the one taken and the best.
+ALONE = {family: taken**-0.5 for family, taken in TAKEN.items()}
+# As unlike the model's, at most, are the weights of its own kind of steps, and next to the other's.
+UNLIKE, CLEAR = 0.5, 2 / 3
 MOMENTUM = 0.9
 PROBES = 0.4  # as many passes as this part of a training's go into finding its step size
 HALVINGS = 3  # of the step size, at most, where the weights grow beyond the model's
@@ -83,13 +89,25 @@ class Replay:
     each: float
     unlike: dict[str, float]
 
-    def trained(self, parts: Sequence[Part]) -> Tree:
-        """θ_K^{\\G}: the same training on the changed data.
+    @property
+    def clear(self) -> bool:
+        """Whether its kind of steps, and not the other, makes weights like the model's."""
+        least, *others = sorted(self.unlike.values())
+        return least < UNLIKE and all(least < CLEAR * other for other in others)
+
+    def trained(self, parts: Sequence[Part], *, alone: bool = False) -> Tree:
+        """θ_K^{\\G}: the same training on the changed data; of one class alone as many epochs,
+        not steps, by step sizes of ALONE.
 
         Raises:
             ModelError, DataError: as :meth:`Task.run`; ModelError where it diverges.
         """
-        return _train(parts, self.start, self.recipe).weights
+        recipe = self.recipe
+        if alone:
+            epochs = sum(len(indices) for _, indices, _ in parts) / recipe.n_data
+            lr, steps = recipe.lr * ALONE[recipe.family], math.ceil(recipe.steps * epochs)
+            recipe = replace(recipe, lr=lr, steps=steps)
+        return _train(parts, self.start, recipe).weights
 
 
 def prepare(

@@ -187,7 +187,8 @@ class GroupSolver:
                 raise InputError(f"solver='replay': {self.no_replay}")
             alone = data.one_class(dict(q.mean))
             weights = self.replay.trained(
-                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)]
+                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)],
+                alone=alone,
             )
             spent = self.replay.passes + self.replay.each
             recipe = self.replay.recipe
