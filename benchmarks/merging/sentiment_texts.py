@@ -81,10 +81,10 @@ class Texts:
 
     def chosen(self, indices: list[int]) -> Texts:
         """These texts, in this order."""
-        return Texts([self.ids[i] for i in indices], self.labels[indices])
+        return type(self)([self.ids[i] for i in indices], self.labels[indices])
 
     def first(self, count: int) -> Texts:
-        return Texts(self.ids[:count], self.labels[:count])
+        return type(self)(self.ids[:count], self.labels[:count])
 
 
 def shuffled(n: int, generator: torch.Generator) -> list[int]:
