@@ -5,7 +5,9 @@ precisions, with and without shrinkage of their off-diagonals, powers of G and d
 base's precision where that is given; propagated statistics where there are tasks.
 
 With validation tasks the best mean NLL (or accuracy) decides; without them that of the tasks whose
-statistics are propagated; without those the predicted gap,
+statistics are propagated: these are of every other example then, and the rest are judged by, since
+merges fit best what their statistics are of (what is taken is made with all examples again). Where
+there are neither, the predicted gap decides,
 
     Σ_t α_t ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blr_analysis.checks import one_of
@@ -37,6 +40,7 @@ from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.plan import open_model
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.posterior import FACTORED
+from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
 ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
@@ -161,7 +165,9 @@ def chosen(
     one_of("criterion", criterion, CRITERIA)
     given, tasks = settings["precisions"], settings["tasks"]
     complete = given is not None and all(p is not None for p in given)
-    validate = tasks if validate is None else validate
+    known = tasks
+    if validate is None and tasks is not None:
+        known, validate = zip(*map(_halves, tasks), strict=True)
     if validate is None and not complete:
         raise InputError('method="auto" chooses by validate=, tasks= or precisions=: give one')
     start = None if base is None else _state(base, "base", None)
@@ -174,12 +180,12 @@ def chosen(
     ]
     kinds = {p.structure for p in opened}
     structure = kinds.pop() if len(kinds) == 1 else "diag" if kinds else ""
-    found = candidates(
-        len(states), based=base is not None, structure=structure, settings=settings, tasks=tasks
-    )
+    kind: Any = {"based": base is not None, "structure": structure, "settings": settings}
+    found = candidates(len(states), **kind, tasks=tasks)
     common = {k: settings[k] for k in COMMON}
     if validate is not None:
-        points, by = _tried(start, states, validate, found, common), criterion
+        tried = candidates(len(states), **kind, tasks=known)
+        points, by = _tried(start, states, validate, tried, common), criterion
     else:
         own = families(structure, settings)[0]
         found = {
@@ -190,6 +196,11 @@ def chosen(
         points, by = _predicted(start, states, opened, found, common), "gap"
     best = min(points, key=lambda p: rank(p, "nll" if by == "gap" else criterion))
     return Choice(best.method, found[best.method], tuple(points), by)
+
+
+def _halves(task: Task) -> tuple[Task, Task]:
+    order = torch.arange(task.n_data)
+    return (task, task) if task.n_data == 1 else (task.subset(order[::2]), task.subset(order[1::2]))
 
 
 def _state(given: Any, name: str, base: Any) -> State:

@@ -96,22 +96,19 @@ def combine_sparse(
     normalize: bool,
     scale: float,
 ) -> None:
-    """The module's formula for one block; the steps have lost what does not stay."""
-    pulls = [
-        s * (a * h if isinstance(h, Tensor) else a)
-        for s, a, h in zip(steps, weights, precisions, strict=True)
-    ]
+    """The module's formula for one block; the steps lack what does not stay, and are used up."""
+    for step, alpha, h in zip(steps, weights, precisions, strict=True):
+        step *= alpha * h if isinstance(h, Tensor) else alpha
     total, weight = torch.zeros_like(out), torch.zeros_like(out)
-    positive = torch.stack(pulls).sum(0) >= 0 if elect else None
-    for pull, alpha, h in zip(pulls, weights, precisions, strict=True):
-        share = alpha * h if isinstance(h, Tensor) else torch.full_like(out, alpha)
-        if positive is not None:
-            agrees = torch.where(positive, pull > 0, pull < 0)
-            pull, share = pull * agrees, share * agrees
-        total += pull
-        weight += share
+    elected = torch.where(torch.stack(list(steps)).sum(0) >= 0, 1.0, -1.0) if elect else None
+    for pull, alpha, h in zip(steps, weights, precisions, strict=True):
+        counts = (
+            torch.ones_like(pull) if elected is None else pull.sign().mul_(elected).clamp_min_(0)
+        )
+        total.addcmul_(pull, counts)
+        weight.add_(counts * h if isinstance(h, Tensor) else counts, alpha=alpha)
     if normalize:
-        total /= torch.where(weight.abs() < 1e-8, 1.0, weight)
+        total /= weight.masked_fill_(weight.abs() < 1e-8, 1.0)
     torch.add(base, total, alpha=scale, out=out)
 
 
