@@ -15,6 +15,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MATCHING, ARITHMETIC = "gradient_matching", "task_arithmetic"
 METHODS = (MATCHING, ARITHMETIC)
+SHARE = 0.4  # of the second model, in SLERP
+SIMPLE = {  # of mergekit's methods: what ours and its recipes are told beside the weights
+    "linear": {},
+    "ties": {"density": 0.5},
+    "dare_linear": {"density": 0.5},
+    "slerp": {},
+}
 
 
 @dataclass(frozen=True)
@@ -45,28 +52,37 @@ class Contender:
 def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
     """All that can run here, ours before its peers; writes the recipes that they read."""
     given = {"models": [m.name for m in made.models], "weights": WEIGHTS, "delta": DELTA}
+    given |= {"simple": SIMPLE, "share": SHARE}
     (made.root / "merge.json").write_text(json.dumps(given))
     found = []
     for method in METHODS:
         found += [_raw(made, method, flushed=False), _raw(made, method, flushed=True)]
         found += [_script("ours", "run_blr.py", made, method), _command(made, method)]
         found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
-        inputs = sum(file.stat().st_size for file in made.inputs(method == MATCHING))
-        held = inputs + 2 * made.shape.parameters
+        held = sum(file.stat().st_size for file in inputs(made, method)) + 2 * made.shape.parameters
         found.append(
             replace(_script("all in memory", "peers_script.py", made, method), memory=held)
         )
+    for method in SIMPLE:
+        found += [_raw(made, method, flushed=False), _script("ours", "run_blr.py", made, method)]
+        found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
     return found
+
+
+def inputs(made: Checkpoints, method: str) -> tuple[Path, ...]:
+    """The files that a method reads."""
+    found = made.inputs(method == MATCHING)
+    return found[1:3] if method == "slerp" else found[1:] if method == "linear" else found
 
 
 def _raw(made: Checkpoints, method: str, *, flushed: bool) -> Contender:
     """Read all inputs and write as much as a merge does; the paths are arguments, never text."""
     script = 'out=$1; base=$2; shift 2; cat "$@" > /dev/null && mkdir "$out" && cp "$base" "$out"'
     script += ' && sync "$out"/*' if flushed else ""
-    inputs = made.inputs(method == MATCHING)
 
     def command(out: Path) -> list[str | Path]:
-        return ["sh", "-c", script, "raw", out, made.base / "model.safetensors", *inputs]
+        files = inputs(made, method)
+        return ["sh", "-c", script, "raw", out, made.base / "model.safetensors", *files]
 
     return Contender(method, "raw, flushed" if flushed else "raw", command, merges=False)
 
@@ -109,6 +125,13 @@ def _mergekit(made: Checkpoints, method: str, python: Path) -> list[Contender]:
         for m, a in zip(made.models, WEIGHTS, strict=True)
     ]
     recipe: dict[str, Any] = {"merge_method": method, "base_model": str(made.base)}
+    for entry in models:
+        entry["parameters"] |= SIMPLE.get(method, {})
+    if method == "linear":
+        del recipe["base_model"]
+    if method == "slerp":
+        models = [{"model": str(m)} for m in made.models[:2]]
+        recipe |= {"base_model": str(made.models[0]), "parameters": {"t": SHARE}}
     if method == MATCHING:
         models += [
             {"model": str(made.as_model(m)), "parameters": {"weight": 1.0}}
@@ -116,7 +139,7 @@ def _mergekit(made: Checkpoints, method: str, python: Path) -> list[Contender]:
         ]
         recipe["parameters"] = {"delta": DELTA}
     found = []
-    for dtype in ("float32",) if method == MATCHING else ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if method == ARITHMETIC else ("float32",):
         how = {"dtype": dtype, "out_dtype": "bfloat16"}
         path = _written(
             made.root / f"{method}_mergekit_{dtype}.yml", {**recipe, "models": models, **how}

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from blr_analysis import merge
 
@@ -20,14 +21,20 @@ def main() -> None:
     given = json.loads((root / "merge.json").read_text())
     started = time.perf_counter()
     models = [root / name for name in given["models"]]
-    extra = {}
+    extra: dict[str, Any] = {}
     if method == "gradient_matching":
         extra = {
             "precisions": [model / "precision" for model in models],
             "base_precision": root / "base" / "precision",
             "delta": given["delta"],
         }
-    merge(root / "base", models, weights=given["weights"], method=method, out=out, **extra)
+    extra |= given["simple"].get(method, {})
+    base, weights = root / "base", given["weights"]
+    if method == "slerp":
+        base, models, weights = None, models[:2], [1 - given["share"], given["share"]]
+    if method == "linear":
+        base = None
+    merge(base, models, weights=weights, method=method, out=out, **extra)
     print(json.dumps({"inner": time.perf_counter() - started}))
 
 

@@ -39,7 +39,7 @@ from benchmarks.__main__ import machine
 from benchmarks.merging import child
 from benchmarks.merging.agreement import Difference, difference
 from benchmarks.merging.checkpoints_made import Checkpoints, bytes_needed, make, shape_of
-from benchmarks.merging.contenders import MATCHING, Contender, contenders
+from benchmarks.merging.contenders import Contender, contenders, inputs
 
 BYTECODE = "bytecode"  # the folder, among the checkpoints, that Python compiles into
 COLUMNS: tuple[str, ...] = (
@@ -104,10 +104,10 @@ def _rehearse(made: Checkpoints, contender: Contender) -> None:
 
 def _turn(made: Checkpoints, one: Measured, ours: dict[str, Path]) -> None:
     contender, out = one.contender, made.root / "out"
-    inputs = made.inputs(contender.method == MATCHING)
+    files = inputs(made, contender.method)
     os.sync()
-    child.warm(inputs)
-    one.warmth.append(child.resident(inputs))
+    child.warm(files)
+    one.warmth.append(child.resident(files))
     try:
         if contender.memory * 1.1 > (free := child.available()):
             raise child.ChildError(

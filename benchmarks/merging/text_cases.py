@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,7 @@ def states(whole: Any, data: Texts) -> States:
     return States(found, data.labels)
 
 
-def joined(parts: list[States]) -> States:
+def joined(parts: Sequence[Texts]) -> States:
     return States([row for p in parts for row in p.ids], torch.cat([p.labels for p in parts]))
 
 

@@ -72,6 +72,12 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
     ]
 
 
+def keep(step: Tensor, size: Tensor, limit: int) -> None:
+    """Leave out of a step what is smaller than a limit of :func:`limits`."""
+    least = torch.tensor(limit, dtype=torch.int32).view(torch.float32)  # none is ≥ NaN: all go
+    step *= torch.ge(size.view(torch.float32), least.item(), out=torch.empty_like(step))
+
+
 def drawn(density: float, count: int, seed: int, model: int, name: str, start: int) -> Tensor:
     """Which of the entries from ``start``, a multiple of BLOCK, on stay by chance: the same
     whatever the shards, pieces and threads.
@@ -97,18 +103,21 @@ def combine_sparse(
     scale: float,
 ) -> None:
     """The module's formula for one block; the steps lack what does not stay, and are used up."""
-    for step, alpha, h in zip(steps, weights, precisions, strict=True):
-        step *= alpha * h if isinstance(h, Tensor) else alpha
+    pairs = zip(weights, precisions, strict=True)
+    shares = [alpha * h if isinstance(h, Tensor) else alpha for alpha, h in pairs]
+    for step, share in zip(steps, shares, strict=True):
+        step *= share
     total, weight = torch.zeros_like(out), torch.zeros_like(out)
-    elected = torch.where(torch.stack(list(steps)).sum(0) >= 0, 1.0, -1.0) if elect else None
-    for pull, alpha, h in zip(steps, weights, precisions, strict=True):
-        counts = (
-            torch.ones_like(pull) if elected is None else pull.sign().mul_(elected).clamp_min_(0)
-        )
+    signs = torch.stack(list(steps)).sum(0) if elect else out
+    if elect:
+        torch.ge(signs, 0, out=signs).mul_(2).sub_(1)
+    for pull, share in zip(steps, shares, strict=True):
+        counts = pull.sign().mul_(signs).clamp_min_(0) if elect else torch.ones_like(out)
         total.addcmul_(pull, counts)
-        weight.add_(counts * h if isinstance(h, Tensor) else counts, alpha=alpha)
+        weight += counts.mul_(share)
     if normalize:
-        total /= weight.masked_fill_(weight.abs() < 1e-8, 1.0)
+        there = torch.ge(weight.abs(), 1e-8, out=torch.empty_like(weight))
+        total /= weight.mul_(there).add_(1 - there)  # 1 where nothing weighs
     torch.add(base, total, alpha=scale, out=out)
 
 

@@ -243,11 +243,11 @@ def _merge_sparse(
         for t, (step, h, density) in enumerate(zip(steps, curved, item.densities, strict=True)):
             if plan.method.thinned == "chance":
                 stays = sparse.drawn(density, high - low, plan.seed, t, item.name, start + low)
-                step.masked_fill_(~stays.to(step.device), 0.0)
+                step *= stays.to(step)
                 if plan.rescale and density > 0:
                     step /= density
             elif known is not None:
-                step.masked_fill_(sparse.sizes(step, h) < known[t], 0.0)
+                sparse.keep(step, sparse.sizes(step, h), int(known[t]))
         sparse.combine_sparse(
             result[part], given.base[part].to(plan.dtype), steps, item.weights, curved,
             elect=plan.method.elect, normalize=plan.normalize, scale=item.scale,
