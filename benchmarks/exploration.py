@@ -2,16 +2,18 @@
 
     python -m benchmarks.exploration [TASK ...] [--kinds IVON ...] [--seeds 10] [--steps 10000]
         [--workers 8] | python -m benchmarks.results exploration
+    python -m benchmarks.exploration Acrobot-v1 --steps 6000 --settings-of CartPole-v1
 
 Adam explores by ε-greedy actions, or not at all; Vadam and IVON act greedily with weights drawn
 from their posterior: the noise of a draw is held through an episode, while the mean it is added to
 learns on. All else is one program: two hidden layers of 64, double Q-learning, Huber loss, 64
 transitions a step, a target network that follows by 1/100.
 
-Settings are chosen on seeds 1000 to 1002 by the mean return of all evaluations; the table is about
-seeds 0, …. Evaluations are of the network at the mean, without noise: three episodes of each seed
-every thousandth step. All seeds learn at once, as one network with a dimension for seeds, whose
-loss is the sum of theirs: an elementwise optimizer keeps them apart.
+Settings are chosen on seeds 1000 to 1002 by the mean return of all evaluations, or are those of
+another task in results/exploration.csv; the table is about seeds 0, …. Evaluations are of the
+network at the mean, without noise: three episodes of each seed every thousandth step. All seeds
+learn at once, as one network with a dimension for seeds, whose loss is the sum of theirs: an
+elementwise optimizer keeps them apart.
 
 "all" is the mean of a seed's evaluations, "last" that of its last three; ± is half a 95 % interval
 of Student's t over seeds. ``--out FILE`` keeps every evaluation, for the figure "exploration" of
@@ -40,6 +42,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 
+RESULTS = Path(__file__).with_name("results")
 TASKS = ("CartPole-v1", "Acrobot-v1")
 HIDDEN, BATCH, START, EVERY, EPISODES, DISCOUNT = 64, 64, 500, 1000, 3, 0.99
 LOOK = range(1000, 1003)
@@ -193,12 +196,23 @@ def returns(task: str, network: nn.Module, seeds: int, step: int) -> list[float]
     return total.mean(1).tolist()
 
 
+def chosen_before(task: str) -> dict[str, Settings]:
+    """The settings of each kind in the table of results."""
+    rows = pd.read_csv(RESULTS / "exploration.csv").query("task == @task")
+    parts = {row.kind: str(row.settings).split(", ") for row in rows.itertuples()}
+    return {k: {n: float(v) for n, v in map(str.split, given)} for k, given in parts.items()}
+
+
 def compared(
-    tasks: Sequence[str], kinds: Sequence[str], seeds: int, steps: int, workers: int = 1
-) -> pd.DataFrame:
+    tasks: Sequence[str], kinds: Sequence[str], seeds: int, steps: int, workers: int = 1,
+    settings_of: str | None = None,
+) -> pd.DataFrame:  # fmt: skip
     """Every evaluation of every kind at the settings that other seeds chose."""
-    tried = [(task, kind, given) for task in tasks for kind in kinds for given in GRID[kind]]
+    grid = {k: (v,) for k, v in chosen_before(settings_of).items()} if settings_of else GRID
+    tried = [(task, kind, given) for task in tasks for kind in kinds for given in grid[kind]]
     best: dict[tuple[str, str], tuple[float, Settings]] = {}
+    if settings_of:
+        best, tried = {(task, kind): (0.0, given) for task, kind, given in tried}, []
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         runs = [pool.submit(learn, *trial, LOOK, steps) for trial in tried]
         for (task, kind, given), run in zip(tried, runs, strict=True):
@@ -219,7 +233,7 @@ def interval(values: pd.Series) -> float:
 
 def table(found: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds and their intervals: of all evaluations, and of the last three."""
-    last = found[found["step"] > found["step"].max() - 3 * EVERY]
+    last = found[found["step"] > found.groupby("task")["step"].transform("max") - 3 * EVERY]
     keys, rows = ["task", "kind", "settings"], {}
     for name, part in (("all", found), ("last", last)):
         by_seed = part.groupby([*keys, "seed"], sort=False)["return"].mean()
@@ -238,8 +252,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--settings-of", choices=TASKS)
     args = parser.parse_args()
-    found = compared(args.tasks, args.kinds, args.seeds, args.steps, args.workers)
+    given = (args.tasks, args.kinds, args.seeds, args.steps, args.workers, args.settings_of)
+    found = compared(*given)
     shown = table(found)
     print(f"| {' | '.join(shown.columns)} |\n|{'---|' * len(shown.columns)}")
     for row in shown.itertuples(index=False):

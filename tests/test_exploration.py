@@ -72,3 +72,15 @@ def test_intervals_are_students() -> None:
     low, high = stats.t.interval(0.95, 1, means.mean(), stats.sem(means))
     assert row.all == pytest.approx(means.mean(), abs=0.05)
     assert row[4] == pytest.approx((high - low) / 2, abs=0.05)
+
+
+def test_the_table_is_that_of_the_evaluations_that_were_kept() -> None:
+    kept = pd.read_csv(exploration.RESULTS / "exploration_curves.csv")
+    shown = pd.read_csv(exploration.RESULTS / "exploration.csv")
+    made = exploration.table(kept).set_index(["task", "kind"])
+    for row in shown.itertuples(index=False):
+        assert tuple(made.loc[(row.task, row.kind)]) == tuple(row)[2:]
+
+
+def test_settings_of_another_task_are_those_of_the_table() -> None:
+    assert exploration.chosen_before("CartPole-v1")["Vadam"] == {"lr": 1e-3, "ess": 1e6}
