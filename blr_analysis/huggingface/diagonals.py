@@ -71,11 +71,11 @@ def fisher_diagonal(
         kept: where the sums are kept meanwhile, and taken up from; not of "squared_minibatch".
 
     Returns:
-        Tensors in the shape and dtype of the parameters.
+        Tensors in the shape and dtype of the parameters; float32 where these are of half precision.
 
     Raises:
         InputError: an unknown kind; "ggn" for sequences; a batch size that is missing or unused.
-        ModelError: nothing to train, half precision, gradients that are not finite.
+        ModelError: nothing to train, gradients that are not finite.
 
     Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12,
     and Kunstner et al. (2019), *Limitations of the Empirical Fisher Approximation*.

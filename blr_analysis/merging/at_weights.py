@@ -82,7 +82,7 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
         InputError: names that the model does not have, trainable parameters that are missing,
             other shapes, NaN or inf, tied tensors that differ, complex or whole numbers where
             the model has real ones.
-        ModelError: nothing in the model is trainable, or it is in half precision.
+        ModelError: nothing in the model is trainable.
     """
     model = task.model
     own = model.state_dict(keep_vars=True)

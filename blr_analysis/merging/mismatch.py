@@ -246,7 +246,7 @@ def gradient_mismatch(
             ``precisions`` or ``tests`` that do not belong to the tasks; several tasks with one
             model and no ``models``.
         StorageError: a folder that cannot be read.
-        ModelError: half precision, BatchNorm in training mode, outputs that are not finite.
+        ModelError: BatchNorm in training mode, outputs that are not finite.
 
     Source: Daheim et al., "Model Merging by Uncertainty-Based Gradient Matching", ICLR 2024,
     Sec. 3 and Fig. 1.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import tiny_transformers as tiny
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from blr_analysis import Task
@@ -353,6 +356,37 @@ def test_bfloat16_halves_the_file(bert: Path, tmp_path: Path) -> None:
     whole, half = stored(tmp_path / "a.safetensors"), stored(tmp_path / "b.safetensors")
     assert {t.dtype for t in half.values()} == {torch.bfloat16}
     assert all(torch.equal(whole[n].bfloat16(), t) for n, t in half.items())
+
+
+def test_a_folder_in_half_precision_has_the_fisher_of_its_weights(
+    bert: Path, tmp_path: Path
+) -> None:
+    """Rounded to bfloat16 and stored so, or stored in float32: the same numbers."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        folder = shutil.copytree(bert, tmp_path / str(dtype))
+        tensors = Folder.open(bert).tensors()
+        rounded = {n: t.bfloat16().to(dtype) for n, t in tensors.items()}
+        save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+        fisher(folder, bert / "data.jsonl", kind="mc", out=folder / "precision")
+        found.append(stored(folder / "precision"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(t, found[1][n]) for n, t in found[0].items())
+
+
+@pytest.mark.parametrize("kind", ["fisher_emp", "fisher_mc", "ggn", "squared_minibatch"])
+def test_a_model_in_half_precision_has_a_fisher_in_single(kind: Any) -> None:
+    """Up to the eight bits that its own activations and gradients keep."""
+    torch.manual_seed(0)
+    half = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    x, y = torch.randn(40, 4).bfloat16(), torch.arange(40) % 3
+    size = 4 if kind == "squared_minibatch" else None
+    single = copy.deepcopy(half.bfloat16()).float()
+    ours = fisher_diagonal(Task(half, (x, y)), kind=kind, batch_size=size)
+    truth = fisher_diagonal(Task(single, (x.float(), y)), kind=kind, batch_size=size)
+    for name, t in ours.items():
+        assert t.dtype == torch.float32
+        assert float((t - truth[name]).norm() / truth[name].norm()) < 2**-7
 
 
 def test_names_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
