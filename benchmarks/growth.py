@@ -9,8 +9,8 @@ million parameters with random weights, N grows), ``classes`` and ``tokens`` (a 
 Every point runs in a process of its own: ``blr.sensitivity`` at a diagonal posterior, with V_i or,
 as "self-influence", without. Beside it stand its floor, of the same process (C backward passes that
 stop at the layers' outputs; for self-influence a training pass, both by batches of at most 1,000),
-the peak memory above model, data and posterior, and the bound on it: the working memory that the
-engine takes by default, four copies of the parameters, and the results.
+the peak memory above model, data, posterior and plan (how the model is read), and the bound on it:
+the working memory that the engine takes by default, four copies of the parameters, and the results.
 Exponents are slopes of least squares in logarithms, over all points and over the upper half.
 On a CPU seconds are those of the processor (so take one thread), on a GPU of a synchronised clock;
 memory is the process's, or what torch allocates on the GPU.
@@ -174,7 +174,8 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
         else:
             training_pass(model, x, y)
 
-    columns = plan_for(task, mean).outputs if variance else 1
+    plan = plan_for(task, mean)  # made once per task; some modules are imported for it
+    columns = plan.outputs if variance else 1
     part = BATCH if x.ndim == 2 else 64
     bottoms = [floor(model, some, columns) for some in x.split(part)] if variance else []
     bottom()  # libraries make themselves ready
@@ -188,9 +189,9 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
         bottom()
         taken.append((middle - start, tick() - middle))
     least = DEFAULT_MEMORY if device == "cpu" else MOST
-    one = 4 * plan_for(task, mean).floats(columns)
+    one = 4 * plan.floats(columns, by_parts=variance)
     working = max(one, default_memory(mean, least, one))
-    count, outputs = task.n_data, plan_for(task, mean).outputs
+    count, outputs = task.n_data, plan.outputs
     results = 4 * count * (outputs * outputs * variance + 6 * outputs)
     weights = sum(p.numel() for p in mean.values())
     return {

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layout import counted, probe_indices
 from blr_analysis.backprop.record import Recording, Visit
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.terms import Term, TermCost
 from blr_analysis.task import Task, parameter_places
 
 SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
@@ -26,10 +27,12 @@ def cost_of(
     recording: Recording,
     graph: int,
     terms: list[Term],
-) -> Callable[[int], float]:
+) -> Callable[..., float]:
     """Numbers held per example as a function of the columns K: graph, inputs, gradients.
 
-    ``graph``: those that autograd keeps for the recording.
+    ``graph``: those that autograd keeps for the recording. The function's ``by_parts`` leaves out
+    what :meth:`Chunk.parts` takes of some examples alone, and the columns at the outputs
+    themselves, unit vectors that all examples share.
     """
     visits, batch = recording.visits, len(probe_indices(task.n_data)[0])
     # torch.func holds the graph of one module at a time, and its gradients of one column.
@@ -39,16 +42,29 @@ def cost_of(
         alone = max(again, default=0)
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
     scored = recording.outputs.numel() / batch if task.likelihood.is_sequence else 0.0
+    last = get_gradient_edge(recording.outputs) if recording.outputs.requires_grad else None
+    alike = sum(
+        leaf.numel() / batch
+        for visit in visits
+        for leaf, edge in zip(visit.outputs, visit.edges, strict=True)
+        if edge == last
+    )
     costs = [term.cost() for term in terms]
     inputs, dense = sum(c.inputs for c in costs), sum(c.column for c in costs)
 
-    def floats(columns: int) -> float:
-        kept = (graph + 2 * alone) / batch + 2 * inputs
+    def floats(columns: int, *, by_parts: bool = False) -> float:
+        kept = (graph + 2 * alone) / batch + 2 * inputs + SCORED * scored
+        if by_parts:
+            return kept + (columns + 1) * (outputs - alike) + 2.5 * columns * dense
         gradients = (columns + 1) * outputs + 2.5 * columns * dense
-        layer = max((c.gram(columns) for c in costs), default=0)
-        return kept + gradients + layer + GRAMS * columns**2 + SCORED * scored
+        return kept + gradients + gram_floats(costs, columns)
 
     return floats
+
+
+def gram_floats(costs: Iterable[TermCost], columns: int) -> float:
+    """Numbers held per example while the K × K products of its columns are made."""
+    return max((c.gram(columns) for c in costs), default=0) + GRAMS * columns**2
 
 
 def batch_numbers(batch: Any) -> int:

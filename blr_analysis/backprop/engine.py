@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.cost import batch_numbers
+from blr_analysis.backprop.cost import batch_numbers, gram_floats
 from blr_analysis.backprop.plan import Plan, plan_for
-from blr_analysis.backprop.record import Recording, fetched, record
-from blr_analysis.backprop.terms import Term
+from blr_analysis.backprop.record import Recording, fetched, record, together
+from blr_analysis.backprop.terms import Term, pieces
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
@@ -75,6 +75,7 @@ class Chunk:
     _params: Mapping[str, Tensor]
     _plan: Plan
     _recording: Recording
+    _room: int  # bytes for what is made of the gradients of some examples at a time
 
     @property
     def likelihood(self) -> Likelihood:
@@ -102,6 +103,17 @@ class Chunk:
         eye = torch.eye(c, dtype=self.outputs.dtype, device=self.outputs.device)
         return self.terms(eye.expand(b, c, c))
 
+    def parts(self) -> Iterator[tuple[slice, list[Term]]]:
+        """:meth:`jacobian_terms` of some examples at a time, and which of them they are: so many
+        that few of their C × C matrices are held."""
+        terms, c = self.jacobian_terms(), self.outputs.shape[-1]
+        one = self.outputs.element_size() * gram_floats((t.cost() for t in terms), c)
+        start = 0
+        for some in pieces(terms, int(self._room // one)):
+            rows = slice(start, start + some[0].n_examples)
+            yield rows, some
+            start = rows.stop
+
 
 def chunks(
     task: Task,
@@ -109,6 +121,7 @@ def chunks(
     chunking: Chunking,
     *,
     columns: int | None = None,
+    by_parts: bool = False,
     indices: Tensor | None = None,
     label: str = "examples",
 ) -> Iterator[Chunk]:
@@ -117,6 +130,7 @@ def chunks(
     Args:
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
+        by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in half of it.
 
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
@@ -126,14 +140,15 @@ def chunks(
     params = task.cast(params)
     plan = plan_for(task, params)
     order = torch.arange(task.n_data) if indices is None else indices
-    size = chunking.chunk_size
-    if size is None:
-        itemsize = next(iter(params.values())).element_size()
-        asked = plan.outputs if columns is None else columns
-        one = itemsize * plan.floats(asked)
-        least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
-        budget = chunking.memory_budget or default_memory(params, least, one)
-        size = plan.chunk_size(asked, budget, itemsize, len(order))
+    itemsize = next(iter(params.values())).element_size()
+    asked = plan.outputs if columns is None else columns
+    least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
+    one = itemsize * plan.floats(asked, by_parts=by_parts)
+    budget = chunking.memory_budget or default_memory(params, least, one)
+    room = budget // 2 if by_parts else budget
+    size = chunking.chunk_size or plan.chunk_size(
+        asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts
+    )
     pieces = order.split(size)
     shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
     for chosen, batch in _fitted(task, plan, shown, exact=chunking.chunk_size is not None):
@@ -148,6 +163,7 @@ def chunks(
             params,
             plan,
             recording,
+            room,
         )
         del recording, batch
 
@@ -207,9 +223,10 @@ def predict(
             "the outputs of sequences are too many to hold; ask for losses (sensitivity, what_if)"
         )
     outputs, targets = [], []
+    size = together(task, params, torch.arange(task.n_data))
     batches = track(
-        task.batches(),
-        total=-(-task.n_data // task.batch_size),
+        task.batches(size),
+        total=-(-task.n_data // size),
         label="predictions",
         show=progress,
     )

@@ -325,12 +325,13 @@ def _one_position_gram(term: Outer, scale: Tensor, left: Tensor | None = None) -
     """Σ_o (d_c U)_o s_o (d_c' U)_o from s ``[B, g, O]``, which is overwritten, and U ``[O, O]``."""
     # Autograd expands what all examples have alike: of the layer that gives the outputs, unit rows.
     same = all(d.stride(0) == 0 for d in term.grads)
-    columns = [(d[:1] if same else d).squeeze(2) for d in term.grads]  # [B or 1, g, O] each
-    if same and left is None and scale.shape[1] == 1 and _is_identity(torch.cat(columns)[:, 0]):
+    columns = [d[:1] for d in term.grads] if same else term.grads  # [B or 1, g, 1, O] each
+    if same and left is None and scale.shape[1] == 1 and _is_identity(torch.cat(columns)[:, 0, 0]):
         return torch.diag_embed(scale.squeeze(1))
     turned = (d if left is None else d @ left for d in columns)
+    scale = scale.unsqueeze(2)
     if len(columns) == 1:
-        return (next(turned).square() * scale).sum((1, 2)).view(-1, 1, 1)
+        return (next(turned).square() * scale).sum((1, 2, 3)).view(-1, 1, 1)
     root = scale.sqrt_()
     half = root.new_empty(len(columns), *root.shape)
     for column, d in zip(half, turned, strict=True):

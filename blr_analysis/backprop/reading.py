@@ -31,14 +31,17 @@ class Plan:
     whole_model: tuple[str, ...]  # parameters differentiated through the whole model
     axes: dict[tuple[str, int], Axes]  # by unit and occurrence
     shared: frozenset[tuple[str, int, int]]  # outputs that are lifted to one row per example
-    floats: Callable[[int], float]  # K columns → numbers held per example
+    floats: Callable[..., float]  # K columns → numbers held per example
     outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
     numbers: float = 0.0  # in the data of one example of the probe
     routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
 
-    def chunk_size(self, columns: int, budget: int, itemsize: int, n_data: int) -> int:
+    def chunk_size(
+        self, columns: int, budget: int, itemsize: int, n_data: int, *, by_parts: bool = False
+    ) -> int:
         """Examples per chunk so that the working memory stays within ``budget`` bytes."""
-        return int(max(1, min(n_data, budget // (itemsize * max(1.0, self.floats(columns))))))
+        one = itemsize * max(1.0, self.floats(columns, by_parts=by_parts))
+        return int(max(1, min(n_data, budget // one)))
 
     def terms(
         self,

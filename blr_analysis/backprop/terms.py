@@ -318,7 +318,7 @@ def products(
 
 def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
     """The same terms for at most ``size`` examples at a time."""
-    examples = terms[0].n_examples
+    examples = terms[0].n_examples if terms else 0
     if examples <= size:
         yield list(terms)
         return

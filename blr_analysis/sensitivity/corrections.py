@@ -15,7 +15,7 @@ to it for λ ≫ 1, where V_i can only be read as the variance without the examp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -148,11 +148,18 @@ def _lanczos(v: Tensor, hessian_times: Callable[[Tensor], Tensor]) -> tuple[Tens
     return values, error
 
 
+def prediction_variances(q: Posterior, chunk: Chunk) -> Iterator[tuple[slice, Tensor]]:
+    """V_i = J_i Σ J_iᵀ of a chunk, some examples at a time: which of them, and ``[n, C, C]``."""
+    for rows, terms in chunk.parts():
+        v = q.form.gram(terms)
+        check_finite(v)
+        yield rows, v
+
+
 def prediction_variance(q: Posterior, chunk: Chunk) -> Tensor:
-    """V_i = J_i Σ J_iᵀ of a chunk, ``[B, C, C]``."""
-    v = q.form.gram(chunk.jacobian_terms())
-    check_finite(v)
-    return v
+    """The same of the whole chunk."""
+    parts = [v for _, v in prediction_variances(q, chunk)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def self_influence(q: Posterior, chunk: Chunk, error: Tensor, *, last: bool = False) -> Tensor:

@@ -31,6 +31,7 @@ from blr_analysis.sensitivity.corrections import (
     bound_of,
     left_out_by,
     prediction_variance,
+    prediction_variances,
     taken,
 )
 from blr_analysis.sensitivity.removal import descended_removals
@@ -271,9 +272,12 @@ def _rough(used: Tensor, levers: Tensor) -> str:
 
 
 def _computed(task: Task, q: Posterior, chunking: Chunking, own: Tensor) -> Iterator[Known]:
-    """f, y, V and likelihood of these examples, chunk by chunk."""
-    for chunk in chunks(task, q.mean, chunking, indices=own, label="leave one out"):
-        yield chunk.outputs, chunk.targets, prediction_variance(q, chunk), chunk.likelihood
+    """f, y, V and likelihood of these examples, some at a time."""
+    swept = chunks(task, q.mean, chunking, by_parts=True, indices=own, label="leave one out")
+    for chunk in swept:
+        for rows, v in prediction_variances(q, chunk):
+            likelihood = task.likelihood.at(chunk.indices[rows])
+            yield chunk.outputs[rows], chunk.targets[rows], v, likelihood
 
 
 def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[Known]:

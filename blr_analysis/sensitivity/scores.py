@@ -10,7 +10,7 @@ prediction variance times prediction error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
@@ -28,7 +28,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
     leverage,
-    prediction_variance,
+    prediction_variances,
     self_influence,
 )
 from blr_analysis.sensitivity.results import NetworkScores
@@ -168,11 +168,14 @@ def sensitivity(
     columns = c if variance else 1
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
     own = shared(task, q.mean)
-    for chunk in chunks(task, q.mean, chunking, columns=columns, indices=own, label="sensitivity"):
-        parts = _chunk_scores(task, q, chunk, variance)
-        kept = kept or [t.new_zeros((task.n_data, *t.shape[1:])) for t in parts]
-        for whole, part in zip(kept, parts, strict=True):
-            whole[ranks.rows(chunk.indices)] = part
+    make = torch.empty if len(own) == task.n_data else torch.zeros  # where others fill rows, too
+    swept = chunks(task, q.mean, chunking, columns=columns, by_parts=variance, indices=own,
+                   label="sensitivity")  # fmt: skip
+    for chunk in swept:
+        for indices, parts in _chunk_scores(q, chunk, variance):
+            kept = kept or [make(task.n_data, *t.shape[1:], dtype=t.dtype) for t in parts]
+            for whole, part in zip(kept, parts, strict=True):
+                whole[ranks.rows(indices)] = part
     ranks.total(kept)
     error, outputs, targets, influence, *rest = kept
     likelihood = task.likelihood
@@ -202,15 +205,20 @@ def _averaged(each: Iterable[Any], count: int) -> Any:
     return replace(scores, **{name: total.div_(count) for name, total in sums.items()})
 
 
-def _chunk_scores(task: Task, q: Posterior, chunk: Chunk, variance: bool) -> tuple[Tensor, ...]:
-    e = chunk.likelihood.error(chunk.outputs, chunk.targets)
+def _chunk_scores(
+    q: Posterior, chunk: Chunk, variance: bool
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """e, f, y, g_iᵀ Σ g_i (and V_i, V_i e_i) of some examples at a time, and which they are."""
+    error = chunk.likelihood.error(chunk.outputs, chunk.targets)
     if not variance:
-        numbers = (self_influence(q, chunk, e, last=True),)
-    else:
-        v = prediction_variance(q, chunk)
+        influence = self_influence(q, chunk, error, last=True)
+        yield chunk.indices, (error, chunk.outputs, chunk.targets, influence)
+        return
+    for rows, v in prediction_variances(q, chunk):
+        e = error[rows]
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
-        numbers = ((move * e).sum(-1), v, move)
-    return tuple(t.cpu() for t in (e, chunk.outputs, chunk.targets, *numbers))
+        numbers = (move * e).sum(-1), v, move
+        yield chunk.indices[rows], (e, chunk.outputs[rows], chunk.targets[rows], *numbers)
 
 
 def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:

@@ -200,7 +200,7 @@ def eigenbases(
     for key in list(moments):
         joint, *pair = moments.pop(key)
         like = params[joint.key].detach()
-        right, left = (torch.linalg.eigh(m.double())[1].to(like) for m in pair)
+        right, left = (torch.linalg.eigh(m.double())[1].to(like).contiguous() for m in pair)
         known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
         blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)
