@@ -1,5 +1,6 @@
 """The figures of the papers, small: each shows what its paper says, and HMC is right."""
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -70,3 +71,24 @@ def test_hamiltonian_monte_carlo_and_black_box_vi_of_a_linear_model() -> None:
     torch.testing.assert_close(optimizer.mean[0].detach(), mean.T, rtol=0, atol=0.05)
     deviations = precision.diagonal().rsqrt()[None]
     torch.testing.assert_close(optimizer.log_sd[0].exp().detach(), deviations, rtol=0.2, atol=0)
+
+
+def test_the_curves_of_exploration_are_those_of_the_table() -> None:
+    found, table = numbers("exploration"), pd.read_csv(figures.RESULTS / "exploration.csv")
+    for row in table.itertuples():
+        assert found[f"{row.task}: {row.kind}"] == pytest.approx(row.all, abs=0.051)
+
+
+def test_vadam_comes_down_before_black_box_vi() -> None:
+    found = numbers("against_black_box")
+    vadam, other = (found[f"{kind}: −ELBO over all epochs"] for kind in ("Vadam", "black-box VI"))
+    assert vadam < 0.85 * other
+    assert found["Vadam: −ELBO"] < found["black-box VI: −ELBO"]
+
+
+def test_posteriors_are_wide_in_the_gap_and_a_mixture_wider_than_one() -> None:
+    found = numbers("gap")
+    ways = {"HMC": 4, "one IVON": 1.5, "mixture of 3 IVONs": 1.5}
+    assert all(found[f"{way}: gap"] > times * found[f"{way}: data"] for way, times in ways.items())
+    off = [abs(found[f"{way}: gap"] - found["HMC: gap"]) for way in [*ways][1:]]
+    assert found["mixture of 3 IVONs: gap"] > found["one IVON: gap"] and off[1] < off[0]
