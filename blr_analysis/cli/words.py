@@ -51,8 +51,8 @@ ROOT = flowed(
 
       blr-analysis audit train.py:make_task -p posterior.safetensors
 
-    A model that was trained without such an optimizer: --fit kron --prior-precision D in place
-    of -p FILE. Each command explains itself: blr-analysis audit --help.
+    A model that was trained without such an optimizer: --fit kron in place of -p FILE. Each
+    command explains itself: blr-analysis audit --help.
 
     Fine-tuned models become one, each weight as far as each model is sure of it:
 
