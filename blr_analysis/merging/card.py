@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.recipe.places import hub_name
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ def outcome(report: MergeReport) -> list[str]:
         f"{size(report.bytes_read)} read, {size(report.bytes_written)} written in "
         f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",
     ]
+    if averaged := sum(item.fate == AVERAGED for item in plan.items):
+        said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
     if report.solves:
         worst = max(solved.residual for solved in report.solves.values())
         most = max(solved.iterations for solved in report.solves.values())

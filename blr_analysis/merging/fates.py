@@ -14,11 +14,13 @@ from blr_analysis.merging.job import MergeSettings, Weight
 from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
 from blr_analysis.merging.precisions import StoredPrecision
 
-MERGED, COPIED = "merged", "copied"
+MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
 # What stands for the precision of one task in one tensor.
 ZERO, OWN, BASE = "zero", "own", "base"
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"
+# What BatchNorm measured: no weights, and a variance extrapolated may be negative.
+STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Item:
     """One tensor of the result.
 
     Attributes:
-        name, fate: "merged" or "copied".
+        name, fate: "merged", "averaged" (a running statistic, under every method) or "copied".
         spec: shape and the dtype that is written.
         reads: its name in each model, in order.
         weights: α_t, normalised where the method says so.
@@ -146,11 +148,14 @@ def _item(
             raise InputError(f"passthrough copies one model, got {len(parts)} for {name!r}")
         if sum(alphas) == 1 and out == spec:  # what other models answer for it is the same tensor
             return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
+    if name.rpartition(".")[2] in STATISTICS:
+        zeros, note = (ZERO,) * len(parts), "; ".join([*notes, "a running statistic"])
+        return Item(name, AVERAGED, out, tuple(reads), _of_average(alphas), zeros, note)
     thin: dict[str, Any] = {}
     if method.thinned:  # which divides entry by entry
         shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
-        if not all(0 <= share <= 1 for share in shares):
-            raise InputError(f"densities of {name!r} must be between 0 and 1, got {shares}")
+        if not all(0 < share <= 1 for share in shares):
+            raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
         thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
     elif divide or (method.uses_precisions and not method.uses_base_precision):
         total = sum(alphas)
@@ -164,6 +169,12 @@ def _item(
         alphas = [a / total for a in alphas] if divided else alphas
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
+
+
+def _of_average(alphas: Sequence[float]) -> tuple[float, ...]:
+    """The weights divided by their sum; equal ones where some are negative, or all are 0."""
+    weights = alphas if min(alphas) >= 0 and sum(alphas) > 0 else [1.0] * len(alphas)
+    return tuple(weight / sum(weights) for weight in weights)
 
 
 def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]) -> str:

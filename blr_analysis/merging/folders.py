@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from blr_analysis.checks import positive_int
 from blr_analysis.files import Shards, check_free, check_room, drafted
-from blr_analysis.merging.fates import MERGED
+from blr_analysis.merging.fates import COPIED
 from blr_analysis.merging.files import copy_files, write_union
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.plan import SHARD, MergePlan, fit_config, reference_folder
@@ -61,8 +61,8 @@ class MergeReport(Tabular):
 
     @property
     def merged(self) -> int:
-        """The number of tensors that were merged."""
-        return sum(item.fate == MERGED for item in self.plan.items)
+        """The number of tensors that were merged, running statistics (averaged) among them."""
+        return sum(item.fate != COPIED for item in self.plan.items)
 
     @property
     def copied(self) -> int:

@@ -97,7 +97,7 @@ def merge(
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram".
         trust: take precisions that were recorded for other weights than the model's.
         density: of "ties", "fisher_ties", "dare_linear" and "dare_ties", the share of each
-            θ_t − θ_0 that stays; given like ``weights``.
+            θ_t − θ_0 that stays, above 0; given like ``weights``.
         scale: λ, what their step is multiplied by; a number or a function of the name.
         rescale: what "dare_linear" and "dare_ties" leave by chance is divided by its share.
         seed: of that chance; the same seed leaves the same entries, whatever the shards.

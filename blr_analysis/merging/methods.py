@@ -1,4 +1,7 @@
-"""The methods of merging, as rows: each is the one formula with some of its inputs left out."""
+"""The methods of merging, as rows: each is the one formula with some of its inputs left out.
+
+Running statistics of BatchNorm are no weights: they are averaged, whatever the method.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Source, read_config
-from blr_analysis.merging.fates import COPIED, OWN, Item, OpenModel, fates
+from blr_analysis.merging.fates import COPIED, MERGED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job, MergeSettings
 from blr_analysis.merging.lora import is_adapter, open_adapter
@@ -129,7 +129,7 @@ class MergePlan(Tabular):
 
     def passes(self, item: Item) -> int:
         """How often a tensor is read: once more for its products, twice for what is largest."""
-        if item.fate == COPIED:
+        if item.fate != MERGED:
             return 1
         trims = self.method.thinned == "size" and min(item.densities) < 1
         return 1 + (self.method.span is not None) + 2 * trims

@@ -44,7 +44,7 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
 
     Args:
         walk: every call yields the sizes of all models, block by block.
-        counts: k of each model; 0 lets none through.
+        counts: k ≥ 1 of each model.
 
     >>> one = torch.tensor([3.0, 1.0, 2.0, 5.0]).view(torch.int32)
     >>> limit = limits(lambda: [[one[:2]], [one[2:]]], [2])
@@ -61,20 +61,20 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
     for block in walk():
         for counted, size in zip(upper, block, strict=True):
             counted += torch.bincount(size >> 16, minlength=HALF // 2)
-    found = [ranked(c, k) if k else (-1, 0) for c, k in zip(upper, counts, strict=True)]
+    found = [ranked(c, k) for c, k in zip(upper, counts, strict=True)]
     lower = [torch.zeros(HALF, dtype=torch.int64) for _ in counts]
     for block in walk():
         for counted, size, (high, _) in zip(lower, block, found, strict=True):
             counted += torch.bincount(size[size >> 16 == high] & (HALF - 1), minlength=HALF)
     return [
-        (high << 16) + ranked(counted, rest)[0] if high >= 0 else 2**31 - 1
+        (high << 16) + ranked(counted, rest)[0]
         for counted, (high, rest) in zip(lower, found, strict=True)
     ]
 
 
 def keep(step: Tensor, size: Tensor, limit: int) -> None:
     """Leave out of a step what is smaller than a limit of :func:`limits`."""
-    least = torch.tensor(limit, dtype=torch.int32).view(torch.float32)  # none is ≥ NaN: all go
+    least = torch.tensor(limit, dtype=torch.int32).view(torch.float32)
     step *= torch.ge(size.view(torch.float32), least.item(), out=torch.empty_like(step))
 
 

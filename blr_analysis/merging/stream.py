@@ -18,7 +18,7 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files import Folder, Scratch, Source, fingerprint
 from blr_analysis.merging import sparse
-from blr_analysis.merging.fates import BASE, COPIED, OWN, Item
+from blr_analysis.merging.fates import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
 from blr_analysis.merging.layers import Part, Solved, solver
 from blr_analysis.merging.plan import MergePlan, rows_at_once
@@ -177,7 +177,9 @@ def _merge(
     else:
         result = torch.empty(stop - start, dtype=plan.dtype, device=device)
     undefined = 0
-    if plan.method.thinned:
+    if item.fate == AVERAGED:
+        combine_into(result, None, models, item.weights, [0.0] * len(models), 0.0, scratch)
+    elif plan.method.thinned:
         _merge_sparse(plan, item, start, given, known, result)
     else:
         weights = item.weights if known is None else known
@@ -211,7 +213,7 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
             pairs = zip(_steps(plan, given), _precisions(plan, given), strict=True)
             yield [sparse.sizes(step, h).cpu() for step, h in pairs]
 
-    counts = [max(1, int(d * item.spec.numel)) if d else 0 for d in item.densities]
+    counts = [max(1, int(d * item.spec.numel)) for d in item.densities]
     return list(sparse.limits(sizes, counts))
 
 
@@ -244,7 +246,7 @@ def _merge_sparse(
             if plan.method.thinned == "chance":
                 stays = sparse.drawn(density, high - low, plan.seed, t, item.name, start + low)
                 step *= stays.to(step)
-                if plan.rescale and density > 0:
+                if plan.rescale:
                     step /= density
             elif known is not None:
                 sparse.keep(step, sparse.sizes(step, h), int(known[t]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,11 @@ from torch import nn
 
 import blr_analysis as blr
 from blr_analysis.files import Folder
+from blr_analysis.merging.card import model_card
 from blr_analysis.merging.formula import combine
+from blr_analysis.merging.methods import METHODS
 
-METHODS = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
+PLAIN = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +41,7 @@ def arguments(family: dict[str, Any], method: str) -> dict[str, Any]:
     return {**family, "method": method, **more}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_folders_give_what_state_dicts_give(
     tmp_path: Path, method: str, dtype: torch.dtype
@@ -255,21 +258,38 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert all(t.dtype == torch.bfloat16 for t in load(report.folder).values())
 
 
-def test_models_with_batch_norm() -> None:
-    """Running statistics are merged like weights; the count of batches is the base's."""
-
-    def trained(seed: int, batches: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        for _ in range(batches):
-            model(torch.randn(8, 3))
-        return model
-
-    base, models = trained(0, 1), [trained(1, 2), trained(2, 3)]
-    merged = blr.merge(base, models, method="task_arithmetic", weights=0.5)
-    assert int(merged["1.num_batches_tracked"]) == 1
-    mean = sum(m.state_dict()["1.running_mean"] for m in models) / 2
-    torch.testing.assert_close(merged["1.running_mean"], mean)
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"slerp", "passthrough"}))
+@pytest.mark.parametrize("weights", [[1.0, 2.0, 1.0], [1.0, -0.5, 1.0]])
+def test_running_statistics_are_averaged(method: str, weights: list[float], tmp_path: Path) -> None:
+    """No weights: by normalised weights, equal ones where some are negative; never negative."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    models = [copy.deepcopy(base) for _ in range(3)]
+    for t, model in enumerate(models):
+        for p in model.parameters():
+            p.data += 0.1 * torch.randn_like(p)
+        model[1].running_var.fill_(0.1 * (t + 1))
+        model[1].running_mean.fill_(t - 1.0)
+        model[1].num_batches_tracked += t
+    curved = [{n: torch.ones_like(p) for n, p in m.named_parameters()} for m in models]
+    how: dict[str, Any] = {"method": method, "weights": weights}
+    own = blr.merge(base, models, **how, precisions=curved)
+    shares = torch.tensor(weights if min(weights) > 0 else [1.0] * 3)
+    for name in ("1.running_var", "1.running_mean"):
+        each = torch.stack([m.state_dict()[name] for m in models])
+        torch.testing.assert_close(own[name], shares @ each / shares.sum())
+    assert int(own["1.num_batches_tracked"]) == 0
+    folders = [
+        write_model(tmp_path / str(t), m.state_dict(), precision=c)
+        for t, (m, c) in enumerate(zip([base, *models], [curved[0], *curved], strict=True))
+    ]
+    beside = [f / "precision" for f in folders[1:]] if METHODS[method].uses_precisions else None
+    report = blr.merge(
+        folders[0], folders[1:], **how, precisions=beside, out=tmp_path / "out", progress=False
+    )
+    assert all(torch.equal(t, own[n]) for n, t in load(report.folder).items())
+    fates = report.table.set_index("tensor").fate
+    assert fates["1.running_var"] == "averaged" and "running statistics" in model_card(report)
 
 
 def test_without_a_base_the_average_stands_where_nobody_has_a_precision() -> None:
