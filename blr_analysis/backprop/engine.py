@@ -130,7 +130,7 @@ def chunks(
     Args:
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
-        by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in half of it.
+        by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in a quarter of it.
 
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
@@ -145,7 +145,7 @@ def chunks(
     least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
     one = itemsize * plan.floats(asked, by_parts=by_parts)
     budget = chunking.memory_budget or default_memory(params, least, one)
-    room = budget // 2 if by_parts else budget
+    room = budget // 4 if by_parts else budget
     size = chunking.chunk_size or plan.chunk_size(
         asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts
     )
