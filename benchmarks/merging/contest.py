@@ -1,6 +1,6 @@
 """Which merge is best? Ours beside what people use, on cases whose truth is known.
 
-    python -m benchmarks.merging.contest --case turned lenet eight sentiment --seeds 1 2 3 \
+    python -m benchmarks.merging.contest --case turned lenet eight sentiment lora --seeds 1 2 3 \
         | python -m benchmarks.results contest contest_summary contest_mismatch
 
 The cases are in :mod:`benchmarks.merging.cases`. Accuracy on test data in per cent (language
@@ -159,6 +159,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     by_case = scores.groupby(keys, sort=False)[["mean", "worst", "way"]]
     found = by_case.agg(["mean", "sem"]).round(3)
     found.columns = [a if b == "mean" else f"± {a}" for a, b in found.columns]
+    found.insert(0, "seeds", scores.groupby(keys, sort=False)["seed"].nunique())
     return found.reset_index()
 
 
