@@ -187,14 +187,13 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
 
     import blr_analysis as blr
     from blr_analysis.backprop.engine import QUIET
-    from blr_analysis.sensitivity.influence.index import Sheet, _projected
+    from blr_analysis.sensitivity.influence.index import _projected
 
     quiet: dict[str, Any] = {"progress": False}
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", **quiet)
     with tempfile.TemporaryDirectory() as folder:
         built = blr.Index.build(task, q, f"{folder}/index", rank=rank, **quiet)
-        like = next(iter(q.mean.values()))
-        sheets = {n: Sheet(s.left.to(like), s.right.to(like)) for n, s in built._sheets.items()}
+        sheets = {n: s.like(q) for n, s in built._sheets.items()}
         row = measured(lambda: [z for z in _projected(task, q, sheets, QUIET, None)], 1)
         found = built.top(questions, 10, **quiet).helpful
         exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
@@ -211,7 +210,7 @@ def search(rank: int, repeats: int) -> dict[str, float]:
     from safetensors.torch import save_file
 
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import _files
+    from blr_analysis.sensitivity.influence.index import Kept, _files
 
     n = 100_000
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +220,7 @@ def search(rank: int, repeats: int) -> dict[str, float]:
         index = object.__new__(Index)
         for name, value in {"path": Path(folder), "n_data": n}.items():
             object.__setattr__(index, name, value)
-        asked = torch.randn(1, rank)
+        asked = Kept(torch.randn(1, rank), {})
         index._best(asked, 10)
         return measured(lambda: index._best(asked, 10), repeats)
 

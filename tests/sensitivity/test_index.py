@@ -76,6 +76,36 @@ def test_a_search_in_half_precision_finds_the_same(
         assert relative(getattr(top, f"{side}_values"), truth.mT) < 1e-6
 
 
+def test_rows_of_their_own_multiply_where_both_have_them() -> None:
+    def drawn(n: int, m: int) -> tuple[module.Kept, torch.Tensor]:
+        rows = torch.stack([torch.randperm(9)[:m] for _ in range(n)])
+        numbers, z, dense = torch.randn(n, m, 2), torch.randn(n, 3), torch.zeros(n, 9, 2)
+        dense.scatter_(1, rows.unsqueeze(-1).expand(-1, -1, 2), numbers)
+        return module.Kept(z, {"w": (rows, numbers)}), torch.cat([z, dense.flatten(1)], dim=1)
+
+    (stored, table), (asked, questions) = drawn(5, 4), drawn(3, 6)
+    truth = table @ questions.mT
+    assert relative(stored.products(asked), truth) < 1e-6
+    assert relative(stored.norms(), table.double().norm(dim=1)) < 1e-6
+    half = (kept.times(torch.ones(len(kept.z)), torch.float16) for kept in (stored, asked))
+    assert relative(next(half).products(next(half)), truth) < 1e-2
+
+
+def test_a_word_table_keeps_the_rows_of_each_texts_own_words() -> None:
+    """Where every matrix has two rows of its own, ten numbers are all that there is to keep."""
+    matrices = torch.zeros(6, 1, 50, 3, dtype=torch.float64)
+    rows = torch.stack([torch.randperm(50)[:2].sort().values for _ in matrices])
+    for matrix, two in zip(matrices, rows, strict=True):
+        matrix[0, two] = torch.randn(2, 3, dtype=torch.float64)
+    source = torch.Generator().manual_seed(0)
+    found = module.leading(lambda: (("w", m) for m in matrices), 10, 4.0, source, words=50)["w"]
+    where, numbers = found.largest(matrices)
+    assert torch.equal(where.sort().values, rows)
+    kept = module.Kept(torch.empty(6, 0, dtype=torch.float64), {"w": (where, numbers)})
+    flat = matrices.flatten(1)
+    assert relative(kept.products(kept), flat @ flat.mT) < 1e-12
+
+
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)

@@ -8,6 +8,9 @@ with orthonormal L and R: the leading directions, on either side, of Σ^½ G ove
 examples, in the posterior's own basis (its Kronecker factors, where it has them). Layers get the
 numbers that keep most of Σ ‖Σ^½ G_i‖². With as many numbers as parameters nothing is left out.
 (Choe et al., 2024, project on both sides too, with the Fisher's factors.)
+
+The gradient of a word table is large in few rows, those of the example's own rare words, and they
+are other rows in every example. In the place of Lᵀ stand the example's largest rows, and which.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +42,7 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import vocabulary_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.blocks import loss_terms, pieces
@@ -52,11 +56,12 @@ from blr_analysis.sensitivity.influence.results import (
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 1
+FORMAT, VERSION = "blr_analysis.index", 2
 CONFIG, PLAN, DIRECTIONS = "index_config.json", "index_plan.json", "directions.safetensors"
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SAMPLE = 64  # training examples that the directions are found in
+LONGEST = 1024  # rows of a word table that are looked at, of every example
 WIDER = 4  # times the directions of an average matrix: how many are looked into
 TOGETHER = 2**20  # numbers of a layer's gradients that are made at once
 PRICES = 60  # halvings of the price of a number
@@ -69,15 +74,92 @@ SPARE = 64  # examples beyond those asked for, whose rank half precision could h
 
 @dataclass(frozen=True)
 class Sheet:
-    """The directions of one matrix: L ``[g, O, a]`` and R ``[g, I, b]``, orthonormal."""
+    """The directions of one matrix: L ``[g, O, a]`` and R ``[g, I, b]``, orthonormal; with a = 0,
+    ``own`` of the O rows of each example in the place of L."""
 
     left: Tensor
     right: Tensor
+    own: int = 0
 
     @property
     def size(self) -> int:
         """Numbers that are kept of a gradient."""
-        return len(self.left) * self.left.shape[-1] * self.right.shape[-1]
+        return len(self.left) * (self.own or self.left.shape[-1]) * self.right.shape[-1]
+
+    def like(self, q: Posterior) -> Sheet:
+        """In the posterior's dtype, on its device."""
+        other = next(iter(q.mean.values()))
+        return Sheet(self.left.to(other), self.right.to(other), self.own)
+
+    def largest(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The ``own`` largest rows of W ``[B, 1, O, I]``: which, and WR there ``[B, m, b]``."""
+        rows = w[:, 0].square().sum(-1).topk(self.own).indices
+        taken = w[:, 0].gather(1, rows.unsqueeze(-1).expand(-1, -1, w.shape[-1]))
+        return rows, taken @ self.right
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of some examples: LᵀWR of all matrices ``[n, K]``, and of those that have rows
+    of their own which ``[n, m]`` and their numbers ``[n, m, b]``."""
+
+    z: Tensor
+    own: Mapping[str, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Kept]) -> Kept:
+        """Those of several runs of examples."""
+        pairs = {n: list(zip(*(p.own[n] for p in parts), strict=True)) for n in parts[0].own}
+        own = {n: (torch.cat(rows), torch.cat(numbers)) for n, (rows, numbers) in pairs.items()}
+        return cls(torch.cat([part.z for part in parts]), own)
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Tensor]) -> Kept:
+        """Of a file, unit vectors."""
+        names = [n.removesuffix(".rows") for n in stored if n.endswith(".rows")]
+        own = {n: (stored[f"{n}.rows"], stored[f"{n}.numbers"]) for n in names}
+        return cls(stored["directions"], own)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a file."""
+        rows = {f"{n}.rows": rows.int() for n, (rows, _) in self.own.items()}
+        numbers = {f"{n}.numbers": numbers for n, (_, numbers) in self.own.items()}
+        return {"directions": self.z, **rows, **numbers}
+
+    def norms(self) -> Tensor:
+        """``[n]``, in double precision."""
+        parts = [self.z, *(numbers.flatten(1) for _, numbers in self.own.values())]
+        return torch.stack([torch.linalg.vector_norm(x.double(), dim=1) for x in parts]).norm(dim=0)
+
+    def times(self, factors: Tensor, dtype: torch.dtype) -> Kept:
+        """Every example by its factor ``[n]``, then in this dtype."""
+        own = {
+            n: (rows, (numbers * factors.view(-1, 1, 1).to(numbers)).to(dtype))
+            for n, (rows, numbers) in self.own.items()
+        }
+        return Kept((self.z * factors.unsqueeze(1).to(self.z)).to(dtype), own)
+
+    def part(self, rows: slice) -> Kept:
+        """Some of the examples."""
+        own = {n: (where[rows], numbers[rows]) for n, (where, numbers) in self.own.items()}
+        return Kept(self.z[rows], own)
+
+    def products(self, asked: Kept) -> Tensor:
+        """With those of the questions, in their dtype, ``[n, M]``; in half precision as stored."""
+        dtype = asked.z.dtype
+        if dtype == torch.float16:
+            values = torch.stack([torch.mv(self.z, q) for q in asked.z], dim=1)
+        else:
+            some = self.z.split(max(1, CACHED // max(1, self.z.shape[1])))
+            values = torch.cat([part.to(dtype) @ asked.z.mT for part in some])
+        for name, (rows, numbers) in self.own.items():
+            for j, (places, theirs) in enumerate(zip(*asked.own[name], strict=True)):
+                where = torch.full((1 + int(max(rows.max(), places.max())),), len(places))
+                where[places.long()] = torch.arange(len(places))
+                held = torch.cat([theirs, theirs.new_zeros(1, theirs.shape[1])])[where[rows.long()]]
+                pairs = numbers.to(dtype).flatten(1).unsqueeze(1), held.flatten(1).unsqueeze(2)
+                values[:, j] += torch.bmm(*pairs).view(-1)
+        return values
 
 
 @dataclass(frozen=True)
@@ -170,8 +252,7 @@ class Index:
                 _claim(place, described)
                 _find_directions(task, q, place, rank, chunking)
             ranks.wait()
-            stored = _read_sheets(place)
-            sheets = {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in stored.items()}
+            sheets = {n: s.like(q) for n, s in _read_sheets(place).items()}
             numbers = sum(sheet.size for sheet in sheets.values())
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
@@ -269,26 +350,23 @@ class Index:
 
         return parquet.read_table(self.path / EXAMPLES).to_pydict()
 
-    def _project(self, task: Task, progress: bool | None) -> Tensor:
+    def _project(self, task: Task, progress: bool | None) -> Kept:
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
-        chunking = Chunking(progress=progress)
-        sheets = {n: Sheet(_as(s.left, q), _as(s.right, q)) for n, s in self._sheets.items()}
-        return torch.cat([z for z, _ in _projected(task, q, sheets, chunking, None)]).cpu()
+        sheets = {n: s.like(q) for n, s in self._sheets.items()}
+        found = _projected(task, q, sheets, Chunking(progress=progress), None)
+        return Kept.joined([kept for kept, _ in found])
 
-    def _products(self, asked: Tensor, *, rough: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    def _products(self, asked: Kept, *, rough: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and their values, file by file, read by memory map; ``rough``: in half precision,
         a file on each of torch's threads."""
-        sizes = asked.norm(dim=1).clamp_min(torch.finfo(asked.dtype).tiny)
-        halves = (asked / sizes.unsqueeze(1)).half().unbind()
+        dtype, sizes = asked.z.dtype, asked.norms().clamp_min(torch.finfo(torch.float64).tiny)
+        units = asked.times(1 / sizes, torch.float16 if rough else dtype)
 
         def values_of(name: str) -> Tensor:
             stored = load_file(self.path / name)
-            z, norms = stored["directions"], stored["norms"].to(asked.dtype).unsqueeze(1)
-            if rough:
-                return torch.stack([torch.mv(z, q) for q in halves], 1).to(asked) * sizes * norms
-            some = z.split(max(1, CACHED // z.shape[1]))
-            return torch.cat([part.to(asked.dtype) @ asked.mT for part in some]) * norms
+            values = Kept.read(stored).products(units).to(dtype)
+            return values * stored["norms"].to(dtype).unsqueeze(1) * sizes.to(dtype)
 
         files, threads = _files(self.n_data), torch.get_num_threads()
         values: Iterable[Tensor] = map(values_of, files)
@@ -301,23 +379,21 @@ class Index:
                 torch.set_num_threads(threads)
         yield from zip(files.values(), values, strict=True)
 
-    def _best(self, asked: Tensor, k: int) -> list[tuple[Tensor, Tensor]]:
+    def _best(self, asked: Kept, k: int) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest. Of a few questions they
         are looked for in half precision, with some to spare, whose values are then computed."""
         first = load_file(self.path / next(iter(_files(self.n_data))))["directions"]
-        rough = first.dtype == torch.float16 and len(asked) <= FEW
+        rough = first.dtype == torch.float16 and len(asked.z) <= FEW
         best = Best(min(k + SPARE if rough else k, self.n_data))
         for rows, values in self._products(asked, rough=rough):
             best.add(rows, values)
         if not rough:
             return best.sides()
-        sides, files = [], [self.path / name for name in _files(self.n_data)]
+        sides = []
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            each = [_stored(files[row // SHARD], row % SHARD) for row in union.tolist()]
-            z = torch.stack(each).to(asked.dtype)
-            exact = (z @ asked.mT).gather(0, places.view_as(names))
-            values, chosen = exact.topk(k, dim=0, largest=largest)
+            exact = _stored(self.path, self.n_data, union).products(asked)
+            values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
         return sides
 
@@ -354,10 +430,6 @@ def fingerprint(q: Posterior) -> str:
     return digest.hexdigest()
 
 
-def _as(tensor: Tensor, q: Posterior) -> Tensor:
-    return tensor.to(next(iter(q.mean.values())))
-
-
 def _last_loss(task: Task, q: Posterior) -> float:
     """What tells these training data from others: the loss of the last example."""
     last = torch.tensor([task.n_data - 1])
@@ -372,10 +444,15 @@ def _files(n_data: int) -> dict[str, Tensor]:
     return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
 
 
-def _stored(file: Path, place: int) -> Tensor:
-    """What is kept of one example of a file, in double precision."""
-    stored = load_file(file)
-    return stored["directions"][place].double() * stored["norms"][place].double()
+def _stored(place: Path, n_data: int, rows: Tensor) -> Kept:
+    """What is kept of these examples, in double precision."""
+    files, each = [place / name for name in _files(n_data)], []
+    for row in rows.tolist():
+        stored = load_file(files[row // SHARD])
+        one = slice(row % SHARD, row % SHARD + 1)
+        kept = Kept.read(stored).part(one).times(torch.ones(1), torch.float64)
+        each.append(kept.times(stored["norms"][one], torch.float64))
+    return Kept.joined(each)
 
 
 def _claim(place: Path, described: dict[str, Any]) -> None:
@@ -429,24 +506,32 @@ def _projected(
     sheets: Mapping[str, Sheet],
     chunking: Chunking,
     indices: Tensor | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """z ``[B, K]`` and the exact ‖Σ^½ g‖² ``[B]`` of each chunk."""
-    roots = _roots(q)
+) -> Iterator[tuple[Kept, Tensor]]:
+    """What is kept and the exact ‖Σ^½ g‖² ``[B]`` of each chunk, on the CPU."""
+    roots, like = _roots(q), next(iter(q.mean.values()))
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
-        rows, squares = [], []
+        parts, squares = [], []
         for terms in _parts(q, loss_terms(task, chunk)):
             size = terms[0].n_examples
-            found = {name: s.left.new_zeros(size, s.size) for name, s in sheets.items()}
+            found = {n: s.left.new_zeros(size, s.size) for n, s in sheets.items() if not s.own}
+            own = {}
+            for name, s in ((n, s) for n, s in sheets.items() if s.own):
+                empty = s.right.new_zeros(size, s.own, s.right.shape[-1])
+                own[name] = torch.arange(s.own).repeat(size, 1), empty
             square = torch.zeros(size, dtype=torch.float64)
             for name, w in _scaled(q, terms, roots):
                 square += torch.linalg.vector_norm(w.flatten(1), dim=1).double().square().cpu()
                 sheet = sheets[name]
-                found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
-            rows.append(torch.cat(list(found.values()), dim=1))
+                if sheet.own:
+                    own[name] = sheet.largest(w)
+                else:
+                    found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
+            z = torch.cat([like.new_empty(size, 0), *found.values()], dim=1).cpu()
+            parts.append(Kept(z, {n: (r.cpu(), x.cpu()) for n, (r, x) in own.items()}))
             squares.append(square)
-        z = torch.cat(rows)
-        check_finite(z, "projected gradient")
-        yield z, torch.cat(squares)
+        kept = Kept.joined(parts)
+        check_finite(kept.norms(), "projected gradient")
+        yield kept, torch.cat(squares)
 
 
 def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking) -> None:
@@ -455,6 +540,7 @@ def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking:
         found = _find_sheets(task, q, rank, chunking)
         tensors = {f"{n}.left": s.left for n, s in found.items()}
         tensors |= {f"{n}.right": s.right for n, s in found.items()}
+        tensors |= {f"{n}.own": torch.tensor(s.own) for n, s in found.items()}
         with drafted(place / DIRECTIONS) as draft:
             save_file(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
 
@@ -462,7 +548,9 @@ def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking:
 def _read_sheets(place: Path) -> dict[str, Sheet]:
     stored = load_file(place / DIRECTIONS)
     names = sorted(n.removesuffix(".left") for n in stored if n.endswith(".left"))
-    return {n: Sheet(stored[f"{n}.left"], stored[f"{n}.right"]) for n in names}
+    return {
+        n: Sheet(stored[f"{n}.left"], stored[f"{n}.right"], int(stored[f"{n}.own"])) for n in names
+    }
 
 
 def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dict[str, Sheet]:
@@ -478,7 +566,8 @@ def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dic
                     for w in each:
                         yield name, w
 
-    return leading(sweep, rank, WIDER * math.sqrt(rank / len(roots)), generator)
+    words = vocabulary_of(task, dict(q.mean))
+    return leading(sweep, rank, WIDER * math.sqrt(rank / len(roots)), generator, words)
 
 
 def leading(
@@ -486,66 +575,84 @@ def leading(
     rank: int,
     wide: float,
     generator: torch.Generator,
+    words: int = 0,
 ) -> dict[str, Sheet]:
     """Leading eigenvectors of Σ W Wᵀ and Σ Wᵀ W over the matrices W ``[g, O, I]`` of every name.
 
     They are found within a random range that is ``wide`` (Halko et al., 2011); the numbers go where
-    they add most to Σ ‖Lᵀ W R‖².
+    they add most to Σ ‖Lᵀ W R‖². Of matrices with a row for each of ``words``, rows of each
+    example's own.
     """
     energy: dict[str, float] = {}
     sums: dict[tuple[str, int], Tensor] = {}
+    moments: dict[tuple[str, int], Tensor] = {}
+    tables: dict[str, Tensor] = {}  # Σ of the squares of the largest row, the next, …
     for name, w in sweep():
         energy[name] = energy.get(name, 0.0) + float(w.square().sum())
+        if words and w.shape[:2] == (1, words):
+            sizes = w[0].square().sum(-1).sort(descending=True).values
+            tables[name] = tables.get(name, 0) + sizes
+            moments[name, 1] = moments.get((name, 1), 0) + w.mT @ w
+            continue
         for side, x in enumerate((w, w.mT)):
             width = min(x.shape[1], math.ceil(max(wide, rank / (x.shape[0] * x.shape[2]))))
             drawn = torch.randn(len(x), x.shape[2], width, generator=generator).to(x)
             sums[name, side] = sums.get((name, side), x.new_zeros(())) + x @ drawn
     ranges = {key: torch.linalg.qr(y)[0] for key, y in sums.items()}
-    moments = dict.fromkeys(ranges, torch.zeros(()))
+    moments |= dict.fromkeys(ranges, torch.zeros(()))
     for name, w in sweep():
-        for side, x in enumerate((w, w.mT)):
+        for side, x in enumerate((w, w.mT) if name not in tables else ()):
             inside = ranges[name, side].mT @ x
             moments[name, side] = moments[name, side].to(x) + inside @ inside.mT
     shares: dict[tuple[str, int], Tensor] = {}
     for key, moment in moments.items():
         values, vectors = torch.linalg.eigh(moment)
-        ranges[key] = ranges[key] @ vectors.flip(-1)
+        ranges[key] = ranges[key] @ vectors.flip(-1) if key in ranges else vectors.flip(-1)
         shares[key] = values.flip(-1).sum(0).clamp_min(0).cumsum(0) / (energy[key[0]] or 1.0)
+    for name, sizes in tables.items():
+        most = max(LONGEST, rank // len(shares[name, 1]))
+        shares[name, 0] = sizes.cumsum(0)[:most] / (energy[name] or 1.0)
     grids = {n: energy[n] * torch.outer(shares[n, 0], shares[n, 1]) for n in energy}
-    groups = {n: len(ranges[n, 0]) for n in energy}
+    groups = {n: len(ranges[n, 1]) for n in energy}
     return {
-        n: Sheet(ranges[n, 0][..., :a].contiguous(), ranges[n, 1][..., :b].contiguous())
-        for n, (a, b) in shared_out(grids, groups, rank).items()
+        n: Sheet(ranges[n, 1].new_empty(1, words, 0), ranges[n, 1][..., :b].contiguous(), a)
+        if n in tables
+        else Sheet(ranges[n, 0][..., :a].contiguous(), ranges[n, 1][..., :b].contiguous())
+        for n, (a, b) in shared_out(grids, groups, rank, tables).items()
     }
 
 
 def shared_out(
-    grids: Mapping[str, Tensor], groups: Mapping[str, int], rank: int
+    grids: Mapping[str, Tensor],
+    groups: Mapping[str, int],
+    rank: int,
+    tables: Container[str] = (),
 ) -> dict[str, tuple[int, int]]:
     """For each name the a and b that maximise Σ grid[a − 1, b − 1] with Σ g · a · b ≤ rank, by the
-    price of a number; 1 and 1 at least.
+    price of a number; 1 and 1 at least. Of ``tables`` a row takes b + 2: it says which it is.
 
     >>> grids = {"steep": torch.tensor([[9.0], [9.1]]), "flat": torch.tensor([[2.0, 4.0]])}
     >>> shared_out(grids, {"steep": 1, "flat": 1}, 3)
     {'steep': (1, 1), 'flat': (1, 2)}
     """
-    costs = {
-        n: groups[n] * torch.outer(*(torch.arange(1.0, k + 1) for k in grid.shape)).to(grid)
-        for n, grid in grids.items()
-    }
+
+    costs = {}
+    for n, grid in grids.items():
+        a, b = (torch.arange(1.0, k + 1) for k in grid.shape)
+        costs[n] = groups[n] * torch.outer(a, b + 2.0 * (n in tables)).to(grid)
 
     def bought(price: float) -> dict[str, tuple[int, int]]:
         best = {n: int((grid - price * costs[n]).argmax()) for n, grid in grids.items()}
         return {n: (k // grids[n].shape[1] + 1, k % grids[n].shape[1] + 1) for n, k in best.items()}
 
-    if sum(groups[n] * grid.numel() for n, grid in grids.items()) <= rank:
+    if sum(float(cost[-1, -1]) for cost in costs.values()) <= rank:
         return {n: (grid.shape[0], grid.shape[1]) for n, grid in grids.items()}
     low, high = 0.0, max(float(grid.max()) for grid in grids.values()) or 1.0
     chosen = bought(low)
     for _ in range(PRICES):
         price = (low + high) / 2 if not low else math.sqrt(low * high)
         tried = bought(price)
-        if sum(groups[n] * a * b for n, (a, b) in tried.items()) > rank:
+        if sum(float(costs[n][a - 1, b - 1]) for n, (a, b) in tried.items()) > rank:
             low = price
         else:
             high, chosen = price, tried
@@ -562,11 +669,11 @@ def _write_shard(
     chunking: Chunking,
 ) -> None:
     """The unit vectors of these examples, their lengths, and their exact self-influences."""
-    parts = list(_projected(task, q, sheets, chunking, rows))
-    z, squares = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-    norms = torch.linalg.vector_norm(z.double(), dim=1)
-    units = (z / norms.clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)).to(dtype)
-    stored = {"directions": units, "norms": norms, "self_influence": squares}
+    parts, squares = zip(*_projected(task, q, sheets, chunking, rows), strict=True)
+    kept = Kept.joined(parts)
+    norms = kept.norms()
+    units = kept.times(1 / norms.clamp_min(torch.finfo(torch.float64).tiny), dtype)
+    stored = {**units.tensors(), "norms": norms, "self_influence": torch.cat(squares)}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
 
@@ -591,16 +698,13 @@ def _measured(
     rows, columns = (
         torch.randperm(task.n_data, generator=generator)[:most].sort().values for most in PROBE
     )
-    z = []
-    for names in (rows, columns):
-        each = [_stored(place / files[i // SHARD], i % SHARD) for i in names.tolist()]
-        z.append(torch.stack(each))
+    one, two = (_stored(place, task.n_data, names) for names in (rows, columns))
     budget = chunking.memory_budget
     found = pieces(
         task, q, task, indices=rows, test_indices=columns, memory_budget=budget, progress=False
     )
     exact = torch.cat([piece.values.cpu() for piece in found])
-    return ProjectionError.between(z[0] @ z[1].mT, exact)
+    return ProjectionError.between(one.products(two), exact)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
