@@ -283,7 +283,7 @@ def main() -> None:
     for row, numbers in found.items():
         cpu = numbers["cpu"]
         if row.startswith("search"):
-            print(f"{row:<18}{numbers['wall']:.2f} s for a question to 100,000 rows")
+            print(f"{row:<18}{numbers['wall']:.2f} s, {cpu:.2f} of CPU, a question to 100,000 rows")
             continue
         count = 1 if row == "plan" else args.sequences
         scale = args.sequences if row == "plan" else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,10 @@ class Kronecker(Spectral):
         """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
         all data."""
         times = 1.0 if fit.sample is None else fit.n_data / len(fit.sample)
-        blocks = eigenbases(factor_sums(fit), fit.params, times)
+        moments = factor_sums(fit)
+        own = ranks.share(torch.arange(len(moments)))
+        blocks = eigenbases(moments, fit.params, times, own.tolist())
+        ranks.total(m for b in blocks for m in (b.right, b.left) if m is not None)
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
@@ -192,15 +195,24 @@ def factor_sums(fit: Fit) -> Moments:
 
 
 def eigenbases(
-    moments: Moments, params: Mapping[str, Tensor], times: float = 1.0
+    moments: Moments,
+    params: Mapping[str, Tensor],
+    times: float = 1.0,
+    own: Container[int] | None = None,
 ) -> tuple[Basis, ...]:
     """The eigenvectors of each layer's factors, which are let go one after the other; ``times``
-    makes the input factors sums over all examples."""
+    makes the input factors sums over all examples. Zeros for layers that are not this rank's
+    ``own``."""
     blocks = []
-    for key in list(moments):
+    for k, key in enumerate(list(moments)):
         joint, *pair = moments.pop(key)
-        like = params[joint.key].detach()
-        right, left = (torch.linalg.eigh(m.double())[1].to(like).contiguous() for m in pair)
+        like, mine = params[joint.key].detach(), own is None or k in own
+        right, left = (
+            (torch.linalg.eigh(m.double())[1] if mine else torch.zeros_like(m))
+            .to(like)
+            .contiguous()
+            for m in pair
+        )
         known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
         blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)
