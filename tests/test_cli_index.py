@@ -126,6 +126,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     code, out, err = run(capsys, "index", model, model / "data.jsonl", "--out", place, *options)
     assert code == 0, err
     assert f"sequences  {N}" in out
+    assert "rough" not in err
     found = tmp_path / "found"
     asked = ("query", place, model / "asked.jsonl", "--top", 3, "--out", found, "--tokens")
     code, out, err = run(capsys, *asked, "--refine", 3)
@@ -210,6 +211,7 @@ def test_a_dry_run_counts_what_the_run_then_does(
         assert code == 0, err
         found = 0 if options else 1  # the gradient of the loss is summed without records
         assert sum(ran) / N == pytest.approx(said - found, rel=0.05)
+        assert "rough" in err
         shutil.rmtree(place)
 
 

@@ -26,6 +26,7 @@ from blr_analysis.cli.options import (
 )
 
 SOURCE = "source.json"  # where model and data were
+ROUGH = 0.3  # of the influence: an index that errs by more puts other sources first
 
 
 def index(
@@ -75,6 +76,7 @@ def index(
         record = {**about, "text": text, "max_length": max_length}
         draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
     say("done")
+    _say_rough(say, built)
     console = paper()
     for name, value in {
         "sequences": f"{built.n_data:,}",
@@ -146,6 +148,8 @@ def query(
             loaded, about["data"], text=about.get("text"), max_length=about.get("max_length")
         )
         opened = Index.open(index, task=trained)
+    if not refine:
+        _say_rough(Teller(), opened)
     count = min(top, opened.n_data)
     matches = opened.top(
         task, count, refine=min(max(refine, count), opened.n_data) if refine else 0
@@ -178,6 +182,14 @@ def query(
             console.print(f"\n{row['question']}  {task.metadata['text'][row['question']]}")
         line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row['text'][:90]}"
         console.print(line, soft_wrap=True)
+
+
+def _say_rough(say: Teller, index: Any) -> None:
+    """Where an index errs by much."""
+    if index.error.relative_rms > ROUGH:
+        say(
+            f"note: rough, {index.error.relative_rms:.2f} off: a larger --rank, or query --refine N"
+        )
 
 
 def _source(index: Path) -> dict[str, Any]:
