@@ -316,12 +316,19 @@ const start = async () => {
   addEventListener("beforeprint", () => {
     document.documentElement.classList.add("printed");
     dressed();
-    for (const view of Bokeh.index.roots) { // now: while a page prints, nothing is laid out or drawn later
-      view.after_resize?.();
-      view.paint?.();
+    for (const view of [...Bokeh.index.roots].filter((v) => v.canvas_view)) { // a picture that nothing lays out again
+      view.after_resize();
+      view.paint();
+      const picture = view.export("png").canvas;
+      picture.className = "picture";
+      view.el.parentNode.append(picture);
     }
   });
-  addEventListener("afterprint", () => { document.documentElement.classList.remove("printed"); dressed(); });
+  addEventListener("afterprint", () => {
+    document.documentElement.classList.remove("printed");
+    document.querySelectorAll(".picture").forEach((picture) => picture.remove());
+    dressed();
+  });
   points.selected.properties.indices.change.connect(() => {
     if (own) return;
     const { indices } = points.selected;

@@ -201,15 +201,14 @@ def test_paper_and_ink_differ_in_the_dark_and_in_print(page: SimpleNamespace, me
 
 LIGHT = """() => {
   dispatchEvent(new Event("beforeprint"));
-  return [...Bokeh.index.roots].filter((v) => v.canvas_view).map((v) => {
-    const { canvas } = v.canvas_view.primary;
+  return [...document.querySelectorAll(".picture")].map((canvas) => {
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
     let [light, dark] = [0, 0];
     for (let k = 0; k < data.length; k += 4) if (data[k + 3] > 200) {
       light += Math.min(data[k], data[k + 1], data[k + 2]) > 225;
       dark += Math.max(data[k], data[k + 1], data[k + 2]) < 30;
     }
-    return [dark > 100 + 10 * light, v.el.getBoundingClientRect().width];
+    return [dark > 100 + 10 * light, canvas.getBoundingClientRect().width];
   });
 }"""
 
@@ -221,6 +220,7 @@ def test_charts_are_ink_on_paper_at_once_when_a_dark_page_is_printed(page: Simpl
     assert page.window.evaluate(LIGHT) == [[True, 690]] * 2  # the map, removals
     page.window.evaluate("dispatchEvent(new Event('afterprint'))")
     page.window.emulate_media(color_scheme="light")
+    assert page.window.locator(".picture").count() == 0
     ends = (
         "list => list.map((v) => [v, v.closest('li')].map((e) => e.getBoundingClientRect().right))"
     )
