@@ -8,7 +8,7 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,8 @@ REPEATS = 8  # examples that are read twice to find out whether the data stand s
 
 @dataclass(frozen=True)
 class Examples:
-    """A map-style dataset and the function that makes a batch of its items.
+    """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
+    names of its inputs and the words of its classes too, in the order of their numbers.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
     >>> data.batch(torch.tensor([2, 0]))[1]
@@ -45,6 +46,8 @@ class Examples:
 
     dataset: Any
     collate: Callable[[list[Any]], Any] = default_collate
+    columns: tuple[str, ...] | None = None
+    classes: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -74,7 +77,19 @@ class Examples:
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
-        return Examples(Subset(self.dataset, list(indices)), self.collate)
+        return replace(self, dataset=Subset(self.dataset, list(indices)))
+
+    def check_coded_as(self, others: Examples) -> None:
+        """Raise :class:`InputError` where a column or a class has another number in the others."""
+        if None not in (self.columns, others.columns) and self.columns != others.columns:
+            raise InputError(
+                "the DataFrames' columns of numbers differ; give both the same, in one order"
+            )
+        if None not in (self.classes, others.classes) and self.classes != others.classes:
+            raise InputError(
+                "the two tasks number their classes differently; make the labels of both one "
+                "pd.Categorical"
+            )
 
     @property
     def is_tensors(self) -> bool:
@@ -123,12 +138,13 @@ def read_data(data: Any) -> Examples:
     return examples
 
 
-def opened(data: Any, target: str | None = None) -> tuple[Any, dict[str, list[Any]] | None]:
+def opened(data: Any, target: str | None = None) -> tuple[Any, Mapping[str, Any] | None]:
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them.
 
     Raises:
-        DataError: a DataFrame without target=, no column of numbers, several splits at once.
-        InputError: no such column, or target= of other data.
+        DataError: a DataFrame without target=, no column of numbers, a row without a label,
+            several splits at once.
+        InputError: no such column, two of one name, or target= of other data.
     """
     if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
         name = next(iter(data))
@@ -144,30 +160,47 @@ def opened(data: Any, target: str | None = None) -> tuple[Any, dict[str, list[An
     return _from_frame(data, target) if framed else (data, None)
 
 
-def _from_frame(frame: Any, target: str | None) -> tuple[Any, dict[str, list[Any]]]:
+def _from_frame(frame: Any, target: str | None) -> tuple[Examples, Any]:
     if target is None:
         raise DataError("a DataFrame needs target=, the column to predict")
+    if not frame.columns.is_unique:
+        twice = frame.columns[frame.columns.duplicated()][0]
+        raise InputError(f"two columns of the DataFrame are called {twice!r}; rename one")
     rest = [name for name in frame.columns if name != target]
     numbers = [name for name in rest if frame[name].dtype.kind in "biuf"]
     if not numbers:
         raise DataError("the DataFrame has no column of numbers to predict from")
     x = torch.from_numpy(frame[numbers].to_numpy(dtype=np.float32, copy=True))
-    y = frame[target].to_numpy()
-    if y.dtype.kind not in "iuf":
-        y = np.unique(y.astype(str), return_inverse=True)[1]
-    y = torch.from_numpy(y.astype(np.float32 if y.dtype.kind == "f" else np.int64))
-    return (x, y), {str(name): frame[name].tolist() for name in rest if name not in numbers}
+    y, classes = _labels(frame[target])
+    examples = replace(read_data((x, y)), columns=tuple(map(str, numbers)), classes=classes)
+    return examples, frame[[name for name in rest if name not in numbers]]
 
 
-def _from_hub(data: Any, target: str | None) -> tuple[Any, dict[str, list[Any]]]:
+def _labels(column: Any) -> tuple[Tensor, tuple[str, ...]]:
+    """A column to predict, words as the numbers of their classes, and the words."""
+    missing = column.index[column.isna()]
+    if len(missing):
+        raise DataError(f"row {missing[0]!r} of the DataFrame has no {column.name}; drop it")
+    column = column.infer_objects()
+    kind, classes = column.dtype.kind, ()
+    if kind not in "biuf":
+        coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
+        column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
+    y = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64, copy=True)
+    return torch.from_numpy(y), classes
+
+
+def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[Any]]]:
     """Columns of words are metadata; the others go to the model, as tensors."""
     kinds = {name: getattr(data.features[name], "dtype", "") for name in data.column_names}
     words = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
     label = target or next((n for n in ("labels", "label") if n in kinds), None)
+    classes = getattr(data.features.get(label), "names", None)
     rows = data.remove_columns(words).with_format("torch")
     if label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
-    return rows, {name: list(data[name]) for name in words}
+    examples = replace(read_data(rows), classes=None if classes is None else tuple(classes))
+    return examples, {name: list(data[name]) for name in words}
 
 
 def _examples(data: Any) -> Examples:
@@ -309,9 +342,14 @@ def distinct_indices(indices: Any, n_data: int, name: str = "indices") -> list[i
 
 def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
     """A boolean Series in the order of the examples."""
-    own = list(mask.index)
-    for places in (labels, range(n_data)):
-        if places is not None and own == list(places):
+    own, numbers = list(mask.index), list(range(n_data))
+    if labels not in (None, own, numbers) and set(labels) == set(own) == set(numbers):
+        raise InputError(
+            f"{name} may name rows of the DataFrame, which are not in order, or places; "
+            "reset_index(drop=True) first"
+        )
+    for places in (labels, numbers):
+        if own == places:
             return mask
         if places is not None and mask.index.is_unique and set(own) == set(places):
             return mask.reindex(places)

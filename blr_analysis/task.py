@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import TensorDataset, default_collate
 
 from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.data import (
@@ -78,8 +80,9 @@ class Task:
             the DataFrame's index.
         target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
             their order, its columns of words the metadata, and labels that are words count from 0
-            in alphabetical order. Of a ``datasets.Dataset``, the column that the model calls
-            ``labels``, where it is called neither so nor ``label``; words are metadata there too.
+            in the order of their ``pd.Categorical``, else of the alphabet. Of a
+            ``datasets.Dataset``, the column that the model calls ``labels``, where it is called
+            neither so nor ``label``; words are metadata there too.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -127,7 +130,7 @@ class Task:
         metadata = described if metadata is None else metadata
         self.metadata = read_metadata(metadata, self.n_data)
         self.prior_precision: Any = None  # δ, where what was read names it
-        rows = getattr(metadata, "index", None)
+        rows = getattr(metadata, "index", getattr(described, "index", None))
         self.row_labels = None if rows is None else list(rows)  # pandas
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
@@ -215,7 +218,12 @@ class Task:
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device; a noise
-        that was estimated from them is the other's."""
+        that was estimated from them is the other's.
+
+        Raises:
+            InputError: DataFrames with other columns, or with other words for their classes.
+        """
+        self.examples.check_coded_as(task.examples)
         if self.model is task.model and self.device == task.device:
             self.plan_with(task)
             return self
@@ -286,7 +294,11 @@ class Task:
             listener.remove()
         return Task(
             layer,
-            (torch.cat(features), torch.cat(targets)),
+            replace(
+                self.examples,
+                dataset=TensorDataset(torch.cat(features), torch.cat(targets)),
+                collate=default_collate,
+            ),
             likelihood=self.likelihood,
             batch_size=self.batch_size,
             device=self.device,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -42,6 +46,83 @@ def test_a_dataframe_with_a_target(model: nn.Module) -> None:
     assert torch.equal(real.fetch(torch.arange(24))[1], X[:, 2])
 
 
+FRAME = pd.DataFrame(X.numpy(), columns=["a", "b", "c"]).assign(
+    label=np.array(["cat", "dog", "owl"])[torch.arange(24) % 3], source="web"
+)
+
+
+def of(frame: pd.DataFrame, model: nn.Module) -> blr.Task:
+    return blr.Task(model, frame, target="label")
+
+
+ASKED = {
+    "what_if": lambda task, q, test, at: blr.what_if(task, q, remove=[0], evaluate=test),
+    "add": lambda task, q, test, at: blr.what_if(task, q, add=test),
+    "influence": lambda task, q, test, at: blr.influence(task, q, test),
+    "report": lambda task, q, test, at: blr.report(task, q, at / "report.html", test=test),
+    "monitor": lambda task, q, test, at: blr.Monitor(task, test=test),
+    "index": lambda task, q, test, at: blr.Index.build(task, q, at / "index").top(test, 1),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        (FRAME[FRAME.label != "cat"], "Categorical"),
+        (FRAME.assign(label=np.arange(24) % 3), "Categorical"),
+        (FRAME[["c", "a", "b", "label"]], "order"),
+    ],
+    ids=["class", "numbers", "columns"],
+)
+def test_frames_that_are_coded_differently_are_refused_together(
+    other: pd.DataFrame, word: str, ask: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 3)
+    task = of(FRAME, model)
+    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    for test in (of(other, model), of(other, copy.copy(model)).subset([1, 0])):
+        with pytest.raises(InputError, match=word):
+            ASKED[ask](task, q, test, tmp_path)
+
+
+def test_a_categorical_is_coded_by_its_own_categories() -> None:
+    model = nn.Linear(3, 3)
+    owls_first = pd.CategoricalDtype(["owl", "dog", "cat"])
+    frame = FRAME.astype({"label": owls_first})
+    task = of(frame, model)
+    assert torch.equal(task.dataset.tensors[1], 2 - torch.arange(24) % 3)
+    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    without_cats = of(frame[frame.label != "cat"], model)
+    told = blr.what_if(task, q, remove=[0], evaluate=without_cats, progress=False)
+    rows = torch.arange(24) % 3 != 0
+    expected = nn.functional.cross_entropy(model(X[rows]), 2 - (torch.arange(24) % 3)[rows])
+    assert told.before.nll == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pd.array([0, 1, 10, 2] * 6, dtype="Int64"),
+        np.array([0, 1, 10, 2] * 6, dtype=object),
+        [False, True] * 12,
+    ],
+    ids=["nullable", "objects", "booleans"],
+)
+def test_labels_that_are_numbers_stay_themselves(labels: Any) -> None:
+    _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
+    assert y.tolist() == list(labels)
+
+
+def test_masks_have_the_index_of_the_frame() -> None:
+    shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
+    cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
+    assert {int(y) for _, y in cats.dataset} == {0} and cats.n_data == 8
+    ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
+    with pytest.raises(InputError, match="reset_index"):
+        ambiguous.subset(FRAME.label == "cat")
+
+
 class Dictionary(nn.Module):
     """As Hugging Face models answer where ``return_dict`` is a plain dict."""
 
@@ -68,6 +149,13 @@ def test_datasets(model: nn.Module) -> None:
     same(blr.Task(Dictionary(model), named, target="animal"), blr.Task(model, (X, Y)))
     with pytest.raises(DataError, match="'train'"):
         blr.Task(model, data)
+    words = [
+        data["train"].cast_column("label", datasets.ClassLabel(names=names))
+        for names in (["cat", "dog"], ["dog", "cat"])
+    ]
+    tasks = [blr.Task(Dictionary(model), rows) for rows in words]
+    with pytest.raises(InputError, match="Categorical"):
+        tasks[0].with_model(tasks[1])
 
 
 def test_models_that_are_wrapped(model: nn.Module) -> None:
@@ -91,6 +179,11 @@ def test_models_that_are_wrapped(model: nn.Module) -> None:
         (pd.DataFrame({"a": [1.0], "y": [1]}), {"target": "z"}, InputError, "columns: a, y"),
         (pd.DataFrame({"a": ["x"], "y": [1]}), {"target": "y"}, DataError, "of numbers"),
         ((X, Y), {"target": "y"}, InputError, "no column"),
+        (FRAME.assign(label=[None] + ["a"] * 23), {"target": "label"}, DataError, "row 0 "),
+        (FRAME.assign(label=[0] * 23 + [np.nan]), {"target": "label"}, DataError, "row 23 "),
+        (FRAME.rename(columns={"b": "a"}), {"target": "label"}, InputError, "called 'a'"),
+        (FRAME.rename(columns={"b": "label"}), {"target": "label"}, InputError, "'label'"),
+        (FRAME[:0], {"target": "label"}, DataError, "no examples"),
     ],
 )
 def test_what_cannot_be_read(

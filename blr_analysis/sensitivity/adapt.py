@@ -13,11 +13,11 @@ what comes back is a task and its posterior.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, default_collate
 
 from blr_analysis.backprop.engine import predict
 from blr_analysis.checks import instance, one_of, positive_int
@@ -123,7 +123,11 @@ def adapt(
     )
     under = on_a_copy(task)
     write(under, moved.parameters)
-    both = ConcatDataset([remembered.dataset, new.dataset])
+    both = replace(
+        task.examples,
+        dataset=ConcatDataset([remembered.dataset, new.dataset]),
+        collate=default_collate,
+    )
     joint = Task(under.model, both, likelihood=task.likelihood, forward=task.forward)
     q = fit_laplace(
         joint, structure="diag", prior_precision=prior, initial=around, progress=progress
