@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -182,7 +183,7 @@ def expectations(
         if isinstance(on_test, SequenceEvaluation):
             rows.append((on_test.nll_per_token, on_test.accuracy))
         return rows
-    before = float(loo.losses_before.double().mean())
+    before = replace(loo, losses=loo.losses_before).nll
     rows = [(before, accuracy_of(loo.predictions_before, loo)), (loo.nll, loo.accuracy)]
     return rows if on_test is None else [*rows, (on_test.nll, on_test.accuracy)]
 
@@ -395,13 +396,15 @@ def accuracy_of(predictions: Any, loo: LeaveOneOut) -> float | None:
         return None
     hits = predictions.to(loo.targets.dtype) == loo.targets.reshape(predictions.shape)
     hits = hits if hits.ndim == 1 else hits.all(-1)
-    return float(hits.double().mean())
+    counted = ~cast(Tensor, loo.likelihood.correct(loo.logits, loo.targets)).isnan()
+    return float(hits[counted].double().mean())
 
 
 def agreement(loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation) -> str:
     """How far the estimate is from the test data, against the latter's own uncertainty."""
     _, (estimate, accuracy), (nll, hits) = expectations(loo, on_test)
-    gap, m, losses = estimate - nll, len(on_test.losses), on_test.losses.double()
+    gap, losses = estimate - nll, on_test.counted.double()
+    m = len(losses)
     said = f"The estimate is {abs(gap):.4f} nats {'above' if gap >= 0 else 'below'} the test NLL"
     if m > 1:
         if isinstance(on_test, SequenceEvaluation):  # of a ratio of sums

@@ -26,7 +26,8 @@ Watch = Callable[[Tensor, Tensor, Tensor], None]  # outputs, targets and indices
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses ``[M]`` in nats and hits ``[M]`` (None for regression) on a set of examples."""
+    """Losses ``[M]`` in nats and hits ``[M]`` on a set of examples: None for regression, NaN of
+    examples that do not count (``ignore_index``)."""
 
     losses: Tensor
     correct: Tensor | None
@@ -37,8 +38,13 @@ class Evaluation:
         return float(self.losses.double().sum())
 
     @property
+    def counted(self) -> Tensor:
+        """The losses of the examples that count."""
+        return self.losses if self.correct is None else self.losses[~self.correct.isnan()]
+
+    @property
     def nll(self) -> float:
-        return float(self.losses.double().mean())
+        return float(self.counted.double().mean())
 
     @property
     def accuracy(self) -> float | None:
@@ -62,6 +68,10 @@ class SequenceEvaluation(Evaluation):
     """
 
     tokens: Tensor
+
+    @property
+    def counted(self) -> Tensor:
+        return self.losses
 
     @property
     def nll_per_token(self) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import QUIET, Chunking, chunks
+from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
@@ -60,7 +61,9 @@ class LeaveOneOut(LeftOut):
     Attributes:
         logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
         losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``; larger is worse.
-        nll: their mean: the estimate of the loss on new data.
+        nll: their mean over the examples that count: the estimate of the loss on new data. With
+            class weights or weights of examples that of w_i ℓ_i, divided by their number and not
+            by Σ w_i as torch does: neither torch's weighted mean nor the plain loss.
         accuracy: of the left-out predictions; None for regression.
         deviation: how far each prediction moves, as in :class:`Scores`.
         leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
@@ -81,9 +84,17 @@ class LeaveOneOut(LeftOut):
     likelihood: Likelihood
 
     @property
+    def _evaluation(self) -> Evaluation:
+        return Evaluation(self.losses, self.likelihood.correct(self.logits, self.targets))
+
+    @property
+    def nll(self) -> float:
+        """The mean loss of the examples that count."""
+        return self._evaluation.nll
+
+    @property
     def accuracy(self) -> float | None:
-        correct = self.likelihood.correct(self.logits, self.targets)
-        return None if correct is None else float(correct.double().nanmean())
+        return self._evaluation.accuracy
 
     @property
     def mse(self) -> float | None:

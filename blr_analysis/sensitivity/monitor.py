@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -358,6 +358,7 @@ class Observation:
         return {
             **self.before.row("train"),
             **self.left_out.row("loo"),
+            "loo_nll": replace(self.left_out, correct=self.before.correct).nll,
             "mean_deviation": float(self.deviation.double().mean()),
             "mean_self_influence": float(self.self_influence.double().mean()),
             "max_leverage": float(self.leverage.max()),

@@ -77,7 +77,8 @@ class WhatIf(Plottable):
 
     @property
     def nll(self) -> float:
-        """Mean loss on ``evaluate`` after the change, in nats."""
+        """Mean loss on ``evaluate`` after the change, in nats, of the examples that count; with
+        weights Σ w_i ℓ_i / N, as :class:`blr_analysis.sensitivity.LeaveOneOut` has it."""
         return self.after.nll
 
     @property

@@ -242,14 +242,17 @@ def _of_sequences(
 
 
 def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """ℓ(y) − ℓ(c) for every other label c, ``[N, C]``: −inf at y itself; ``[N, 1]`` regression.
+    """ℓ(y) − ℓ(c) for every other label c, ``[N, C]``: −inf at y itself, 0 of examples that do
+    not count; ``[N, 1]`` regression.
 
     Bernoulli: of every output, what flipping it would gain.
     """
     if isinstance(likelihood.kind, Categorical):
-        targets = targets if targets.ndim == 1 else targets.argmax(-1)
-        own = outputs.gather(1, targets[:, None])
-        return (outputs - own).scatter(1, targets[:, None], -torch.inf)
+        ignored = likelihood.kind.correct(outputs, targets).isnan()[:, None]
+        targets = targets[:, None] if targets.ndim == 1 else targets.argmax(-1, keepdim=True)
+        own = targets.masked_fill(ignored, 0)
+        gains = (outputs - outputs.gather(1, own)).scatter(1, own, -torch.inf)
+        return gains.masked_fill(ignored, 0.0)
     if isinstance(likelihood.kind, Bernoulli):
         return outputs * (1 - 2 * targets)
     return likelihood.nll(outputs, targets)[:, None]
@@ -261,7 +264,10 @@ def _averaged(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor,
     if isinstance(likelihood.kind, Bernoulli):
         least = -torch.inf if best.shape[1] == 1 else 0.0  # a single label has one other
         return gain, torch.where(best > least, 1 - y, y)
-    return gain, best.argmax(-1) if isinstance(likelihood.kind, Categorical) else None
+    if not isinstance(likelihood.kind, Categorical):
+        return gain, None
+    proposed, ignored = best.argmax(-1), (best == 0).all(-1)
+    return gain, proposed if y.ndim == 2 else torch.where(ignored, y, proposed)
 
 
 def judged(

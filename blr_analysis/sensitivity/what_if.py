@@ -339,7 +339,7 @@ class References:
                 kind = "one class" if moved.replay.clear else "one class, kind of steps unclear"
             else:
                 steps = math.log(moved.replay.recipe.n_data / moved.posterior.n_data)
-            own = self.before.losses.double()
+            own = self.before.counted.double()
             missing = math.hypot(
                 missing, NOISE * float(own.std(correction=0)) / math.sqrt(len(own))
             )

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
+from blr_analysis.audit.summary import expectations
 from blr_analysis.posterior.structures import Full
 
 ESTIMATES = ("full", "kron", "diag")
@@ -520,3 +523,37 @@ def test_hundreds_of_classes(structure: str, correction: str) -> None:
                 system = system - v @ hessian
             moved = f + torch.linalg.solve(system, v @ error)
             torch.testing.assert_close(loo.logits[i], moved, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("most", [256, 2])
+def test_examples_that_do_not_count(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignored targets leave no trace: the figures are those of the other examples alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (60,), generator=generator)
+    kept = torch.arange(60) % 3 > 0
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3).double()
+    some = blr.Task(model, (x, torch.where(kept, y, -100)), likelihood=torch.nn.CrossEntropyLoss())
+    alone = blr.Task(model, (x[kept], y[kept]))
+    fit: dict[str, Any] = {"structure": "full", "prior_precision": 1.0, "progress": False}
+    q, p = blr.fit_laplace(some, **fit), blr.fit_laplace(alone, **fit)
+    ours, theirs = blr.leave_one_out(some, q), blr.leave_one_out(alone, p)
+    assert ours.nll == pytest.approx(theirs.nll) and ours.accuracy == theirs.accuracy
+    rows = int(kept.nonzero()[0]), 0
+    how: dict[str, Any] = {"solver": "posterior", "progress": False}
+    one = blr.what_if(some, q, remove=[rows[0]], evaluate=some, **how)
+    two = blr.what_if(alone, p, remove=[rows[1]], evaluate=alone, **how)
+    assert (one.before.nll, one.nll) == pytest.approx((two.before.nll, two.nll))
+    assert expectations(ours, one.after) == [
+        pytest.approx(pair) for pair in expectations(theirs, two.after)
+    ]
+    wrong, right = blr.suspicious(some, q), blr.suspicious(alone, p)
+    torch.testing.assert_close(wrong.gain[kept], right.gain)
+    assert right.proposed is not None and wrong.proposed is not None
+    assert torch.equal(wrong.proposed[kept], right.proposed)
+    assert (wrong.gain[~kept] == 0).all() and (wrong.proposed[~kept] == -100).all()
+    monkeypatch.setattr(import_module(blr.Monitor.__module__), "MOST_OUTPUTS", most)
+    seen, less = (blr.Monitor(task, progress=False)(z, 1) for task, z in ((some, q), (alone, p)))
+    for name in ("train_nll", "loo_nll", "train_accuracy"):
+        assert seen and less and seen[name] == pytest.approx(less[name])
