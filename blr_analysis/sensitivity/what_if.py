@@ -89,7 +89,8 @@ def what_if(
         posterior: learned on those data; or a list of those of one training run, the last one
             last: the losses (and hits) before the change are the last one's, and what changes is
             the mean of the changes that each finds at its own weights. ``parameters`` and
-            ``posterior`` are the last one's; passes add up. A fitted probabilistic model of
+            ``posterior`` are the last one's; passes add up. Each replays from other first weights,
+            so that ``[q, q]`` averages two replays of one. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` stands alone, ``what_if(fitted, remove=...,
             add=data, evaluate=data)``: its sites are subtracted, then come ``steps`` (10) of the
             rule on the changed data; ``error`` estimates how far that is from fitting again.
