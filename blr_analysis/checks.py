@@ -90,8 +90,8 @@ def _number(value: Any) -> float:
 
 
 def path_of(value: Any) -> str | os.PathLike[str]:
-    """A path, as text or a path object."""
-    if not isinstance(value, (str, os.PathLike)):
+    """A path, as text or a path object; not an empty text, which stands for nothing."""
+    if not isinstance(value, (str, os.PathLike)) or value == "":
         raise InputError(f"path must be a file or folder name, got {value!r}")
     return value
 
@@ -104,3 +104,17 @@ def some(names: Sequence[str], most: int = 5) -> str:
     """
     shown = ", ".join(repr(name) for name in names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def printable(text: str) -> str:
+    """A text without characters that steer a terminal or cannot be seen: a question mark each.
+
+    >>> printable("to\\u202e be\\x1b[31m")
+    'to? be?[31m'
+    """
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def install(extra: str) -> str:
+    """How an extra is installed; the package is on no index."""
+    return f"run pip install '.[{extra}]' in its checkout"

@@ -569,6 +569,7 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
         ({"prior_precision": 0.0}, "prior_precision must be finite and above 0, got 0.0"),
         ({"prior_precision": NAN}, "prior_precision must be finite and above 0"),
         ({"prior_precision": "small"}, "prior_precision must be a number"),
+        ({"prior_precision": True}, "prior_precision must be a number"),
         ({"prior_precision": {"0.weight": 1.0}}, r"missing \['0.bias', '2.bias', '2.weight'\]"),
         ({"structure": "diagonal"}, "structure must be one of"),
         ({"curvature": "hessian"}, "curvature must be one of"),

@@ -18,10 +18,12 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.text import Text
 
 import blr_analysis as blr
 from blr_analysis.audit import folder as folder_module
 from blr_analysis.audit import folder_for, investigate, show, summary, write, write_picture
+from blr_analysis.audit.summary import as_text
 from blr_analysis.cli import main, words
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.script import load_tasks
@@ -456,13 +458,15 @@ def test_only_selections_of_analysed_columns_need_the_analyses(
         ("demo --seed -1", "seed"),
         ("demo --out script.py", "it is a file"),
         ("audit script.py:make_task -p q.safetensors --out script.py/x", "script.py/x"),
+        ("audit script.py:make_task -p q.safetensors --out ''", "empty"),
+        ("report script.py:make_task -p q.safetensors --out .", "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
     here: Path, capsys: pytest.CaptureFixture[str], argv: str, word: str
 ) -> None:
     before = {path.name for path in here.iterdir()} | {"__pycache__"}
-    code, out, err = run(capsys, *argv.split())
+    code, out, err = run(capsys, *shlex.split(argv))
     *progress, last = err.splitlines()
     assert (code, out) == (2, "")
     assert last.startswith("blr-analysis: ")
@@ -636,6 +640,11 @@ def test_a_reader_that_goes_away() -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
+
+
+def test_no_text_steers_the_terminal() -> None:
+    said = as_text(Text("web\u202e, \x1b[31mred\u200b\nnext"))
+    assert said == "web?, ?[31mred?\nnext\n"
 
 
 def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

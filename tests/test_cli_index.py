@@ -145,6 +145,10 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
     first = int(exact.helpful[0, 0])
     assert task.metadata["text"][first] in out
+    steering = {**ASKED[0], "prompt": "the film\u202e\x1b[31m"}
+    code, out, err = run(capsys, "query", place, written(tmp_path, [steering]), "--top", 999)
+    assert code == 0 and f"all {N} texts" in out, err
+    assert "the film??[31m" in out and "\x1b" not in out
     shares = pd.read_parquet(found / "tokens.parquet")
     sums = shares.groupby(["question", "example"])["influence"].sum()
     for row in table.itertuples():

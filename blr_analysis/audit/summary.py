@@ -28,6 +28,7 @@ from blr_analysis.audit.findings import (
 )
 from blr_analysis.audit.pictures import plain
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
+from blr_analysis.checks import printable
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.posterior import Posterior
@@ -374,7 +375,7 @@ def as_text(part: RenderableType, width: int = 100) -> str:
     paper = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     paper.print(part)
     text = paper.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return "\n".join(printable(line.rstrip()) for line in text.splitlines()) + "\n"
 
 
 def _answers(table: pd.DataFrame) -> dict[str, Iterable[Any]]:

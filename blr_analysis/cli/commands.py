@@ -180,11 +180,12 @@ def report(
 ) -> None:
     """Everything, as one page."""
     from blr_analysis.audit import check_column, investigate
-    from blr_analysis.files import held
+    from blr_analysis.files import check_file, held
     from blr_analysis.report import write_report
 
     column = None if by == "none" else by
     way = Way(posterior, fit, prior_precision, calibrate)
+    check_file(out)
     with held(out), job(task, way, test, check=lambda ours: check_column(column, ours)) as at:
         findings = investigate(
             at.task, at.posterior, test=at.test, by=column, passes=passes, say=at.say

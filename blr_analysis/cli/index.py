@@ -123,6 +123,7 @@ def query(
     """The training examples that matter most to each question."""
     import pandas as pd
 
+    from blr_analysis.checks import printable
     from blr_analysis.errors import InputError
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
@@ -177,11 +178,14 @@ def query(
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()
+    if count < top:
+        console.print(f"all {count} texts of the index, fewer than --top {top}")
     for row in rows:
         if row["rank"] == 1:
-            console.print(f"\n{row['question']}  {task.metadata['text'][row['question']]}")
+            asked = task.metadata["text"][row["question"]]
+            console.print(f"\n{row['question']}  {printable(asked)}")
         line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row['text'][:90]}"
-        console.print(line, soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
 
 
 def _say_rough(say: Teller, index: Any) -> None:

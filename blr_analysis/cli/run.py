@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Greek letters is no reason
     try:
+        if "" in arguments:  # which typer takes for the current folder
+            raise InputError("an argument is empty: name a value, or leave it out")
         with _together(arguments):
             code = app(arguments, prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()

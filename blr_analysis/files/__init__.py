@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blr_analysis.files.folder import Folder, read_config
-from blr_analysis.files.placing import check_free, check_room, drafted, folder_for, held
+from blr_analysis.files.placing import check_file, check_free, check_room, drafted, folder_for, held
 from blr_analysis.files.shards import Shards
 from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
 
@@ -15,6 +15,7 @@ __all__ = [
     "Shards",
     "Source",
     "Spec",
+    "check_file",
     "check_free",
     "check_room",
     "drafted",

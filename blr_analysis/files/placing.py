@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from pathlib import Path
 
+from blr_analysis.checks import path_of
 from blr_analysis.errors import StorageError
 
 PATIENCE = 25  # times that a lock is asked for
@@ -99,7 +100,7 @@ def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path_of(path)).expanduser()
     made = _absent((folder, *folder.parents))
     lock = None
     try:
@@ -136,6 +137,12 @@ def check_free(out: Path) -> None:
             )
     elif out.exists() or out.is_symlink():
         raise StorageError(f"{str(out)!r} is there already and is no folder: name a new one.")
+
+
+def check_file(target: Path) -> None:
+    """Raise :class:`StorageError` where a folder stands in the place of a file."""
+    if target.is_dir():
+        raise StorageError(f"{str(target)!r} is a folder: name a file.")
 
 
 def check_room(out: Path, needed: int) -> None:
@@ -222,6 +229,8 @@ def _release(lock: int | None) -> None:
 
 
 def _place(draft: Path, target: Path) -> None:
+    if not draft.is_dir():
+        check_file(target)
     for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
         with open(file, "rb+") as written:
             os.fsync(written.fileno())

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from blr_analysis.checks import one_of, path_of, some
+from blr_analysis.checks import install, one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder, Spec
 from blr_analysis.task import find_device
@@ -138,7 +138,7 @@ def load_language_model(
     if not (place / ADAPTER).is_file():
         return load_model(place, device=device)
     if find_spec("peft") is None:
-        raise InputError("a LoRA adapter needs peft: pip install 'blr-analysis[hf]'")
+        raise InputError(f"a LoRA adapter needs peft: {install('peft')}")
     loaded = load_model(_base_of(place, base), device=device)
     with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is missing is raised below
@@ -231,7 +231,7 @@ def read_config(folder: Path) -> Any:
         ModelError: an adapter, quantised weights, or a model that transformers does not know.
     """
     if find_spec("transformers") is None:
-        raise InputError("a Hugging Face model needs transformers: pip install 'blr-analysis[hf]'")
+        raise InputError(f"a Hugging Face model needs transformers: {install('hf')}")
     if not folder.is_dir():
         raise StorageError(
             f"there is no folder {str(folder)!r}: name one that model.save_pretrained wrote."

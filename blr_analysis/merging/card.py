@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.checks import printable
 from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.recipe.places import hub_name
 
@@ -316,8 +317,7 @@ def _quoted(text: str) -> str:
 
 def _line(text: str) -> str:
     """One line; what cannot be printed becomes a question mark."""
-    flat = " ".join(text.split())
-    return "".join(c if c.isprintable() else "?" for c in flat)
+    return printable(" ".join(text.split()))
 
 
 def _public(text: str, report: MergeReport) -> str:

@@ -69,6 +69,8 @@ class Prior:
         for name, value in prior.entries.items():
             where = "" if name is None else f" of {name!r}"
             try:
+                if isinstance(value, bool):
+                    raise TypeError
                 delta = torch.as_tensor(value, dtype=torch.float64)
                 torch.empty(shapes.get(name, ()), device="meta").copy_(delta.to("meta"))  # type: ignore[call-overload]
             except (TypeError, ValueError, RuntimeError) as error:

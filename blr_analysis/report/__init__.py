@@ -16,6 +16,7 @@ from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.checks import path_of
 from blr_analysis.errors import DataError
 from blr_analysis.task import Task
 
@@ -71,7 +72,7 @@ def report(
         The path.
 
     Raises:
-        StorageError: the file cannot be written; found out before the analyses.
+        StorageError: the file cannot be written, or is a folder; found out before the analyses.
         InputError, DataError: as the analyses; images, texts or names of another number.
 
     Example:
@@ -84,9 +85,10 @@ def report(
         True
     """
     from blr_analysis.audit import investigate
-    from blr_analysis.files import held
+    from blr_analysis.files import check_file, held
 
-    target = Path(path).expanduser()
+    target = Path(path_of(path)).expanduser()
+    check_file(target)
     for name, given in (("images", images), ("texts", texts)):
         if isinstance(given, Sized) and len(given) != task.n_data:
             raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")

@@ -245,6 +245,11 @@ def test_a_page_that_cannot_be_written_is_found_out_before_the_work(tmp_path: Pa
     for folder in (tmp_path / "file", Path("/proc/self")):  # none, and one that is read-only
         with pytest.raises(StorageError):
             blr.report(task, posterior, folder / "r.html")
+    with pytest.raises(StorageError, match="is a folder"):
+        blr.report(task, posterior, tmp_path)
+    for nothing in (None, ""):
+        with pytest.raises(InputError, match="path"):
+            blr.report(task, posterior, nothing)  # type: ignore[arg-type]
 
 
 PIXELS = np.arange(8 * 6, dtype=np.uint8).reshape(8, 6) * 5

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import some
+from blr_analysis.checks import install, some
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Folder, Scratch, Source
 from blr_analysis.merging.lora.changes import translate
@@ -61,7 +61,7 @@ def merge_and_unload(
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise ModelError(
-            f"{str(folder)!r} is more than plain LoRA: pip install 'blr-analysis[peft]'"
+            f"{str(folder)!r} is more than plain LoRA and needs peft: {install('peft')}"
         ) from error
     remedy = "merge it with PEFT's merge_and_unload() and name the saved result"
     place = Path(base.name).expanduser()

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from blr_analysis.checks import install
 from blr_analysis.errors import InputError, StorageError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -106,7 +107,7 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError as fault:
         raise InputError(
-            f"{name!r} is no folder; for the Hugging Face cache, pip install 'blr-analysis[hf]'"
+            f"{name!r} is no folder; for the Hugging Face cache, {install('hf')}"
         ) from fault
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
