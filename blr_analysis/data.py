@@ -212,6 +212,9 @@ def _examples(data: Any) -> Examples:
     several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
     if several and any(hasattr(part, "__array__") for part in data):
         return Examples(_pair(data))
+    lists = several and len(data) == 2 and all(type(part) is list for part in data)
+    if lists and not any(hasattr(leaf, "__array__") for leaf in tree_leaves(data)):
+        raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
     unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
     if unfit or not hasattr(data, "__getitem__"):
         raise _not_indexed(data)
@@ -242,7 +245,7 @@ def _pair(data: Sequence[Any]) -> TensorDataset:
             tensors.append(torch.as_tensor(whole))
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"{name} of the pair (X, y) cannot become a tensor: {_said(error)}; give numbers"
+                f"{name} of the pair (X, y) cannot become a tensor; give numbers"
             ) from error
     x, y = tensors
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):

@@ -402,8 +402,10 @@ class Task:
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code
+            unfit = _unfit(self.model, batch) if self.forward is default_forward else None
             raise ModelError(
-                f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
+                unfit
+                or f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
                 f"{error}; do data, forward= and posterior belong to it?"
             ) from error
         self._overwrites = versions(batch) != before
@@ -428,15 +430,15 @@ class Task:
         """
         for name, module in self.model.named_modules():
             if isinstance(module, _BatchNorm):
+                if module.running_mean is None:
+                    raise ModelError(
+                        f"BatchNorm layer {name!r} uses batch statistics; build it with "
+                        "track_running_stats=True and train, or use GroupNorm"
+                    )
                 if module.training:
                     raise ModelError(
                         f"BatchNorm layer {name!r} is in training mode, where examples share "
                         "statistics; call model.eval()"
-                    )
-                if module.running_mean is None:
-                    raise ModelError(
-                        f"BatchNorm layer {name!r} keeps no running statistics; build it with "
-                        "track_running_stats=True and train, or use GroupNorm"
                     )
         modes = {module: module.training for module in self.model.modules()}
         try:
@@ -547,6 +549,19 @@ class _Runner(nn.Module):
         return result
 
 
+def _unfit(model: nn.Module, batch: Any) -> str | None:
+    """What a linear first layer, which failed, could not take of ``(x, y)``."""
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+    layer = next(m for m in model.modules() if not list(m.children()))
+    if not isinstance(x, Tensor) or not isinstance(layer, nn.Linear):
+        return None
+    if x.ndim and x.shape[-1] != layer.in_features:
+        return f"the first layer takes {layer.in_features} features, X has {x.shape[-1]}"
+    if not x.is_floating_point():
+        return f"the first layer takes real numbers, X is {x.dtype}; give X.float()"
+    return None
+
+
 def working(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are taken in: float32 for half precision.
 
@@ -571,10 +586,14 @@ def find_device(device: str | torch.device) -> torch.device:
     """The device of this name.
 
     Raises:
-        DeviceError: this machine, or this build of torch, does not have it.
+        DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
     """
     try:
-        return torch.empty(0, device=torch.device(device)).device  # "cuda" → "cuda:0"
+        named = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(f'device {device!r} is unknown; give "cpu" or "cuda"') from error
+    try:
+        return torch.empty(0, device=named).device  # "cuda" → "cuda:0"
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise DeviceError(
             f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "

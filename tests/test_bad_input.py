@@ -161,6 +161,8 @@ def test_ordinary_loaders_are_fine_and_results_come_in_order(options: dict[str, 
         ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
         ((torch.zeros(5, 4), ["a"] * 5), r"y of the pair \(X, y\) cannot become a tensor"),
         ((pd.DataFrame({"a": ["b"]}), torch.zeros(1)), r"X of the pair \(X, y\) cannot become"),
+        (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
+        ([[[0.0], [1.0]], [0, 1]], "tensors or arrays"),
         (loader(batch_size=None), "batch_size=None"),
     ],
 )
@@ -247,7 +249,8 @@ def test_data_with_nan_are_not_taken_for_random() -> None:
         ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
         ({"batch_size": 2.5}, InputError, "batch_size must be a positive integer, got 2.5"),
         ({"batch_size": True}, InputError, "batch_size must be a positive integer, got True"),
-        ({"device": "gpu"}, DeviceError, "device 'gpu' cannot be used here"),
+        ({"device": "gpu"}, DeviceError, "device 'gpu' is unknown"),
+        ({"likelihood": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
         ({"device": "meta"}, DeviceError, "parameter '0.weight' lives elsewhere; move the model"),
         ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
         ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' has 2 values for 12 examples"),
@@ -432,8 +435,9 @@ def test_batches_that_the_default_forward_cannot_read() -> None:
 
 def test_inputs_of_another_shape() -> None:
     message = r"failed on a batch of \(\(.*, 5\) float32, .* int64\): RuntimeError"
+    model = nn.Sequential(nn.Identity(), mlp())
     with pytest.raises(ModelError, match=message):
-        fitted(task_of(data=(torch.zeros(N, 5), torch.zeros(N).long())))
+        fitted(task_of(model=model, data=(torch.zeros(N, 5), torch.zeros(N).long())))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -472,6 +476,37 @@ def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
             blr.sensitivity(task, posterior_for(N), progress=False)
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(N, 5), "takes 4 features, X has 5"),
+        (torch.zeros(N, 4, dtype=torch.int), r"X.float\(\)"),
+        (torch.zeros(N, 4, 3), "takes 4 features, X has 3"),
+    ],
+)
+def test_inputs_that_the_first_layer_does_not_take(x: torch.Tensor, message: str) -> None:
+    refused(task_of(data=(x, data()[1])), ModelError, message, posterior_for(N))
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.long])
+@pytest.mark.parametrize("loss", [nn.BCELoss(), nn.HuberLoss()])
+def test_losses_of_one_output_take_flat_targets(loss: nn.Module, dtype: torch.dtype) -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).double(), data()
+    flat = (y > 0).to(dtype)
+    tasks = [blr.Task(model, (x, y), likelihood=loss) for y in (flat, flat.double()[:, None])]
+    ours, theirs = (blr.sensitivity(t, fitted(t), progress=False).deviation for t in tasks)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_loss_that_broadcasts_flat_targets_is_told_so() -> None:
+    def squared(f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (f - y).square().sum(-1)
+
+    task = blr.Task(nn.Linear(4, 1).double(), data(), likelihood=squared)
+    with pytest.raises(InputError, match=r"y\[:, None\]"):
+        fitted(task)
+
+
 def test_models_without_parameters() -> None:
     frozen = mlp().requires_grad_(False)
     for model in (nn.Flatten(), frozen):
@@ -488,8 +523,13 @@ def test_batch_normalisation() -> None:
     with untouched(model), pytest.raises(ModelError, match=message):
         fitted(task_of(model=model))
     model[1] = nn.BatchNorm1d(5, track_running_stats=False).double()
-    message = "BatchNorm layer '1' keeps no running statistics; build it with"
-    refused(task_of(model=model.eval()), ModelError, message, posterior_for(N, model))
+    message = "BatchNorm layer '1' uses batch statistics; .*track_running_stats=True .* GroupNorm"
+    for mode in (True, False):
+        refused(task_of(model=model.train(mode)), ModelError, message, posterior_for(N, model))
+    for norm in (nn.BatchNorm1d(5), nn.GroupNorm(1, 5)):
+        model[1] = norm.double()
+        model.train()(data()[0])
+        assert fitted(task_of(model=model.eval())).n_data == N
 
 
 def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
@@ -782,6 +822,7 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"relabel": {3: 1}, "remove": [2, 3]}, "example 3 is both removed and relabelled"),
         ({"relabel": {3: 5}}, "relabel must map indices to targets: .* must lie in 0 … 2"),
         ({"relabel": {3: 0.5}}, "relabel must map .*: categorical targets must be integers"),
+        ({"relabel": {3: "cat"}}, "'cat' is no number"),
         ({"relabel": {3: 0, 4: [0, 1]}}, "relabel must map indices to targets"),
     ],
 )
@@ -818,6 +859,7 @@ def test_evaluating_on_a_task_of_another_model() -> None:
 
 def test_weights_at_which_the_model_breaks_down() -> None:
     """A step so long that the outputs overflow is blamed on the step, not on the model."""
+    torch.manual_seed(0)
     model = nn.Linear(4, 1).double()
     task = task_of("poisson", model)
     thin = blr.Posterior(

@@ -72,6 +72,8 @@ def resolve(likelihood: Loss) -> Likelihood:
         return read_module(likelihood)
     if callable(likelihood) and not isinstance(likelihood, type):
         return Function(likelihood)
+    if isinstance(likelihood, type) and issubclass(likelihood, (nn.Module, Likelihood)):
+        raise InputError(f"likelihood= is a class; call it: {likelihood.__name__}()")
     raise InputError(
         f"likelihood must be one of {', '.join(map(repr, BY_NAME))}, a Likelihood, a loss of "
         f"torch.nn, or a function (outputs, targets) -> loss of each example, got {likelihood!r}"

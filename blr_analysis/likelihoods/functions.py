@@ -78,8 +78,10 @@ class Function(Likelihood):
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         """The losses of a batch, [B], each the same alone, with curvature somewhere."""
+        of = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
         try:
             losses = self.loss(outputs, targets)
+            of = "the CPU in float64 (use w.to(outputs) on its constants)"
             first = targets[:1].cpu()
             first = first.double() if first.is_floating_point() else first
             alone = self.loss(outputs[:1].cpu().double(), first)
@@ -87,9 +89,7 @@ class Function(Likelihood):
             raise
         except Exception as error:  # the user's own code
             raise InputError(
-                f"the loss {self!r} failed on outputs {tuple(outputs.shape)} and targets "
-                f"{tuple(targets.shape)}, or on the first of them on the CPU in float64 (use "
-                f"w.to(outputs) on its constants): {type(error).__name__}: {error}"
+                f"the loss {self!r} failed on {of}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -100,7 +100,9 @@ class Function(Likelihood):
         if not bool(torch.isfinite(losses).all()):
             raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
         if not torch.allclose(alone, losses[:1].to(alone), rtol=CLOSE, atol=CLOSE):
-            raise InputError("the loss of an example depends on the others; leave out batch means")
+            flat = outputs.shape[-1] == 1 and targets.ndim == 1
+            remedy = "give y[:, None] as targets" if flat else "leave out batch means"
+            raise InputError(f"the loss of an example depends on the others; {remedy}")
         drawn = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))
         for f in (outputs, drawn.to(outputs)):
             if bool(self._hessian_times(f, targets, torch.ones_like(f)).any()):

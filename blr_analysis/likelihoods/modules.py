@@ -51,12 +51,16 @@ def read_module(loss: nn.Module) -> Likelihood:
 
 
 def summed(loss: nn.Module) -> Function:
-    """A module's loss of every example: without its reduction, summed over the outputs."""
+    """A module's loss of every example: without its reduction, summed over the outputs; torch's
+    own take targets [B] for outputs [B, 1]."""
     each = copy.copy(loss)
     if hasattr(each, "reduction"):
         each.__dict__["reduction"] = "none"
+    own = type(loss).__module__ == "torch.nn.modules.loss"
 
     def of_examples(outputs: Tensor, targets: Tensor) -> Tensor:
+        if own and outputs.shape[-1] == 1 and targets.ndim == 1:
+            targets = targets.to(outputs).unsqueeze(-1)
         losses = each(outputs, targets)
         return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
 

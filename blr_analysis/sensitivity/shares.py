@@ -88,7 +88,10 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Ch
 
 def as_target(value: Any) -> Tensor:
     """A label as a tensor; Python's floats keep their 64 bits."""
-    return value.cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    try:
+        return value.cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{value!r} is no number; give that of its class") from error
 
 
 def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior, float]:
