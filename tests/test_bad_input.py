@@ -516,6 +516,18 @@ def test_models_without_parameters() -> None:
         blr.sensitivity(task_of(model=nn.Flatten()), posterior_for(N), progress=False)
 
 
+class Detached(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
+def test_outputs_that_no_parameter_reaches(structure: str) -> None:
+    task = blr.Task(Detached(mlp()), data())
+    with pytest.raises(PosteriorError, match="detached"):
+        blr.fit_laplace(task, structure=structure, progress=False)
+
+
 def test_batch_normalisation() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     message = r"BatchNorm layer '1' is in training mode, .*; call model.eval\(\)"

@@ -56,11 +56,12 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     """
     curved, count, dd, dg, gg = _directions(form, gap, gradient)
     size, top = float(dd.sum()), float(curved.max())
-    if not (size > 0 and top > 0):
+    if not top > 0:
         raise PosteriorError(
-            "the weights are the initial ones, or the data have no curvature: prior_precision "
-            "cannot be found there; give it"
+            "the loss has no curvature in any parameter; are the model's outputs detached?"
         )
+    if not size > 0:
+        raise PosteriorError("the weights are the initial ones; give prior_precision")
 
     def excess(delta: float) -> float:
         return delta * size - float((count * curved / (curved + delta)).sum())
