@@ -11,6 +11,7 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextAre
 
 _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
 _GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
+_ALONG = np.linspace(0, 1, 33)  # of a line from an anchor to its box
 IMAGE_HEIGHT = 30.0  # in points (1/72 inch)
 MARKER = 6.0  # pixels from a marker's middle to its edge: that much room beside every box
 
@@ -88,8 +89,8 @@ def place(
     """Centres [K, 2] of K boxes near their anchors, chosen one after the other.
 
     Each box tries rings of places around its anchor and takes the cheapest: overlapping an
-    earlier box or leaving the frame costs most, then covering an anchor, then covering data,
-    then distance.
+    earlier box or leaving the frame costs most, then covering an anchor, then a line to an anchor
+    that runs through a box, then covering data, then distance.
 
     Args:
         anchors: [K, 2] what the boxes belong to. All arguments are in pixels.
@@ -103,6 +104,7 @@ def place(
     corners = np.array(taken, dtype=float).reshape(-1, 4)
     taken_low, taken_high = corners[:, :2], corners[:, 2:]
     centres = np.empty_like(anchors, dtype=float)
+    lines = np.empty((0, 2))  # points on those of the earlier boxes
     for k, (anchor, size) in enumerate(zip(anchors, sizes, strict=True)):
         reach = (size / 2)[None, None] + _GAPS[:, None, None]
         tries = (anchor + reach * directions[None]).reshape(-1, 2)
@@ -110,15 +112,20 @@ def place(
         outside = np.maximum(low - box_low, 0) + np.maximum(box_high - high, 0)
         shared = np.minimum(box_high[:, None], taken_high) - np.maximum(box_low[:, None], taken_low)
         overlap = np.prod(np.maximum(shared + 2, 0), axis=2).sum(axis=1)
+        steps = anchor + _ALONG[:, None] * (tries - anchor)[:, None]
+        through = (steps[:, :, None] > taken_low) & (steps[:, :, None] < taken_high)
+        crossed = through.all(-1).any(1).sum(1) + (_covered(box_low, box_high, lines) > 0)
         cost = (
             1e6 * outside.sum(axis=1)
             + 1e4 * overlap
             + 1000 * _covered(box_low - MARKER, box_high + MARKER, anchors)
+            + 500 * crossed
             + 4 * np.minimum(_covered(box_low - MARKER, box_high + MARKER, crowd), 60)
             + np.repeat(_GAPS, len(directions)) / 4
         )
         best = int(np.argmin(cost))
         centres[k] = tries[best]
+        lines = np.vstack([lines, steps[best]])
         taken_low = np.vstack([taken_low, box_low[best]])
         taken_high = np.vstack([taken_high, box_high[best]])
     return centres
