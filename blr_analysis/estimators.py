@@ -10,9 +10,10 @@ out, so that the posterior's δ is known and nobody has to name it:
     MLPClassifier        (1/B) (Σ_B ℓ_i + ½ α ‖W‖²)      δ = α N/B, B its batch size
 
 ℓ_i is the loss in nats; σ², the variance of the noise, is estimated from the residuals, as
-scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a precision of 1e-6, a
-standard deviation of 1000, so that directions which change no prediction have one as well. The
-largest of those, one number added to all logits of a softmax, is taken out of the outputs.
+scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a millionth of the data's
+least curvature (of a network 1e-6), whatever the units, so that directions which change no
+prediction have one as well. The largest of those, one number added to all logits of a softmax, is
+taken out of the outputs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods import BY_NAME, Gaussian, Likelihood
+from blr_analysis.likelihoods import BY_NAME, Categorical, Gaussian, Likelihood
 
-FREE = 1e-6  # δ where there is no penalty
+FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
+RANK = 1e-7  # of the largest singular value: a smaller one is rounding
+LEAST = 1e-14  # of the largest curvature: a smaller δ is lost in rounding
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "logistic": nn.Sigmoid, "identity": nn.Identity}
 
 
@@ -97,45 +100,46 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     if estimator.solver == "liblinear" and len(estimator.classes_) > 2:
         raise InputError("liblinear fits one model per class; fit with solver='lbfgs'")
     delta = 0.0 if estimator.penalty is None else 1 / float(np.ravel(estimator.C)[0])
-    model = _linear(estimator.coef_, estimator.intercept_)
+    model = _linear(estimator, x)
     places, labels = _classes(estimator.classes_, y)
     binary = len(estimator.coef_) == 1
-    free = delta if estimator.solver == "liblinear" else FREE
+    targets = torch.from_numpy(places)
+    kind = BY_NAME["bernoulli" if binary else "categorical"]()
+    shrunk = delta if estimator.solver == "liblinear" else 0.0
     return Estimator(
         model,
         x,
-        torch.from_numpy(places).double() if binary else torch.from_numpy(places),
-        BY_NAME["bernoulli" if binary else "categorical"](),
-        {"weight": max(delta, FREE), "bias": max(free, FREE)},
+        targets.double() if binary else targets,
+        kind,
+        _linear_prior(model, x, kind, delta, bias=shrunk),
         _class_weights(estimator.class_weight, estimator.classes_, places),
         labels,
     )
 
 
 def _least_squares(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
-    model = _linear(np.atleast_2d(estimator.coef_), estimator.intercept_)
+    model = _linear(estimator, x)
     targets = torch.from_numpy(y.astype(np.float64))
     with torch.no_grad():
         residuals = targets.reshape(len(x), -1) - model(x)
-    n = len(x)
-    free = max(n - x.shape[1] - 1, 1) if n > x.shape[1] + 1 else n
-    variance = float(residuals.square().sum(0).mean()) / free
+    fitted = x.shape[1] + (model.bias is not None)
+    left = len(x) - fitted if len(x) > fitted else len(x)
+    variance = float(residuals.square().sum(0).mean()) / left
     if not variance > 0:
         raise InputError("the residuals are 0: no noise is left to estimate")
     alpha = np.unique(getattr(estimator, "alpha_", getattr(estimator, "alpha", 0.0)))
     if len(alpha) > 1:
         raise InputError("one alpha per target has no single δ; fit the targets one by one")
-    delta = float(alpha[0]) / variance
-    prior = {"weight": max(delta, FREE), "bias": FREE}
     noise = Gaussian(variance)
     noise.estimated = True
+    prior = _linear_prior(model, x, noise, float(alpha[0]) / variance)
     return Estimator(model, x, targets, noise, prior)
 
 
 def _poisson(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
-    model = _linear(np.atleast_2d(estimator.coef_), estimator.intercept_)
-    prior = {"weight": max(float(estimator.alpha) * len(x), FREE), "bias": FREE}
-    return Estimator(model, x, torch.from_numpy(y.astype(np.float64)), BY_NAME["poisson"](), prior)
+    model, kind = _linear(estimator, x), BY_NAME["poisson"]()
+    prior = _linear_prior(model, x, kind, float(estimator.alpha) * len(x))
+    return Estimator(model, x, torch.from_numpy(y.astype(np.float64)), kind, prior)
 
 
 def _perceptron(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
@@ -149,7 +153,7 @@ def _perceptron(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
         zip(estimator.coefs_, estimator.intercepts_, strict=True)
     ):
         prior |= {f"{2 * k}.weight": max(estimator.alpha * share, FREE), f"{2 * k}.bias": FREE}
-        layers += [_linear(coef.T, intercept), ACTIVATIONS[estimator.activation]()]
+        layers += [_layer(coef.T, intercept), ACTIVATIONS[estimator.activation]()]
     if y.ndim == 2:
         kind, targets, labels = "bernoulli", y.astype(np.float64), None
     else:
@@ -190,14 +194,41 @@ def _inputs(estimator: Any, X: Any) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _linear(coef: Any, intercept: Any) -> nn.Linear:
+def _linear(estimator: Any, x: Tensor) -> nn.Linear:
+    """A linear estimator; without an intercept where it was fitted without."""
+    intercept = estimator.intercept_ if estimator.fit_intercept else None
+    return _layer(np.atleast_2d(estimator.coef_), intercept)
+
+
+def _layer(coef: Any, intercept: Any) -> nn.Linear:
     coef = np.asarray(coef, dtype=np.float64)
-    layer: Any = nn.utils.skip_init(nn.Linear, coef.shape[1], coef.shape[0], dtype=torch.float64)
-    bias = np.broadcast_to(np.asarray(intercept, dtype=np.float64), coef.shape[:1])
+    outputs, inputs = coef.shape
+    free = intercept is not None
+    layer: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=free, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(coef.copy()))
-        layer.bias.copy_(torch.from_numpy(bias.copy()))
+        if free:
+            bias = np.broadcast_to(np.asarray(intercept, dtype=np.float64), coef.shape[:1])
+            layer.bias.copy_(torch.from_numpy(bias.copy()))
     return layer
+
+
+def _linear_prior(
+    model: nn.Linear, x: Tensor, likelihood: Likelihood, weight: float, bias: float = 0.0
+) -> dict[str, float]:
+    """δ by name: the penalties, and FREE of the data's least curvature where there is none."""
+    inputs = x if model.bias is None else torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+    sizes = torch.linalg.svdvals(inputs)
+    seen = sizes[sizes > RANK * sizes[0]]
+    free = FREE * float(seen[-1:].square().sum())
+    if len(seen) < inputs.shape[1] or isinstance(likelihood, Categorical):  # directions without any
+        free = max(free, LEAST * float(sizes[0] ** 2))
+    with torch.no_grad():
+        f = model(x)
+    curved = likelihood.hessian(f, likelihood.prediction(f)).diagonal(dim1=1, dim2=2).mean()
+    free = free * float(curved) or FREE
+    prior = {"weight": weight or free}
+    return prior if model.bias is None else prior | {"bias": bias or free}
 
 
 def _classes(classes: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, list[str] | None]:

@@ -83,6 +83,29 @@ def test_what_no_probability_depends_on_has_no_variance(name: str) -> None:
     assert 0 < variance.diagonal(dim1=1, dim2=2).sum(-1).max() < 20
 
 
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+@pytest.mark.parametrize(("by", "off", "times"), [(1, 0, 1e3), (1e-3, 0, 1), (1, 300, 1e-2)])
+def test_units_change_nothing(
+    by: float, off: float, times: float, alpha: float, intercept: bool
+) -> None:
+    """Least squares against PRESS, in any units of inputs and targets, with and without a
+    constant."""
+    x, y = X * by + off, REAL * times
+    kind = {"fit_intercept": intercept}
+    estimator = Ridge(alpha=alpha * by**2, **kind) if alpha else LinearRegression(**kind)
+    task = blr.Task.from_sklearn(estimator.fit(x, y), x, y)
+    q = blr.fit_laplace(task, structure="full", progress=False)
+    loo = blr.leave_one_out(task, q, progress=False)
+    z = np.c_[x, np.ones(N)] if intercept else x
+    pull = np.diag([alpha * by**2] * 3 + [0.0] * intercept)
+    hat = z @ np.linalg.solve(z.T @ z + pull, z.T)
+    press = ((y - hat @ y) / (1 - hat.diagonal())) ** 2
+    assert loo.mse == pytest.approx(press.mean(), rel=1e-4)
+    assert float(loo.leverage.sum()) == pytest.approx(hat.trace(), rel=1e-4)
+    assert ("bias" in task.parameters()) is intercept
+
+
 def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
     """Each example's loss under an estimator that scikit-learn fitted without it."""
     z, estimator = pipeline[:-1].transform(X), pipeline[-1]

@@ -102,7 +102,7 @@ class Kronecker(Spectral):
             if low != high:
                 raise InputError(
                     f"one prior precision is needed for all of {block.names}, got {low:g} … "
-                    f"{high:g}; use structure='diag'"
+                    f"{high:g}; use structure='full' (small models) or 'diag'"
                 )
             values[block.key] = low
         return values
