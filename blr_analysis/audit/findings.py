@@ -26,10 +26,12 @@ from blr_analysis.sensitivity import (
     what_if_each,
 )
 from blr_analysis.sensitivity.scores import check_test
+from blr_analysis.sensitivity.selection import groups_by
 from blr_analysis.sensitivity.solving import REPLAY_PASSES
 from blr_analysis.task import Task
 
 MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set
+DESCENTS = 200  # passes over the data for all groups together, of a model near its minimum
 AUTO = "auto"
 JUDGED = ("label_quality", "suspicious")  # columns that only a classification has
 
@@ -117,8 +119,8 @@ def investigate(
         by: the column whose groups are taken out in turn: "target" or a metadata column; None
             for none; "auto" for the classes of a classification with at most 100 of them.
         passes: over the data, for each group, of the descent or the replay that takes it out
-            (:func:`blr_analysis.what_if`). None: of a model near the minimum of its own loss the
-            posterior's one step, of another the default of what_if.
+            (:func:`blr_analysis.what_if`). None: 5 to 20 of a model near the minimum of its own
+            loss, of another the default of what_if.
         say: told in a few words what begins.
         progress: None shows bars on a terminal when the work is long.
 
@@ -144,14 +146,13 @@ def investigate(
     column = _groups(scores) if by == AUTO else by
     removals = None
     if column is not None:
-        solver, spent = _removal(task, posterior, passes)
+        passes, spent = _passes(task, posterior, column, passes)
         say(f"what if: without each {group_noun(column, scores)}, {spent}")
         removals = what_if_each(
             task,
             posterior,
             by=column,
             evaluate=test,
-            solver=solver,
             passes=passes,
             progress=progress,
         )
@@ -169,12 +170,14 @@ def investigate(
     )
 
 
-def _removal(task: Task, posterior: Posterior, passes: int | None) -> tuple[str, str]:
-    """How groups are taken out, and what that costs."""
-    if not stationarity(task, posterior).near:
-        more = "" if passes else ", more where that stays far from the model"
-        return "auto", f"about {passes or REPLAY_PASSES} passes over the data for each{more}"
-    return ("cg", f"{passes} passes for each") if passes else ("posterior", "one step")
+def _passes(
+    task: Task, posterior: Posterior, by: str, passes: int | None
+) -> tuple[int | None, str]:
+    """Over the data, for each group that is taken out, and the same in words."""
+    if passes is None and stationarity(task, posterior).near:
+        passes = min(20, max(5, DESCENTS // len(groups_by(by, task, posterior))))
+    more = "" if passes else ", more where that stays far from the model"
+    return passes, f"about {passes or REPLAY_PASSES} passes over the data for each{more}"
 
 
 def influence_column(table: pd.DataFrame) -> str:

@@ -491,7 +491,7 @@ def factored_products(
     copied = scale is not None or stack[term.weight].dtype != dtype
     size = min(HELD if copied or k > 1 else HELD // 4, room or HELD) // (g * b * t * o)
     if copied or swapped:
-        size = min(size, min(HELD, room or HELD) // stack[term.weight][0].numel())
+        size = min(size, min(HELD, room or HELD) // stack[term.weight].shape[1:].numel())
     for at in slices(r, size):
         u = term.layout.matrix(unflat(term, taken(stack, term.weight, at, dtype, scale)))
         u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])

@@ -213,6 +213,8 @@ def fit_laplace(
         n_data=task.n_data,
         record=record | more | choice,
     )
+    if slope is None and not (kind.of_inputs or task.likelihood.is_sequence):
+        slope, _ = loss_and_gradient(task, params)  # of sequences: where δ is found, or asked for
     if slope is not None:
         measured(task, q, slope)
     return q

@@ -9,7 +9,8 @@ curvature H = Σ_i J_iᵀ Λ_i J_i ≈ U diag(λ) Uᵀ:
 The first is exact where θ̂ is the minimum of F, g = −δ d, whatever the curvature. Elsewhere
 (minibatches, early stopping) (H + δ)⁻¹ takes the gradient that is left in stiff directions, which
 is noise, for what it is worth: the plain projection −⟨g, d⟩/‖d‖², its limit of large δ, may be
-negative. Where no δ solves it, as after training without any penalty, the evidence decides.
+negative. Where no δ solves it, as after training without any penalty, or one a hundred times below
+the evidence's that explains little of the gradient, as before training, the evidence decides.
 
 Sources: MacKay, "A practical Bayesian framework for backpropagation networks", 1992 (evidence).
 """
@@ -30,6 +31,7 @@ HALVINGS = 60
 SINGLE = 2**22  # directions that are looked at one by one
 BINS, OCTAVES = 2**14, 60  # of the curvature, below the largest
 APART, EXPLAINED = 5, 0.5  # times between the two rules, so far off a minimum: both are said
+FAR = 100  # times below the evidence's, so far off a minimum: a root that is chance
 
 
 def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[float, dict[str, Any]]:
@@ -80,14 +82,22 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     while left(low) > 0 and low > LEAST * top:
         low /= 2
     stationary = _crossing(left, low=low, high=2 * low) if left(low) <= 0 else None
-    delta = evidence if stationary is None else stationary
-    slope, pull, across = (float((x / (curved + delta)).sum()) for x in (gg, dd, dg))
+
+    def explained(delta: float) -> float:
+        slope, pull, across = (float((x / (curved + delta)).sum()) for x in (gg, dd, dg))
+        return across**2 / (slope * pull) if across < 0 else 0.0
+
+    rule, delta = "evidence", evidence
+    if stationary is not None and (
+        FAR * stationary > evidence or explained(stationary) > EXPLAINED
+    ):
+        rule, delta = "stationarity", stationary
     return delta, {
-        "rule": "evidence" if stationary is None else "stationarity",
+        "rule": rule,
         "stationarity": stationary,
         "evidence": evidence,
         "apart": None if stationary is None else max(stationary / evidence, evidence / stationary),
-        "explained": across**2 / (slope * pull) if across < 0 else 0.0,
+        "explained": explained(delta),
     }
 
 
@@ -97,7 +107,8 @@ def in_words(choice: Mapping[str, Any]) -> str:
     delta, rule = choice["delta"], choice["rule"]
     said = f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {rule}"
     if (choice.get("apart") or 1.0) > APART and choice["explained"] < EXPLAINED:
-        said += f" ({choice['evidence']:.3g} by evidence)"
+        other = "evidence" if rule == "stationarity" else "stationarity"
+        said += f" ({choice[other]:.3g} by {other})"
     return said
 
 

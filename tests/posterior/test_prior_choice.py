@@ -129,6 +129,17 @@ def test_rules_far_apart_are_both_said() -> None:
     assert in_words({"delta": {"a": 1.0, "b": 3.0}, "rule": "weight_decay"}) == "3 by weight_decay"
 
 
+def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
+    """δ far below the evidence's: kept at a minimum, where it explains the gradient, else not."""
+    form, gap = Diagonal({"w": torch.tensor([40.0, 10.0])}), {"w": torch.tensor([1.0, -1.0])}
+    at, off = {"w": -1e-3 * gap["w"]}, {"w": torch.tensor([3.0, 0.751])}
+    delta, about = chosen_prior(form, gap, at)
+    assert about["rule"] == "stationarity" and delta == pytest.approx(1e-3, rel=1e-3)
+    delta, about = chosen_prior(form, gap, off)
+    assert about["rule"] == "evidence" and delta == about["evidence"]
+    assert about["stationarity"] < delta / 100 and about["explained"] < 0.5
+
+
 def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None:
     x, y = classes(5)
     start = {"weight": torch.full((3, 4), 0.5), "bias": torch.ones(3)}

@@ -87,7 +87,7 @@ def test_kronecker_prior_must_be_one_number_per_layer() -> None:
     with pytest.raises(InputError, match=r"0\.weight.*0\.bias"):
         fitted("kron", {**layerwise, "0.bias": 4.0})
     per_weight = torch.rand(5, 4, dtype=torch.float64) + 1
-    with pytest.raises(InputError, match="structure='diag'"):
+    with pytest.raises(InputError, match="one prior precision"):
         fitted("kron", {**layerwise, "0.weight": per_weight})
 
 
