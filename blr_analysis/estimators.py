@@ -10,10 +10,10 @@ out, so that the posterior's δ is known and nobody has to name it:
     MLPClassifier        (1/B) (Σ_B ℓ_i + ½ α ‖W‖²)      δ = α N/B, B its batch size
 
 ℓ_i is the loss in nats; σ², the variance of the noise, is estimated from the residuals, as
-scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a millionth of the data's
-least curvature (of a network 1e-6), whatever the units, so that directions which change no
-prediction have one as well. The largest of those, one number added to all logits of a softmax, is
-taken out of the outputs.
+scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a millionth of the
+least curvature that the data have (of a network 1e-6), whatever the units, so that directions which
+change no prediction have one as well. The largest of those, one number added to all logits of a
+softmax, is taken out of the outputs.
 """
 
 from __future__ import annotations

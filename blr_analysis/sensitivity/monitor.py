@@ -274,6 +274,7 @@ class Monitor(Plottable):
         return {
             "last_epoch": self._last,
             "n_data": self.task.n_data,
+            "caveat": self._caveat,
             "indices": self.indices.clone(),
             "rows": {
                 name: torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
@@ -317,6 +318,7 @@ class Monitor(Plottable):
         for row in rows:
             row["epoch"] = int(row["epoch"])
         self.rows, self._kept, self._last = rows, parts, last
+        self._caveat = str(state.get("caveat", ""))
 
 
 @dataclass(frozen=True)

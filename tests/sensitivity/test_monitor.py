@@ -291,7 +291,7 @@ def bad_calls() -> dict:
     nan = fitted(task)
     nan.mean["0.weight"].fill_(NAN)
     far = fitted(task)
-    far.form.values["0.weight"].fill_(NAN)
+    far.form = far.form.with_values({n: v * NAN for n, v in far.form.values.items()})
     small = blr.Task(mlp(outputs=C), data(10))
     return {
         "repeated": (q, 2, InputError, "does not follow epoch 2"),
