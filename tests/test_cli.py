@@ -67,6 +67,9 @@ def make_test():
 def regression():
     return Task(model(1), (X, X.sum((1, 2, 3))), likelihood="gaussian")
 
+def wider():
+    return Task(model(), (torch.randn(9, 1, 5, 5), Y[:9]))
+
 def several():
     return Task(model(3), (X, X[:, 0, 0, :3]), likelihood="gaussian")
 
@@ -106,13 +109,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task, _ = load_tasks(f"{folder}/script.py:make_task")
     blr.fit_laplace(task, structure="kron", prior_precision=2.0).save(folder / "q.safetensors")
     blr.fit_laplace(task, structure="diag", prior_precision=2.0).save(folder / "d.safetensors")
+    argv = ("index", f"{folder}/script.py:make_task", "-p", f"{folder}/q.safetensors")
+    assert main([*argv, "--out", f"{folder}/index"]) == 0
     return folder
 
 
 @pytest.fixture
 def here(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty working folder; the script is at script.py, the posterior at q.safetensors."""
-    for name in ("script.py", "beside.py", "q.safetensors", "d.safetensors"):
+    """A working folder with script.py, its posterior q.safetensors and their index alone."""
+    for name in ("script.py", "beside.py", "q.safetensors", "d.safetensors", "index"):
         (tmp_path / name).symlink_to(place / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -356,6 +361,41 @@ def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
     pd.testing.assert_frame_equal(pd.read_parquet("deep/removals.parquet"), each)
 
 
+@pytest.mark.parametrize("refine", [False, True])
+def test_query(here: Path, capsys: pytest.CaptureFixture[str], refine: bool) -> None:
+    more = ("--refine", "60") if refine else ()
+    argv = ("query", "index", "script.py:make_test", "--top", "3", "--out", "found")
+    code, out, _ = run(capsys, *argv, *more)
+    assert code == 0
+    task, test, q = inputs()
+    exact = blr.top_influence(task, q, test, k=3).table.query("effect == 'helpful'")
+    found = pd.read_parquet("found/sources.parquet")
+    close = {"rel": 1e-4} if refine else {"rel": 2e-3, "abs": 1e-6}  # float16 in the index
+    assert found["influence"].tolist() == pytest.approx(exact["influence"].tolist(), **close)
+    assert found["question"].tolist() == exact["test"].tolist()
+    targets = task.dataset.tensors[1][found["example"].tolist()]
+    assert found["train_target"].tolist() == targets.tolist()
+    assert found["source"].tolist() == [task.metadata["source"][i] for i in found["example"]]
+    if refine:
+        assert found["example"].tolist() == exact["train"].tolist()
+    first = found.iloc[0]
+    row = ["0", *(str(first[n]) for n in ("test_target", "test_prediction", "example"))]
+    row += [str(first["train_target"]), f"{first['influence']:.3g}"]
+    assert row in [line.split() for line in out.splitlines()]
+
+
+def test_index_fits_as_the_other_commands_do(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("index", "script.py:make_task", "--fit", "kron", "--prior-precision", "2")
+    code, out, _ = run(capsys, *argv, "--dry-run", "--out", "other")
+    assert code == 0 and "passes" in out and not Path("other").exists()
+    code, out, _ = run(capsys, *argv, "--out", "other")
+    assert code == 0 and cells(out, "examples")[1] == "60"
+    q = blr.Index.open("other").posterior
+    assert torch.equal(q.variance("1.weight"), inputs()[2].variance("1.weight"))
+
+
 # Selections
 
 
@@ -455,6 +495,18 @@ def test_only_selections_of_analysed_columns_need_the_analyses(
         ("what-if script.py:make_task -p q.safetensors --remove three", "quotes"),
         ("what-if script.py:make_task -p q.safetensors --remove target>=0", "all 60"),
         ("audit script.py:make_task -p q.safetensors --by colour", "no column 'colour'"),
+        ("index script.py:make_task --out i", "--fit kron"),
+        ("index script.py:gone --fit kron --out i", "make_task, make_test"),
+        ("index script.py:make_task --fit kron --out i --text words", "MODEL DATA"),
+        ("query gone script.py:make_test", "holds no index"),
+        ("query index script.py:gone", "make_task, make_test"),
+        ("query index script.py:regression", "another model"),
+        ("query index script.py:wider", "shape"),
+        ("query index script.py:make_test --data script.py:make_test", "60 examples"),
+        ("query index script.py:make_test --data rows.jsonl", "--data SCRIPT.py:TASK"),
+        ("query index script.py:make_test --tokens --out o", "language model"),
+        ("query index script.py:make_test --max-length 9", "language model"),
+        ("query index rows.jsonl", "--model"),
         ("demo --seed -1", "seed"),
         ("demo --out script.py", "it is a file"),
         ("audit script.py:make_task -p q.safetensors --out script.py/x", "script.py/x"),

@@ -151,6 +151,24 @@ def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
     return section("Most suspicious labels", lead, rows)
 
 
+def sources_section(sources: pd.DataFrame) -> RenderableType:
+    """The training examples that each question rests on, as ``blr-analysis query`` finds them."""
+    names = {
+        "question": "question",
+        "test_target": "its label",
+        "test_prediction": "prediction",
+        "example": "index",
+        "train_target": "label",
+    }
+    columns: dict[str, Iterable[Any]] = {
+        shown: sources[name].map(plain) for name, shown in names.items() if name in sources
+    }
+    if "label" not in columns and "text" in sources:
+        columns["text"] = [str(text)[:EXCERPT] for text in sources["text"]]
+    columns["influence"] = [f"{v:.3g}" for v in sources["influence"]]
+    return section("Sources", "How far a question's loss would rise without them.", grid(columns))
+
+
 def loo_section(
     loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation | None
 ) -> RenderableType:

@@ -1,44 +1,50 @@
-"""``blr-analysis index`` and ``query``: an index of a language model's training data, and questions
-to it. What only these commands need is imported inside of them."""
+"""``blr-analysis index`` and ``query``: an index of a model's training data, and questions to it.
+What only these commands need is imported inside of them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr_analysis.cli.options import (
     Base,
+    Data,
     DryRun,
     Fit,
     Length,
     PosteriorFile,
     PriorPrecision,
+    TaskOrModel,
     Teller,
     TextColumn,
     TextOptions,
     Way,
+    checked,
     paper,
     say_cut,
     show_forecast,
+    tasks_of,
 )
+from blr_analysis.errors import InputError
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    import pandas as pd
+
+    from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.results import Matches
+    from blr_analysis.task import Task
 
 SOURCE = "source.json"  # where model and data were
 ROUGH = 0.3  # of the influence: an index that errs by more puts other sources first
 
 
 def index(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A causal language model, or a LoRA adapter on one."),
-    ],
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", help="What it was trained on: .jsonl, .csv, .parquet, ..."),
-    ],
+    task: TaskOrModel,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
+    data: Data = None,
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
@@ -56,19 +62,16 @@ def index(
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.index import build_cost
 
-    texts = TextOptions(data, base, text, max_length)
-    way = texts.fitting(Way(posterior, fit, prior_precision))
-    way.check()
-    say = Teller()
-    say(f"loading {model}")
-    task, _ = texts.tasks(str(model), say=say)
+    texts = TextOptions.of(task, data, base, text, max_length)
+    way, say = checked(Way(posterior, fit, prior_precision), texts), Teller()
+    ours, _ = tasks_of(task, None, texts, say)
     if dry_run:
-        show_forecast(build_cost(task, way.stages(task), rank))
+        show_forecast(build_cost(ours, way.stages(ours), rank))
         return
-    q = way.posterior_of(task, say)
+    q = way.posterior_of(ours, say)
     say("indexing")
-    built = Index.build(task, q, out, rank=rank)
-    about = {"model": model, "data": data, "base": base}
+    built = Index.build(ours, q, out, rank=rank)
+    about = {"model": data and Path(task), "data": data or Path(task), "base": base}
     about = {n: p and str(p.expanduser().absolute()) for n, p in about.items()}
     if not ranks.first():
         return
@@ -79,12 +82,12 @@ def index(
     _say_rough(say, built)
     console = paper()
     for name, value in {
-        "sequences": f"{built.n_data:,}",
+        "sequences" if texts else "examples": f"{built.n_data:,}",
         "numbers": f"{built.numbers:,} of each",
         "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
         f"{built.error.spearman:.3f}",
         "written": str(out),
-        "next": f"blr-analysis query {out} QUESTIONS.jsonl",
+        "next": f"blr-analysis query {out} " + ("QUESTIONS.jsonl" if texts else "SCRIPT.py:TASK"),
     }.items():
         console.print(f"{name:<11}{value}", soft_wrap=True)
 
@@ -94,8 +97,9 @@ def query(
     questions: Annotated[
         Path,
         typer.Argument(
-            metavar="QUESTIONS",
-            help="Rows with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
+            metavar="SCRIPT.py:TASK|QUESTIONS",
+            help="A function of your script that returns a Task; or, of a language model, rows "
+            "with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
         ),
     ],
     top: Annotated[int, typer.Option(metavar="K", min=1, help="Sources shown of each.")] = 5,
@@ -111,7 +115,9 @@ def query(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DATA", help="Where the training data are now, if they were moved."),
+        typer.Option(
+            metavar="DATA", help="Where the training data (or their SCRIPT.py:TASK) are now."
+        ),
     ] = None,
     base: Base = None,
     text: TextColumn = None,
@@ -121,23 +127,28 @@ def query(
     ] = None,
 ) -> None:
     """The training examples that matter most to each question."""
-    import pandas as pd
-
     from blr_analysis.checks import printable
-    from blr_analysis.errors import InputError
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
     from blr_analysis.sensitivity import Index
-    from blr_analysis.tables import write_table
 
     if tokens and out is None:
         raise InputError("--tokens writes a table: say where with --out DIR")
-    opened = Index.open(index)
-    about = _source(index)
+    opened, about = Index.open(index), _source(index)
     given = {"model": model, "data": data, "base": base}
     about |= {n: str(p) for n, p in given.items() if p is not None}
+    if ".py:" in str(questions):
+        if tokens or (model, base, text, max_length) != (None,) * 4:
+            raise InputError(
+                "--tokens, --model, --base, --text and --max-length belong to a language model"
+            )
+        _query_task(index, about, str(questions), top, refine, out)
+        return
     if not about.get("model"):
-        raise InputError(f"{str(index)!r} does not say where its model is: name it with --model")
+        raise InputError(
+            f"{str(index)!r} does not say where its language model is: name it with --model; or "
+            "ask SCRIPT.py:TASK"
+        )
     loaded = load_language_model(about["model"], base=about.get("base"))
     task = language_task(loaded, questions, text=text, max_length=max_length)
     say_cut(Teller(), task, questions, max_length)
@@ -149,46 +160,71 @@ def query(
             loaded, about["data"], text=about.get("text"), max_length=about.get("max_length")
         )
         opened = Index.open(index, task=trained)
-    if not refine:
-        _say_rough(Teller(), opened)
-    count = min(top, opened.n_data)
-    matches = opened.top(
-        task, count, refine=min(max(refine, count), opened.n_data) if refine else 0
-    )
-    known = opened.examples.get("text", [""] * opened.n_data)
-    rows = [
-        {
-            "question": asked,
-            "rank": rank,
-            "example": int(example),
-            "influence": float(value),
-            "text": known[int(example)],
-        }
-        for asked in range(task.n_data)
-        for rank, (example, value) in enumerate(
-            zip(matches.helpful[asked], matches.helpful_values[asked], strict=True), start=1
-        )
-    ]
-    if out is not None:
-        write_table(pd.DataFrame(rows), out, "sources")
+    matches = _strongest(opened, task, top, refine)
+    sources = _sources(matches, out)
     if out is not None and trained is not None and tokens:
+        import pandas as pd
+
         from blr_analysis.sensitivity.tokens import token_influence
+        from blr_analysis.tables import write_table
 
         shares = token_influence(trained, opened.posterior, task, matches.helpful)
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()
-    if count < top:
-        console.print(f"all {count} texts of the index, fewer than --top {top}")
-    for row in rows:
+    for row in sources.to_dict("records"):
         if row["rank"] == 1:
             asked = task.metadata["text"][row["question"]]
             console.print(f"\n{row['question']}  {printable(asked)}")
-        line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row['text'][:90]}"
+        line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row.get('text', '')[:90]}"
         console.print(printable(line), soft_wrap=True)
 
 
-def _say_rough(say: Teller, index: Any) -> None:
+def _query_task(
+    index: Path, about: dict[str, Any], questions: str, top: int, refine: int, out: Path | None
+) -> None:
+    """The questions of a script's task, to an index of another's."""
+    from blr_analysis.audit.summary import show, sources_section
+    from blr_analysis.cli.script import load_tasks
+    from blr_analysis.sensitivity import Index, TopInfluence
+    from blr_analysis.sensitivity.influence.results import Pairs
+
+    if ".py:" not in about.get("data", ""):
+        raise InputError("name the training task with --data SCRIPT.py:TASK")
+    trained, _ = load_tasks(about["data"])
+    opened = Index.open(index, task=trained)
+    asked, _ = load_tasks(questions)
+    opened.posterior.on(asked, same_data=False)
+    asked = asked.with_model(trained)
+    matches = _strongest(opened, asked, top, refine)
+    pairs = Pairs(trained, opened.posterior, asked)  # which bring labels and predictions
+    sources = _sources(TopInfluence(**vars(matches), pairs=pairs), out)
+    show(sources_section(sources), paper())
+
+
+def _strongest(index: Index, asked: Task, top: int, refine: int) -> Matches:
+    """As many as the options say, and as there are."""
+    if not refine:
+        _say_rough(Teller(), index)
+    count = min(top, index.n_data)
+    if count < top:
+        what = "texts" if asked.likelihood.is_sequence else "examples"
+        paper().print(f"all {count} {what} of the index, fewer than --top {top}")
+    return index.top(asked, count, refine=min(max(refine, count), index.n_data) if refine else 0)
+
+
+def _sources(matches: Matches, out: Path | None) -> pd.DataFrame:
+    """The table of those that help, which is written where ``out`` says."""
+    from blr_analysis.tables import write_table
+
+    table = matches.table.query("effect == 'helpful'").drop(columns="effect")
+    table = table.rename(columns={"test": "question", "train": "example"})
+    if out is not None:
+        write_table(table, out, "sources")
+    return table
+
+
+def _say_rough(say: Teller, index: Index) -> None:
     """Where an index errs by much."""
     if index.error.relative_rms > ROUGH:
         say(

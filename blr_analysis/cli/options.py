@@ -257,13 +257,8 @@ class TextOptions:
             raise InputError("--base, --text and --max-length belong to MODEL DATA")
         return None
 
-    @staticmethod
-    def fitting(way: Way) -> Way:
-        """A Kronecker posterior is fitted where nobody names one."""
-        return replace(way, fit=way.fit or (None if way.posterior else StructureName.kron))
-
     def tasks(
-        self, model: str, test: str | None = None, say: Callable[[str], None] | None = None
+        self, model: str, test: str | None, say: Callable[[str], None]
     ) -> tuple[Task, Task | None]:
         """The task of the data, and that of the test file; ``say`` hears how many were cut."""
         from blr_analysis.huggingface.models import load_language_model
@@ -274,9 +269,26 @@ class TextOptions:
         how: dict[str, Any] = {"text": self.text, "max_length": self.max_length}
         made = [language_task(loaded, path, **how) for path in paths]
         for path, one in zip(paths, made, strict=True):
-            if say is not None:
-                say_cut(say, one, path, self.max_length)
+            say_cut(say, one, path, self.max_length)
         return made[0], made[1] if test is not None else None
+
+
+def checked(way: Way, texts: TextOptions | None) -> Way:
+    """One way to a posterior; of texts a Kronecker one is fitted where nobody names one."""
+    if texts is not None and way.posterior is None and way.fit is None:
+        way = replace(way, fit=StructureName.kron)
+    way.check()
+    return way
+
+
+def tasks_of(
+    task: str, test: str | None, texts: TextOptions | None, say: Callable[[str], None]
+) -> tuple[Task, Task | None]:
+    """The task, and that of the test data: of a script, or of a model and its texts."""
+    from blr_analysis.cli.script import load_tasks
+
+    say(f"loading {task}")
+    return load_tasks(task, test) if texts is None else texts.tasks(task, test, say)
 
 
 @dataclass(frozen=True)
@@ -304,14 +316,10 @@ def job(
     faults cost least."""
     from blr_analysis import ranks
     from blr_analysis.audit import folder_for
-    from blr_analysis.cli.script import load_tasks
 
-    way = way if texts is None else texts.fitting(way)
-    way.check()
-    say = Teller()
+    way, say = checked(way, texts), Teller()
     with folder_for(out) if out is not None and ranks.first() else nullcontext(Path()) as folder:
-        say(f"loading {task}")
-        ours, theirs = load_tasks(task, test) if texts is None else texts.tasks(task, test, say)
+        ours, theirs = tasks_of(task, test, texts, say)
         if check is not None:
             check(ours)
         yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
@@ -320,13 +328,11 @@ def job(
 def audit_forecast(task: str, way: Way, texts: TextOptions | None) -> Forecast:
     """What the analyses of an audit cost, groups that are taken out apart."""
     from blr_analysis.backprop.engine import n_outputs
-    from blr_analysis.cli.script import load_tasks
     from blr_analysis.posterior import Forecast, Stage
     from blr_analysis.sensitivity.sequences import DRAWS
 
-    way = way if texts is None else texts.fitting(way)
-    way.check()
-    ours, _ = load_tasks(task) if texts is None else texts.tasks(task, say=Teller())
+    way = checked(way, texts)
+    ours, _ = tasks_of(task, None, texts, Teller())
     size = sum(p.nbytes for p in ours.parameters().values())
     n, some = ours.n_data, min(ours.n_data, 256)
     outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())

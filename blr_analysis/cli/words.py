@@ -197,20 +197,26 @@ MERGE = flowed(
 
 INDEX = flowed(
     """
-    An index of what a language model was trained on: asked later without another pass.
+    An index of what a model was trained on: asked later without another pass.
 
-    MODEL is a folder as save_pretrained leaves it, or a LoRA adapter on its base; DATA has a text
-    per row, a prompt and an answer, or messages; of the last two the answers alone count:
+    Of your own task; FILE is what posterior.save(FILE) wrote after training:
+
+      blr-analysis index train.py:make_task -p FILE --out INDEX
+      blr-analysis index train.py:make_task --fit kron --out INDEX
+
+    Or of a causal language model. MODEL is a folder as save_pretrained leaves it, or a LoRA adapter
+    on its base; DATA has a text per row, a prompt and an answer, or messages; of the last two the
+    answers alone count:
 
       blr-analysis index ./llm train.jsonl --out INDEX
       blr-analysis index ./adapter chats.parquet --out INDEX --max-length 512
       blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
 
-    Without -p a Kronecker posterior is fitted: labels drawn from the model, both factors of every
-    layer but the vocabulary's. A diagonal one (--fit diag) takes less time and memory, and is weak
-    for influence.
+    Of these a Kronecker posterior is fitted without -p: labels drawn from the model, both factors
+    of every layer but the vocabulary's. A diagonal one (--fit diag) takes less time and memory, and
+    is weak for influence.
 
-    Kept of every sequence: its gradient in the leading directions of the posterior, K numbers. How
+    Kept of every example: its gradient in the leading directions of the posterior, K numbers. How
     far their influence is from the exact one is measured and said. A run that was killed goes on
     where it was.
     """
@@ -220,14 +226,21 @@ QUERY = flowed(
     """
     Which training examples a model's answers rest on.
 
+    Of a script's task, whose index knows where the training task is:
+
+      blr-analysis query INDEX train.py:make_test --top 20
+      blr-analysis query INDEX train.py:make_test --out DIR --refine 50
+
+    Of a language model:
+
       blr-analysis query INDEX questions.jsonl --top 20
       blr-analysis query INDEX questions.jsonl --out DIR --tokens
       blr-analysis query INDEX questions.jsonl --refine 50
 
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
-    the loss of the answer would rise most, by how many nats, to first order. --tokens writes how
-    much of that each token of these examples makes up; it and --refine read the training data
-    again, where the index was told they are.
+    the loss of the question would rise most, by how many nats, to first order; with --out, the
+    table sources names their metadata too. --tokens writes how much of that each token of these
+    texts makes up; it and --refine read the training data again, where the index was told they are.
     """
 )
 

@@ -418,8 +418,9 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, dtype: str = "float1
         Stage("index", n, rotated=True),
         Stage("error", probe, rotated=True),
     ]
-    each = rank * DTYPES[dtype].itemsize
-    posterior = 2 * sum(p.nbytes for p in task.parameters().values())
+    parameters = task.parameters().values()
+    each = min(rank, sum(p.numel() for p in parameters)) * DTYPES[dtype].itemsize
+    posterior = 2 * sum(p.nbytes for p in parameters)
     return Forecast.of(task, stages, disk=n * each + posterior)
 
 
