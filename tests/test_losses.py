@@ -176,6 +176,17 @@ def test_negative_curvature_of_a_function_counts_as_none() -> None:
     check_hessian_parts(likelihood, f, y)
 
 
+def test_a_loss_that_curves_near_the_targets_alone_is_taken() -> None:
+    x, y = normal(N, 3), 100 + normal(N, 1, seed=1)
+    task = blr.Task(nn.Linear(3, 1).double(), (x, y), likelihood=nn.HuberLoss())
+    assert float(blr.sensitivity(task, _flat(task), progress=False).error.abs().max()) == 1
+
+
+def _flat(task: blr.Task) -> blr.Posterior:
+    ones = {n: torch.ones_like(p) for n, p in task.parameters().items()}
+    return blr.Posterior(task.parameters(), ones, prior_precision=1.0, n_data=N)
+
+
 def test_settings_are_said_and_compared() -> None:
     assert repr(Categorical(weight=[1, 2.5])) == "Categorical(weight=[1.0, 2.5])"
     assert Categorical().recorded == "categorical"

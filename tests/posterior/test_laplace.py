@@ -19,7 +19,7 @@ from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.posterior.structures import Full, contract
@@ -406,3 +406,9 @@ def test_expected_wants_a_posterior_and_the_ggn() -> None:
     ):
         with pytest.raises(InputError, match=words):
             fit_laplace(task, prior_precision=1.0, progress=False, **options)
+
+
+def test_inputs_too_large_for_their_dtype_are_told() -> None:
+    task = Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="overflow"):
+        fit_laplace(task, progress=False)

@@ -13,7 +13,7 @@ from blr_analysis import ranks
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Fit, Spectral
 
@@ -207,6 +207,10 @@ def eigenbases(
     for k, key in enumerate(list(moments)):
         joint, *pair = moments.pop(key)
         like, mine = params[joint.key].detach(), own is None or k in own
+        if not all(bool(torch.isfinite(m.sum())) for m in pair):
+            raise ModelError(
+                f"the curvature of {joint.key!r} overflows; scale the inputs or use float64"
+            )
         right, left = (
             (torch.linalg.eigh(m.double())[1] if mine else torch.zeros_like(m))
             .to(like)
