@@ -218,8 +218,12 @@ def test_resolve() -> None:
     assert {name: type(resolve(name)) for name in BY_NAME} == BY_NAME
     own = Gaussian(0.5)
     assert resolve(own) is own
-    for wrong in ("softmax", None, Gaussian):
-        with pytest.raises(InputError, match="'categorical'"):
+    for wrong, word in (
+        ("softmax", "'categorical'"),
+        (None, "'categorical'"),
+        (Gaussian, "call it"),
+    ):
+        with pytest.raises(InputError, match=word):
             resolve(wrong)  # type: ignore[arg-type]
 
 

@@ -126,7 +126,8 @@ def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(
 ) -> None:
     place, said = two
     assert said.returncode != 0
-    assert said.stderr.count("BLRError: another rank is gone") == 1
+    # torchrun may end the other one before it has said so itself
+    assert said.stderr.count("BLRError: another rank is gone") <= 1 and "SIGKILL" in said.stderr
     left = sorted(place.glob("begun/gradients*"))
     begun, ended = ((place / name).stat().st_mtime for name in ("rank1.pt", "ended"))
     assert left and ended - begun < 60

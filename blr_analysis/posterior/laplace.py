@@ -213,8 +213,9 @@ def fit_laplace(
         n_data=task.n_data,
         record=record | more | choice,
     )
-    if slope is None and not (kind.of_inputs or task.likelihood.is_sequence):
-        slope, _ = loss_and_gradient(task, params)  # of sequences: where δ is found, or asked for
+    # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
+    if not (slope or kind.of_inputs or task.likelihood.is_sequence or memory_budget):
+        slope, _ = loss_and_gradient(task, params)
     if slope is not None:
         measured(task, q, slope)
     return q

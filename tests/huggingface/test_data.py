@@ -309,5 +309,5 @@ def test_other_faults_of_loading(
     with pytest.raises(BLRError, match="'abacus'"):
         load_model(bert, device="abacus")
     monkeypatch.setattr("blr_analysis.huggingface.models.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"pip install 'blr-analysis\[hf\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
         load_model(bert)

@@ -148,7 +148,7 @@ def test_normalized_influence(world: World, structure: str, memory_budget: int |
     top = blr.top_influence(world.task, q, world.test, k=3, normalize=True, **options)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
     assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
-    assert "normalized_influence" in repr(top) and len(repr(top)) < 200
+    assert "normalized_influence" in repr(top) and len(repr(top)) < 300
     assert "normalized" in top.plot().get_xlabel()
     with pytest.raises(InputError, match="add up"):
         found.group()
@@ -677,7 +677,7 @@ def _nan(world: World) -> blr.Task:
             "likelihood",
         ),
         (lambda w: blr.Task(w.task.model, (normal(6, 4), labels(6, 9))), DataError, "target|class"),
-        (lambda w: blr.Task(w.task.model, (normal(6, 5), labels(6))), ModelError, "failed"),
+        (lambda w: blr.Task(w.task.model, (normal(6, 5), labels(6))), ModelError, "takes 4"),
         (_nan, DataError, "index 2"),
         (lambda w: w.test.dataset, InputError, "test_task"),
     ],

@@ -352,9 +352,10 @@ class Index:
 
     def _project(self, task: Task, progress: bool | None) -> Kept:
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
+        q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
-        q = self.posterior.on(task, same_data=False)
+            q = self.posterior.on(task, same_data=False)
         sheets = {n: s.like(q) for n, s in self._sheets.items()}
         found = _projected(task, q, sheets, Chunking(progress=progress), None)
         return Kept.joined([kept for kept, _ in found])
