@@ -230,12 +230,19 @@ def evaluated_gradient(
     """
     tally = Tally(task.likelihood)
     gradient, _ = loss_and_gradient(task, params, watch=tally.add, progress=progress)
+    check_connected(task, params, gradient)
+    return tally.evaluation, gradient
+
+
+def check_connected(
+    task: Task, params: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
+) -> None:
+    """Raise :class:`ModelError` where a gradient is 0 as no parameter reaches the outputs."""
     if not any(bool(g.any()) for g in gradient.values()) and not depends(task, params):
         raise ModelError(
-            "the outputs do not depend on the trainable parameters; is there a torch.no_grad in "
-            "forward?"
+            "the outputs do not depend on the trainable parameters; is there a torch.no_grad or "
+            "a detach in forward?"
         )
-    return tally.evaluation, gradient
 
 
 def depends(task: Task, params: Mapping[str, Tensor]) -> bool:

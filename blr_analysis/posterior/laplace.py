@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.inputs import input_moments
-from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term
@@ -217,6 +217,7 @@ def fit_laplace(
     if not (slope or kind.of_inputs or task.likelihood.is_sequence or memory_budget):
         slope, _ = loss_and_gradient(task, params)
     if slope is not None:
+        check_connected(task, params, slope)
         measured(task, q, slope)
     return q
 

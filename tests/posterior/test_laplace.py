@@ -412,3 +412,17 @@ def test_inputs_too_large_for_their_dtype_are_told() -> None:
     task = Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="overflow"):
         fit_laplace(task, progress=False)
+
+
+class Detached(nn.Linear):
+    """A model that forgets how it came to its outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_outputs_that_no_parameter_reaches_are_refused(structure: str) -> None:
+    task = Task(Detached(3, 2), (torch.randn(6, 3), torch.arange(6) % 2))
+    with pytest.raises(ModelError, match="depend"):
+        fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
