@@ -119,8 +119,10 @@ class Term(ABC):
 
         ``room`` bounds the numbers of G that are made at once, some examples at a time.
         """
-        each = sum(stack[n][0].numel() for n in self.names)
+        each = sum(stack[n].shape[1:].numel() for n in self.names)
         r, b = len(stack[self.names[0]]), self.n_examples
+        if not r:
+            return stack[self.names[0]].new_zeros(b, self.n_columns, 0, dtype=dtype)
         plain = scale is None and all(stack[n].dtype == dtype for n in self.names)
         rows = list(slices(r, r if plain else HELD // max(1, each)))
         shares = []
