@@ -89,7 +89,6 @@ class LeaveOneOut(LeftOut):
 
     @property
     def nll(self) -> float:
-        """The mean loss of the examples that count."""
         return self._evaluation.nll
 
     @property
