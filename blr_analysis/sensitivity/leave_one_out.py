@@ -88,8 +88,8 @@ class LeaveOneOut(LeftOut):
         return Evaluation(self.losses, self.likelihood.correct(self.logits, self.targets))
 
     @property
-    def nll(self) -> float:
-        return self._evaluation.nll
+    def _counted(self) -> Tensor:
+        return self._evaluation.counted
 
     @property
     def accuracy(self) -> float | None:

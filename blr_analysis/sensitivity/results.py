@@ -46,6 +46,10 @@ class LeftOut(PerExample):
     losses_before: Tensor
 
     @property
+    def _counted(self) -> Tensor:
+        return self.losses
+
+    @property
     def nll(self) -> float:
-        """The mean loss: the estimate of the loss on new data."""
-        return float(self.losses.double().mean())
+        """The mean loss of the examples that count: the estimate of the loss on new data."""
+        return float(self._counted.double().mean())
