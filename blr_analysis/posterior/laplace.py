@@ -105,7 +105,9 @@ def fit_laplace(
             the share that is explained at least.
         generator: the source of those labels.
         chunk_size, memory_budget: examples per pass, or bytes of working memory ("exact" passes
-            the task's own batches).
+            the task's own batches). How far the model is from its minimum is measured with the fit,
+            but not of sequences, nor under a memory_budget, where δ is given: results say it from
+            the first :func:`~blr_analysis.posterior.stationarity.stationarity` on.
 
     Raises:
         PosteriorError: an ``initial`` of another model, or no δ to be found.
