@@ -132,8 +132,9 @@ Passes = Annotated[
         metavar="N",
         min=2,
         help="Spend about N passes over the data on taking a group out: by a descent on those that "
-        "stay (40 is a good number; audit and report take 5 to 20 unless given), or, where the model is off its own minimum, by short "
-        "trainings (6 unless given; best as many as it was trained for).",
+        "stay (40 is a good number; audit and report take 5 to 20 unless given), or, where the "
+        "model is off its own minimum, by short trainings (6 unless given; best as many as it was "
+        "trained for).",
     ),
 ]
 By = Annotated[

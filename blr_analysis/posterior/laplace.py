@@ -107,7 +107,7 @@ def fit_laplace(
         chunk_size, memory_budget: examples per pass, or bytes of working memory ("exact" passes
             the task's own batches). How far the model is from its minimum is measured with the fit,
             but not of sequences, nor under a memory_budget, where δ is given: results say it from
-            the first :func:`~blr_analysis.posterior.stationarity.stationarity` on.
+            the first analysis on that asks (``what_if``, ``calibrate``, ``audit``).
 
     Raises:
         PosteriorError: an ``initial`` of another model, or no δ to be found.
