@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -21,6 +21,12 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
+    yield from bar(total, label, show, iterable=items)
+
+
+def bar(total: int | None, label: str, show: bool | None, **options: Any) -> tqdm[Any]:
+    """The bar of :func:`track` for work that tells its own progress (``update``); ``options`` are
+    tqdm's."""
     disable = None if show is None else not show
     delay = 0.0 if show else 1.0
-    yield from tqdm(items, total=total, desc=label, disable=disable, delay=delay, leave=False)
+    return tqdm(total=total, desc=label, disable=disable, delay=delay, leave=False, **options)

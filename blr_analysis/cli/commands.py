@@ -255,7 +255,7 @@ def loo(
 
     with job(task, Way(posterior, fit, prior_precision, calibrate), test, out) as at:
         at.say(f"leaving out each of {at.task.n_data:,} examples")
-        left_out = leave_one_out(at.task, at.posterior, correction=correction.value, refine=refine)
+        left_out = leave_one_out(at.task, at.posterior, correction=str(correction), refine=refine)
         on_test, targets = None, None
         if at.test is not None:
             mean = at.posterior.on(at.test, same_data=False).mean
@@ -327,7 +327,7 @@ def what_if_(
             at.posterior,
             **chosen,
             evaluate=at.test,
-            solver=solver.value,
+            solver=str(solver),
             steps="converge" if converge else None,
             passes=passes,
         )

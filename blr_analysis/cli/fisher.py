@@ -17,35 +17,12 @@ if TYPE_CHECKING:
     from blr_analysis.huggingface.fisher import FisherResult
 
 
-class Kind(StrEnum):
-    """What is summed."""
-
-    mc = "mc"
-    emp = "emp"
-    ggn = "ggn"
-    squared_minibatch = "squared-minibatch"
-
-
-class Shape(StrEnum):
-    """Which precision."""
-
-    diag = "diag"
-    gram = "gram"
-    kron = "kron"
-
-
-class ModelTask(StrEnum):
-    """What the model was trained for."""
-
-    classification = "classification"
-    causal_lm = "causal-lm"
-
-
-class StoredDtype(StrEnum):
-    """The dtype on disk."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+Kind = StrEnum(
+    "Kind", {"mc": "mc", "emp": "emp", "ggn": "ggn", "squared_minibatch": "squared-minibatch"}
+)
+Shape = StrEnum("Shape", "diag gram kron")
+ModelTask = StrEnum("ModelTask", {"classification": "classification", "causal_lm": "causal-lm"})
+StoredDtype = StrEnum("StoredDtype", "float32 bfloat16")
 
 
 def fisher(
@@ -164,7 +141,7 @@ def fisher(
     asked = {"text": text or None, "examples": examples, "max_length": max_length}
     if dry_run:
         half = dtype is StoredDtype.bfloat16
-        kinds = None if task is None else task.value.replace("-", "_")
+        kinds = None if task is None else str(task).replace("-", "_")
         cost = fisher_cost(
             model, data, samples=samples, task=kinds, half=half, device=device, **asked
         )
@@ -173,11 +150,11 @@ def fisher(
     result = compute(
         model,
         data,
-        kind=kind.value.replace("-", "_"),
-        structure=structure.value,
+        kind=str(kind).replace("-", "_"),
+        structure=str(structure),
         samples=samples,
         label=label,
-        task=None if task is None else task.value.replace("-", "_"),
+        task=None if task is None else str(task).replace("-", "_"),
         **asked,
         batch_size=batch_size,
         seed=seed,

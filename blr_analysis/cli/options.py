@@ -22,31 +22,9 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.task import Task
 
 
-class StructureName(StrEnum):
-    """What ``--fit`` fits."""
-
-    diag = "diag"
-    kron = "kron"
-    lowrank = "lowrank"
-    full = "full"
-
-
-class Correction(StrEnum):
-    """How ``loo`` leaves an example out."""
-
-    auto = "auto"
-    first_order = "first_order"
-    cavity = "cavity"
-
-
-class Solver(StrEnum):
-    """How ``what-if`` finds the model without some of its data."""
-
-    auto = "auto"
-    posterior = "posterior"
-    cg = "cg"
-
-
+StructureName = StrEnum("StructureName", "diag kron lowrank full")
+Correction = StrEnum("Correction", "auto first_order cavity")
+Solver = StrEnum("Solver", "auto posterior cg")
 TaskName = Annotated[
     str,
     typer.Argument(

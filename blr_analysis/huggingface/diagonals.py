@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory, n_outputs
@@ -31,6 +30,7 @@ from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.huggingface.unfinished import Unfinished
 from blr_analysis.posterior import curvature_root, drawn_labels
+from blr_analysis.progress import bar
 from blr_analysis.task import Task
 
 KINDS = ("fisher_mc", "fisher_emp", "ggn", "squared_minibatch")
@@ -148,8 +148,8 @@ def _add_examples(
         budget = default_memory(params, MEMORY, one)
     passes = _passes(task, params, columns, budget, lengths)
     done = 0 if kept is None else kept.taken_up(total)
-    with _bar(task.n_data, kind, progress) as bar:
-        bar.update(ranks.count() * sum(map(len, passes[:done])))
+    with bar(task.n_data, kind, progress, unit=" examples") as shown:
+        shown.update(ranks.count() * sum(map(len, passes[:done])))
         for number, indices in enumerate(passes[done:], done + 1):
             size = None if lengths is None else len(indices)
             whole = Chunking(size, budget, progress=False)
@@ -157,7 +157,7 @@ def _add_examples(
                 for cotangents in _columns(chunk, kind, samples, seeds):
                     for term in chunk.terms(cotangents, last=wanted <= COLUMNS):
                         term.add_square_sum(total)
-                bar.update(ranks.count() * len(chunk.indices))
+                shown.update(ranks.count() * len(chunk.indices))
             if kept is not None:
                 kept.keep(number, total)
     ranks.total(total.values())
@@ -231,21 +231,14 @@ def _add_batches(
     own = ranks.share(torch.arange(len(batches))).tolist()
     scale = task.n_data / len(batches)
     leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    with task.evaluation(), _bar(task.n_data, "squared_minibatch", progress) as bar:
+    with (
+        task.evaluation(),
+        bar(task.n_data, "squared_minibatch", progress, unit=" examples") as shown,
+    ):
         for indices in (batches[i] for i in own):
             grads = batch_gradient(task, leaves, indices)[2]
             for sums, grad in zip(total.values(), grads or (), strict=grads is not None):
                 mean = grad.to_dense() / len(indices)
                 sums.addcmul_(mean, mean, value=scale)
-            bar.update(len(indices))
+            shown.update(len(indices))
     ranks.total(total.values())
-
-
-def _bar(total: int, label: str, progress: bool | None) -> tqdm:  # type: ignore[type-arg]
-    return tqdm(
-        total=total,
-        desc=label,
-        unit=" examples",
-        disable=None if progress is None else not progress,
-        leave=False,
-    )

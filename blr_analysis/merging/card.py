@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 CARD, RECIPE = "README.md", "merge_recipe.yml"
 REPORT_CSV, REPORT_JSON = "merge_report.csv", "merge_report.json"
 TEMPLATE = "chat_template.jinja"
-COLUMNS: tuple[str, ...] = (
-    "tensor",
-    "fate",
-    "shape",
-    "dtype",
-    "bytes",
-    "weights",
-    "precisions",
-    "fallback",
-    "note",
-)
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
@@ -63,7 +52,6 @@ def documents(report: MergeReport, recipe: Recipe | None = None) -> dict[str, st
 def model_card(report: MergeReport, recipe: str | None = None) -> str:
     """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
     job, plan = report.plan.job, report.plan
-    assert job is not None
     title = markdown(os.path.basename(os.path.abspath(report.folder)))
     rows = [
         [markdown(shown(member.model)), f"`{markdown_code(repr(member.weight))}`", markdown(named)]
@@ -110,11 +98,12 @@ def outcome(report: MergeReport) -> list[str]:
     if averaged := sum(item.fate == AVERAGED for item in plan.items):
         said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
     if report.solves:
+        shrink, power, _ = plan.family
         worst = max(solved.residual for solved in report.solves.values())
         most = max(solved.iterations for solved in report.solves.values())
         said.append(
-            f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {plan.shrink:g}, "
-            f"power {plan.power:g}): residual {worst:.1g} at most, after {most} iterations at most"
+            f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrink:g}, "
+            f"power {power:g}): residual {worst:.1g} at most, after {most} iterations at most"
         )
     if plan.method.uses_precisions:
         total = report.fallback_total
@@ -146,17 +135,16 @@ def report_rows(report: MergeReport) -> list[dict[str, Any]]:
 
 def report_csv(report: MergeReport) -> str:
     """:func:`report_rows` as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    rows, text = report_rows(report), io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(report_rows(report))
+    writer.writerows(rows)
     return text.getvalue()
 
 
 def report_json(report: MergeReport) -> str:
     """The figures of a merge, its settings and the fate of its files."""
     job, plan = report.plan.job, report.plan
-    assert job is not None
     figures = {
         "blr_analysis": package_version(),
         "method": plan.method.name,
@@ -176,15 +164,13 @@ def report_json(report: MergeReport) -> str:
             )
         ],
         "delta": plan.delta,
-        "shrink": plan.shrink,
-        "power": plan.power,
-        "damping": plan.damping,
+        **dict(zip(("shrink", "power", "damping"), plan.family, strict=True)),
         "layers": {name: asdict(solved) for name, solved in report.solves.items()},
         "lambda": repr(job.scale) if callable(job.scale) else job.scale,
         "seed": job.seed,
         "rescale": job.rescale,
         "missing_precision": job.missing_precision,
-        "normalize": plan.method.normalize if job.normalize is None else job.normalize,
+        "normalize": job.divides,
         "dtype": _dtype(plan.dtype),
         "out_dtype": None if job.out_dtype is None else _dtype(job.out_dtype),
         "tensors_merged": report.merged,
@@ -203,7 +189,6 @@ def report_json(report: MergeReport) -> str:
 def precision_names(plan: MergePlan, *, described: bool) -> list[str]:
     """Each model's precision as others may know it, those of one name by the folder above too;
     ``described``: with its structure, kind, and the start of its model's fingerprint."""
-    assert plan.job is not None
     places = [m.precision for m in plan.job.members]
     short = ["" if p is None else shown(p) for p in places]
     named = []
@@ -286,7 +271,6 @@ def _front_matter(job: Job, method: str) -> list[str]:
 
 def _settings(report: MergeReport) -> Iterable[str]:
     job, plan = report.plan.job, report.plan
-    assert job is not None
     if job.base is not None:
         yield f"* base: {markdown(shown(job.base))}"
     if plan.method.uses_base_precision:
@@ -300,8 +284,7 @@ def _settings(report: MergeReport) -> Iterable[str]:
         yield f"* what stays was drawn with seed {job.seed}{divided}"
     if plan.method.uses_precisions:
         yield f"* missing precisions: {job.missing_precision}"
-    divided = plan.method.normalize if job.normalize is None else job.normalize
-    yield f"* weights divided by their sum: {'yes' if divided else 'no'}"
+    yield f"* weights divided by their sum: {'yes' if job.divides else 'no'}"
     written = "as in the base" if job.out_dtype is None else _dtype(job.out_dtype)
     yield f"* computed in {_dtype(plan.dtype)}, written in {written}"
 
@@ -322,8 +305,7 @@ def _line(text: str) -> str:
 
 def _public(text: str, report: MergeReport) -> str:
     """The folders in a text by the names that others may know."""
-    job = report.plan.job
-    places = [] if job is None else [member.model for member in job.members]
+    places = [member.model for member in report.plan.job.members]
     for place in sorted(places, key=lambda p: -len(str(p))):
         text = text.replace(str(place), shown(place))
     return text

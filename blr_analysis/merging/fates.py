@@ -135,7 +135,6 @@ def _item(
     based: bool,
 ) -> Item:
     spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype
-    divide = method.normalize if settings.normalize is None else settings.normalize
     alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
     notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
     notes = [note for note in notes if note]
@@ -157,7 +156,7 @@ def _item(
         if not all(0 < share <= 1 for share in shares):
             raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
         thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
-    elif divide or (method.uses_precisions and not method.uses_base_precision):
+    elif settings.divides or (method.uses_precisions and not method.uses_base_precision):
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(
@@ -165,7 +164,7 @@ def _item(
             )
         # The Fisher average does not change with a factor of all weights; without a base the
         # average must stand where nobody has a precision.
-        divided = divide or (method.uses_precisions and not based)
+        divided = settings.divides or (method.uses_precisions and not based)
         alphas = [a / total for a in alphas] if divided else alphas
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from blr_analysis.checks import positive_int
 from blr_analysis.files import Shards, check_free, check_room, drafted
@@ -20,6 +19,7 @@ from blr_analysis.merging.files import copy_files, write_union
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.plan import SHARD, MergePlan, fit_config, reference_folder
 from blr_analysis.merging.stream import stream
+from blr_analysis.progress import bar
 from blr_analysis.views import Tabular
 
 Documents = Callable[["MergeReport"], Mapping[str, str]]
@@ -98,7 +98,6 @@ def execute(
         ModelError, PosteriorError: NaN, inf, or negative precisions were met on the way. Nothing
             is left behind.
     """
-    assert plan.job is not None
     started = time.perf_counter()
     positive_int("max_shard_bytes", max_shard_bytes)
     target = Path(out).expanduser()
@@ -111,8 +110,8 @@ def execute(
         draft.mkdir()
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
-        with progress_bar(plan.bytes_read, progress) as bar:
-            met = stream(plan, shards, bar.update)
+        with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
+            met = stream(plan, shards, shown.update)
         change = partial(fit_config, plan, reference)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
         if plan.job.vocabulary is not None and plan.job.vocabulary.tokenizer is not None:
@@ -126,16 +125,3 @@ def execute(
                 (draft / name).write_text(text, encoding="utf-8")
         check_free(target)
     return report
-
-
-def progress_bar(total: int, progress: bool | None) -> tqdm[Any]:
-    """Of bytes, shown after a second."""
-    return tqdm(
-        total=total,
-        desc="merging",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress is None else not progress,
-        delay=0.0 if progress else 1.0,
-        leave=False,
-    )

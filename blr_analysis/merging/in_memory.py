@@ -14,12 +14,12 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.fates import OpenModel
-from blr_analysis.merging.folders import progress_bar
 from blr_analysis.merging.job import MergeSettings, Weight
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.propagated import propagated
 from blr_analysis.merging.stream import Memory, stream
+from blr_analysis.progress import bar
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def merged(
     reference = plan.reference
     assert isinstance(reference, Loaded)
     sink = Memory(plan.items, {n: t.device for n, t in reference.tensors.items()})
-    with progress_bar(plan.bytes_read, progress) as bar:
-        stream(plan, sink, bar.update)
+    with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
+        stream(plan, sink, shown.update)
     return sink.tensors
 
 

@@ -87,6 +87,11 @@ class MergeSettings:
         """The method's row of the registry."""
         return method_of(self.method)
 
+    @property
+    def divides(self) -> bool:
+        """Whether the weights are divided by their sum."""
+        return self.row.normalize if self.normalize is None else self.normalize
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job(MergeSettings):

@@ -264,10 +264,10 @@ def gradient_mismatch(
     names = list(by_name)
     homes = _homes(by_name, models)
     forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, by_name)
-    held_out: dict[str, Task | None] = dict.fromkeys(names)
+    held_out: Mapping[str, Task | None] = dict.fromkeys(names)
     if tests is not None:
-        given = named_tasks(tests, "tests")
-        held_out = _matched(given, names, "tests", isinstance(tests, Mapping))
+        given = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
+        held_out = named_tasks(dict(zip(names, given, strict=True)), "tests")
     merges = _merges(merged)
     kept = {
         name: at_home(name, by_name[name], held_out[name], homes[name], progress=progress)
@@ -296,20 +296,8 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
                 "several tasks share one model: pass the fine-tuned weights as models=[state dicts]"
             )
         return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
-    states = named_states(models, "models")
-    return _matched(states, list(tasks), "models", by_name=isinstance(models, Mapping))
-
-
-def _matched(given: dict[str, Any], names: Sequence[str], what: str, by_name: bool) -> dict:
-    if by_name and set(given) != set(names):
-        raise InputError(f"{what} are of {sorted(given)}, the tasks are {sorted(names)}")
-    if len(given) != len(names):
-        raise InputError(
-            f"{what} must hold one for each of the {len(names)} tasks, got {len(given)}"
-        )
-    return (
-        {n: given[n] for n in names} if by_name else dict(zip(names, given.values(), strict=True))
-    )
+    given = in_order(models, list(tasks), "models")
+    return named_states(dict(zip(tasks, given, strict=True)), "models")
 
 
 def _merges(merged: Any) -> dict[str, Any]:

@@ -42,37 +42,50 @@ class MergePlan(Tabular):
     """A merge that can be carried out: ``table`` shows every tensor's fate.
 
     Attributes:
-        method: the row of the registry.
+        settings: how to merge; of folders a :class:`Job`.
         base: θ_0, or None.
         parts: the fine-tuned models.
         base_precision: H_0 without δ, or None.
-        delta: δ.
-        dtype: of the arithmetic.
         items: the tensors of the result, in the order of reading.
         chunk, workers: entries at a time, and threads.
         memory: bytes of buffers that this takes at most.
-        job: the description that the plan was made from, where folders are merged.
-        shrink, power, damping: of precisions with factors.
-        normalize, seed, rescale: of methods that leave a part of the steps out.
     """
 
-    method: Method
+    settings: MergeSettings
     base: Source | None
     parts: tuple[OpenModel, ...]
     base_precision: StoredPrecision | None
-    delta: float
-    dtype: torch.dtype
     items: tuple[Item, ...]
-    chunk: int
-    workers: int
-    memory: int
-    job: Job | None = None
-    shrink: float = 1.0
-    power: float = 1.0
-    damping: float | None = None
-    normalize: bool = False
-    seed: int = 0
-    rescale: bool = True
+    chunk: int = CHUNK
+    workers: int = 1
+    memory: int = 0
+
+    @property
+    def job(self) -> Job:
+        """What the folders are merged by."""
+        assert isinstance(self.settings, Job)
+        return self.settings
+
+    @property
+    def method(self) -> Method:
+        """The row of the registry."""
+        return self.settings.row
+
+    @property
+    def delta(self) -> float:
+        """δ; 0 where the method has no H_0."""
+        return float(self.settings.delta) if self.method.uses_base_precision else 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic."""
+        return self.settings.dtype
+
+    @property
+    def family(self) -> tuple[float, float, float | None]:
+        """Shrink, power and damping of precisions with factors."""
+        how = self.settings
+        return float(how.shrink), float(how.power), how.damping
 
     @property
     def held(self) -> list[StoredPrecision]:
@@ -188,24 +201,8 @@ def make_plan(
         based=base is not None,
         base_precision=base_precision if curved else None,
     )
-    plan = MergePlan(
-        method=method,
-        base=base,
-        parts=tuple(parts),
-        base_precision=base_precision if curved else None,
-        delta=float(settings.delta) if curved else 0.0,
-        dtype=settings.dtype,
-        items=items,
-        chunk=CHUNK,
-        workers=1,
-        memory=0,
-        shrink=float(settings.shrink),
-        power=float(settings.power),
-        damping=settings.damping,
-        normalize=method.normalize if settings.normalize is None else settings.normalize,
-        seed=settings.seed,
-        rescale=settings.rescale,
-    )
+    prior = base_precision if curved else None
+    plan = MergePlan(settings, base, tuple(parts), prior, items)
     return _within(plan, max_memory, threads)
 
 
@@ -375,8 +372,7 @@ def plan_folders(
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
     _compare_configs(job)
-    plan = make_plan(job, base, parts, base_precision=first, max_memory=max_memory, threads=threads)
-    return replace(plan, job=job)
+    return make_plan(job, base, parts, base_precision=first, max_memory=max_memory, threads=threads)
 
 
 def reference_folder(job: Job) -> Path:
@@ -394,7 +390,6 @@ def fit_config(plan: MergePlan, reference: Path, config: dict[str, Any]) -> None
     """Write into a configuration how many tokens and layers the result has, of which kinds they
     are, and whether its head is its embedding."""
     job = plan.job
-    assert job is not None
     heads = [i.name for i in plan.items if i.name.endswith("lm_head.weight")]
     for section in (config, config.get("text_config") or {}):
         if section.get("tie_word_embeddings") and heads:

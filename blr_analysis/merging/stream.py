@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError, StorageError
@@ -22,6 +21,7 @@ from blr_analysis.merging.fates import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
 from blr_analysis.merging.layers import Part, Solved, solver
 from blr_analysis.merging.plan import MergePlan, rows_at_once
+from blr_analysis.progress import bar
 
 
 class Sink(Protocol):
@@ -244,15 +244,16 @@ def _merge_sparse(
         steps, curved = _steps(plan, cut), _precisions(plan, cut)
         for t, (step, h, density) in enumerate(zip(steps, curved, item.densities, strict=True)):
             if plan.method.thinned == "chance":
-                stays = sparse.drawn(density, high - low, plan.seed, t, item.name, start + low)
+                seed = plan.settings.seed
+                stays = sparse.drawn(density, high - low, seed, t, item.name, start + low)
                 step *= stays.to(step)
-                if plan.rescale:
+                if plan.settings.rescale:
                     step /= density
             elif known is not None:
                 sparse.keep(step, sparse.sizes(step, h), int(known[t]))
         sparse.combine_sparse(
             result[part], given.base[part].to(plan.dtype), steps, item.weights, curved,
-            elect=plan.method.elect, normalize=plan.normalize, scale=item.scale,
+            elect=plan.method.elect, normalize=plan.settings.divides, scale=item.scale,
         )  # fmt: skip
 
 
@@ -260,14 +261,13 @@ def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Sol
     """Solve one layer's equation, some rows of its matrix at a time."""
     joint, held = plan.layers[key], plan.held
     items = {item.name: item for item in plan.items if item.layer == key}
-    family = (plan.shrink, plan.power, plan.damping)
     parts: list[Part] = []
     for part, alpha, kind in zip(plan.parts, items[key].weights, items[key].curved, strict=True):
         own = part.precision if kind == OWN else None
-        h = None if own is None else own.factors(key, *family)
+        h = None if own is None else own.factors(key, *plan.family)
         parts.append((alpha, h, kind == BASE))
     first = plan.base_precision
-    start = first.factors(key, *family) if first and key in first.layers else None
+    start = first.factors(key, *plan.family) if first and key in first.layers else None
     o = joint.layout.rows
     shape = (joint.layout.groups, o, joint.layout.columns + (joint.bias is not None))
     solve = solver(parts, start, plan.delta, shape)
@@ -389,9 +389,6 @@ def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> st
             f"{str(folder)!r} differs from the merge in {odd[0]!r}: remove the folder and merge "
             "again"
         )
-    total, off = plan.bytes_read, None if progress is None else not progress
-    with tqdm(
-        total=total, desc="verifying", unit="B", unit_scale=True, disable=off, delay=1, leave=False
-    ) as bar:
-        stream(plan, Compared(written), bar.update)
+    with bar(plan.bytes_read, "verifying", progress, unit="B", unit_scale=True) as shown:
+        stream(plan, Compared(written), shown.update)
     return fingerprint(written, progress=progress)

@@ -212,24 +212,24 @@ def data_precision(precision: Any, name: str) -> State:
     return data_part
 
 
-def in_order(precisions: Any, names: Sequence[str]) -> list[Any]:
-    """One precision per model, of a list in their order or a dict by their names.
+def in_order(given: Any, names: Sequence[str], what: str = "precisions") -> list[Any]:
+    """One entry per name, of a list in their order or a dict by them.
 
     Raises:
-        InputError: other names, or another number of them.
+        InputError: another number of them, or other names.
     """
-    if isinstance(precisions, Mapping):
-        given = {str(n): p for n, p in precisions.items()}
-        if set(given) != set(names):
+    if isinstance(given, Mapping):
+        named = {str(n): entry for n, entry in given.items()}
+        if set(named) != set(names):
             raise InputError(
-                f"precisions are of {some(sorted(given))}, the models of {some(sorted(names))}: "
+                f"{what} are of {some(sorted(named))}, wanted of {some(sorted(names))}: "
                 "use the same names"
             )
-        return [given[n] for n in names]
-    if isinstance(precisions, (list, tuple)) and len(precisions) == len(names):
-        return list(precisions)
-    got = f"{len(precisions)}" if isinstance(precisions, (list, tuple)) else repr(precisions)
-    raise InputError(f"precisions must hold one for each of {len(names)} models, got {got:.80}")
+        return [named[n] for n in names]
+    if isinstance(given, (list, tuple)) and len(given) == len(names):
+        return list(given)
+    got = f"{len(given)}" if isinstance(given, (list, tuple)) else repr(given)
+    raise InputError(f"{what} must hold one for each of {len(names)}, got {got:.80}")
 
 
 def matched_precisions(precisions: Any, names: Sequence[str]) -> dict[str, State]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.checks import instance, positive_int, positive_number
@@ -22,6 +21,7 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
+from blr_analysis.progress import bar
 from blr_analysis.task import Task
 
 Operator = Callable[[Tree], Tree]
@@ -151,13 +151,7 @@ def cg(
     converged, indefinite = rho <= bound, torch.zeros_like(rho, dtype=torch.bool)
     history: list[float] = []
     iterations = 0
-    with tqdm(
-        total=max_iterations,
-        desc="conjugate gradients",
-        disable=None if progress is None else not progress,
-        delay=0.0 if progress else 1.0,
-        leave=False,
-    ) as bar:
+    with bar(max_iterations, "conjugate gradients", progress) as shown:
         while iterations < max_iterations and not bool((converged | indefinite).all()):
             q = operator(p)
             iterations += 1
@@ -179,8 +173,8 @@ def cg(
             p = space.add(z, beta, p)
             rho = torch.where(live, new, rho)
             history.append(float(_ratio(rho, scale).max()))
-            bar.update()
-            bar.set_postfix_str(f"residual {history[-1]:.1e}")
+            shown.update()
+            shown.set_postfix_str(f"residual {history[-1]:.1e}")
     return Solution(x, iterations, _ratio(rho, scale), converged, indefinite, history)
 
 

@@ -1,10 +1,10 @@
-"""What a what-if found: the perturbed model, how it does, and how far that can be trusted."""
+"""What a what-if gives: the perturbed model, how it does, and how far that can be trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,60 @@ from blr_analysis.task import unwrapped
 from blr_analysis.views import Plottable, make_table
 
 
-@dataclass(frozen=True)
-class WhatIf(Plottable):
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How the model does after a change, and how far that can be trusted; see :class:`WhatIf`."""
+
+    before: Evaluation
+    after: Evaluation
+    interval: tuple[float, float]
+    solver: str
+    passes: float = 0.0
+    converged: bool = True
+    error: float | None = None
+    moves: Sequence[AcceptedMove] = ()
+    damping: float = 1.0
+    note: str = ""
+    checkpoints: int = 1
+
+    @property
+    def nll(self) -> float:
+        """Mean loss on ``evaluate`` after the change, in nats, of the examples that count; with
+        weights Σ w_i ℓ_i / N, as :class:`blr_analysis.sensitivity.LeaveOneOut` has it."""
+        return self.after.nll
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on ``evaluate`` after the change; None for regression."""
+        return self.after.accuracy
+
+    @property
+    def change(self) -> float:
+        """What the nll rises by."""
+        return self.after.nll - self.before.nll
+
+    def row(self, group: Any, n: int) -> dict[str, Any]:
+        """Of a group of n examples, in the table of groups."""
+        low, high = self.interval
+        return {
+            "group": group,
+            "n": n,
+            "nll_before": self.before.nll,
+            "nll_after": self.nll,
+            "nll_low": low,
+            "nll_high": high,
+            "accuracy_before": self.before.accuracy,
+            "accuracy_after": self.accuracy,
+            "solver": self.solver,
+            "passes": self.passes,
+            "converged": self.converged,
+            "error": self.error,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Answer, Plottable):
     """What :func:`what_if` found.
 
     Attributes:
@@ -57,34 +109,12 @@ class WhatIf(Plottable):
 
     parameters: Tree
     posterior: Posterior
-    after: Evaluation
-    before: Evaluation
     targets: Tensor
     removed: int
     added: int
     relabelled: int
     floored: float
-    solver: str = "posterior"
-    passes: float = 0.0
-    converged: bool = True
-    error: float | None = None
-    moves: Sequence[AcceptedMove] = ()
-    interval: tuple[float, float] = (float("nan"), float("nan"))
-    damping: float = 1.0
-    note: str = ""
     caveat: str = ""
-    checkpoints: int = 1
-
-    @property
-    def nll(self) -> float:
-        """Mean loss on ``evaluate`` after the change, in nats, of the examples that count; with
-        weights Σ w_i ℓ_i / N, as :class:`blr_analysis.sensitivity.LeaveOneOut` has it."""
-        return self.after.nll
-
-    @property
-    def accuracy(self) -> float | None:
-        """Accuracy on ``evaluate`` after the change; None for regression."""
-        return self.after.accuracy
 
     @property
     def by_class(self) -> Any:
@@ -145,7 +175,10 @@ class WhatIf(Plottable):
         return f"WhatIf({', '.join(change)}: {nll}{right}{how}{note})"
 
 
-def combined(answers: Sequence[WhatIf]) -> WhatIf:
+Answered = TypeVar("Answered", bound=Answer)
+
+
+def combined(answers: Sequence[Answered]) -> Answered:
     """The last answer, changed by the mean of what all of them change."""
     last = answers[-1]
     if len(answers) == 1:
@@ -170,27 +203,6 @@ def combined(answers: Sequence[WhatIf]) -> WhatIf:
         interval=(low, high),
         checkpoints=len(answers),
     )
-
-
-def combined_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same of one group's rows of ``what_if_each``."""
-    last = rows[-1]
-
-    def changed(after: str, before: str) -> float | None:
-        if last[after] is None:
-            return None
-        return last[before] + sum(row[after] - row[before] for row in rows) / len(rows)
-
-    ends = {name: changed(name, "nll_before") for name in ("nll_after", "nll_low", "nll_high")}
-    errors = [row["error"] for row in rows if row["error"] is not None]
-    return {
-        **last,
-        **ends,
-        "accuracy_after": changed("accuracy_after", "accuracy_before"),
-        "passes": sum(row["passes"] for row in rows),
-        "converged": all(row["converged"] for row in rows),
-        "error": sum(errors) / len(errors) if errors else None,
-    }
 
 
 @dataclass(frozen=True)

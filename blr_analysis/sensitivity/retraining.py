@@ -1,11 +1,12 @@
-"""A user's own training on the changed data: exact answers, kept in a folder."""
+"""A user's own training on the changed data: exact answers, and what a few teach the others."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,101 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file
+from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.accounts import SPREADS, interval, measured
+from blr_analysis.sensitivity.objective import changed
+from blr_analysis.sensitivity.perturbed import Answer
+from blr_analysis.sensitivity.solving import Change
 from blr_analysis.task import Task
 
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
 
 
 @dataclass(frozen=True)
-class Retrained:
-    """Weights by name after the training with one seed."""
+class Retraining:
+    """Trainings of one task on other data; ``train``, ``seeds`` and ``cache`` as in
+    :func:`blr_analysis.what_if`."""
 
-    weights: Tree
-    seed: int
+    task: Task
+    q: Posterior
+    train: Train | None
+    seeds: int
+    cache: str | Path | None
+
+    def answer(self, change: Change, where: Task, before: Evaluation) -> tuple[Answer, Tree]:
+        """How the runs do, and the weights of the first: means over them, and the interval that
+        the next one likely falls into.
+
+        Raises:
+            InputError: no function ``train``.
+        """
+        if self.train is None:
+            raise InputError("solver='retrain' needs train=, a function (data, seed) -> model")
+        task, q = self.task, self.q
+        data = changed(
+            task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
+        )
+        runs = retrained(data.parts, q.mean, self.train, self.seeds, self.cache)
+        measures = [measured(where, weights) for weights in runs]
+        hits = [e.correct for e in measures if e.correct is not None]
+        after = replace(
+            before,
+            losses=torch.stack([e.losses for e in measures]).mean(0),
+            correct=torch.stack(hits).double().mean(0) if hits else None,
+        )
+        half = SPREADS["calibrated"][1] * abs(after.nll)
+        if (n := len(runs)) > 1:
+            from scipy.special import stdtrit  # 0.3 s: not every import of the package pays for it
+
+            each = torch.tensor([e.nll for e in measures], dtype=torch.float64)
+            half = float(stdtrit(n - 1, 0.9)) * float(each.std()) * math.sqrt(1 + 1 / n)
+        answer = Answer(
+            before=before,
+            after=after,
+            interval=(after.nll - half, after.nll + half),
+            solver="retrain",
+            passes=math.nan,
+        )
+        return answer, runs[0]
+
+
+def calibrated(
+    answers: Sequence[Answer], exact: Callable[[int], Answer], count: int
+) -> list[Answer]:
+    """The same with ``count`` exact ones, of the largest and the smallest predicted nll first; the
+    others' changes are scaled by the mean log ratio of true to predicted change, of those groups
+    whose range is narrower than their change."""
+    order = sorted(range(len(answers)), key=lambda k: answers[k].nll)
+    turns = [order[-1 - k // 2] if k % 2 == 0 else order[k // 2] for k in range(len(order))]
+    true = {k: exact(k) for k in turns[:count]}
+    ratios = []
+    for k, answer in true.items():
+        predicted, (low, high) = answers[k].change, answers[k].interval
+        if high - low < abs(predicted) and predicted * answer.change > 0:
+            ratios.append(math.log(answer.change / predicted))
+    scale = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    spread = float(torch.tensor(ratios).std()) if len(ratios) > 1 else 0.0
+
+    def scaled(answer: Answer) -> Answer:
+        before = answer.before
+        losses = before.losses + scale * (answer.after.losses.double() - before.losses)
+        after = replace(answer.after, losses=losses)
+        ends = interval(before.nll, after.nll, "calibrated", spread * abs(after.nll - before.nll))
+        solver = f"{answer.solver}, calibrated"
+        return replace(answer, after=after, interval=ends, solver=solver)
+
+    others = [scaled(answer) if ratios else answer for answer in answers]
+    for k, answer in true.items():
+        others[k] = replace(
+            answers[k], after=answer.after, interval=answer.interval, solver="retrain", note=""
+        )
+    return others
 
 
 def retrained(
@@ -38,8 +118,9 @@ def retrained(
     train: Train,
     seeds: int,
     cache: str | Path | None = None,
-) -> list[Retrained]:
-    """Call ``train(data, seed)`` for the seeds 0, 1, …; it returns the model or its state dict.
+) -> list[Tree]:
+    """Weights by name after ``train(data, seed)`` for the seeds 0, 1, …, which returns the model or
+    its state dict.
 
     Args:
         parts: a task and the examples of it that count; ``data`` is the dataset of them all.
@@ -59,7 +140,7 @@ def retrained(
     for seed in range(seeds):
         place = None if folder is None else folder / f"{_key(parts, data)}-{seed}.safetensors"
         if place is not None and place.exists():
-            runs.append(Retrained(_fitting(load_file(place), like), seed))
+            runs.append(_fitting(load_file(place), like))
             continue
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -71,7 +152,7 @@ def retrained(
             place.parent.mkdir(parents=True, exist_ok=True)
             with drafted(place) as draft:
                 save_file(weights, draft, {"format": "pt"})
-        runs.append(Retrained(weights, seed))
+        runs.append(weights)
     return runs
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from tqdm.auto import tqdm
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
@@ -21,6 +20,7 @@ from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.progress import bar
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
 from blr_analysis.sensitivity.replay import Replay, enough, first_weights, prepare
@@ -304,17 +304,13 @@ def _descended(
     descent = Descent.start(
         data, dict(q.mean), preconditioner.form, memory_budget=chunking.memory_budget
     )
-    with tqdm(
-        total=None if passes == MOST_PASSES else passes,
-        desc="what if: passes over the changed data",
-        disable=None if chunking.progress is None else not chunking.progress,
-        delay=0.0 if chunking.progress else 1.0,
-        leave=False,
-    ) as bar:
+    total = None if passes == MOST_PASSES else passes
+    label = "what if: passes over the changed data"
+    with bar(total, label, chunking.progress) as shown:
 
         def watch(at: Descent) -> None:
-            bar.update(math.floor(at.passes) - bar.n)
-            bar.set_postfix_str(f"objective {at.point.value:.6g}")
+            shown.update(math.floor(at.passes) - shown.n)
+            shown.set_postfix_str(f"objective {at.point.value:.6g}")
 
         descend(descent, steps=steps, passes=passes, tolerance=TOLERANCE, watch=watch)
     return descent

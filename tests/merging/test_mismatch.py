@@ -392,7 +392,7 @@ FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
         (TASKS, {**MERGED, "0.bias": torch.ones(7)}, {}, r"\(7,\)"),
         (TASKS, {**MERGED, "0.bias": torch.ones(5).long()}, {}, "int64"),
         (TASKS, {**MERGED, "0.bias": MERGED["0.bias"] / 0}, {}, "NaN or inf"),
-        (TASKS, MERGED, {"models": [state(MODELS[0])]}, "one for each of the 2 tasks"),
+        (TASKS, MERGED, {"models": [state(MODELS[0])]}, "one for each of 2"),
         (TASKS, MERGED, {"models": [MERGED, {"w": torch.ones(1)}]}, "fine-tuned model of task '2'"),
         (TASKS, MERGED, {"tests": TASKS[:1]}, "tests must hold one"),
         (TASKS, MERGED, {"precisions": CURVED[:1]}, "one for each of 2"),

@@ -299,7 +299,7 @@ class _Decomposed:
             if p is None or not p.covers(name):
                 continue
             if name in p.layers:
-                factors = p.factors(name, self._plan.shrink, self._plan.power, self._plan.damping)
+                factors = p.factors(name, *self._plan.family)
                 if factors.by_rows:
                     own = factors.matrix()[0] * abs(alpha)
                     right = own if right is None else right + own
