@@ -224,8 +224,7 @@ def _quantiles(quantile: float | tuple[float, float]) -> tuple[float, float]:
     pair = tuple(quantile) if isinstance(quantile, tuple | list) else (quantile, quantile)
     if len(pair) != 2 or not all(isinstance(q, Real) and 0 <= q <= 1 for q in pair):
         raise InputError(
-            f"quantile must be a number between 0 and 1, or a pair (error, variance); "
-            f"got {quantile!r}"
+            f"quantile must be between 0 and 1, or a pair (error, variance), got {quantile!r}"
         )
     return pair
 

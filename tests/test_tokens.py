@@ -173,7 +173,7 @@ class TestBadSequences:
         for value, shown in ((7, "found 7"), (-1, "found -1")):
             y = IDS.clone()
             y[2, 3] = value
-            with pytest.raises(DataError, match=rf"0 … 6 .*{shown}"):
+            with pytest.raises(DataError, match=rf"0 … 6, .*{shown}"):
                 losses(y, likelihood=likelihood)
 
     def test_labels_of_another_shape(self, likelihood: str) -> None:

@@ -153,8 +153,7 @@ class Likelihood(ABC):
             else:
                 raise DataError(
                     f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
-                    f"{tuple(outputs.shape)} under the {self.name} likelihood; "
-                    "give one target per output"
+                    f"{tuple(outputs.shape)}; give one target per output"
                 )
         if targets.is_complex():
             raise DataError(f"{self.name} targets must be real numbers, got {targets.dtype}")

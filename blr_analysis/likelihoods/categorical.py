@@ -75,8 +75,7 @@ class Categorical(Likelihood):
         if outputs.ndim == 3:
             raise DataError(
                 "the categorical likelihood needs outputs of shape [batch, C], got "
-                f'{tuple(outputs.shape)}; for one class per token use likelihood="tokens" or '
-                '"causal_lm", or reshape them in Task(..., forward=...)'
+                f'{tuple(outputs.shape)}; of tokens use likelihood="tokens" or "causal_lm"'
             )
         super().check_outputs(outputs)
         c = outputs.shape[-1]
@@ -98,9 +97,8 @@ class Categorical(Likelihood):
             targets = targets.squeeze(-1)
         if targets.shape != outputs.shape[:1]:
             raise DataError(
-                f"categorical targets must be one class index per example, shape "
-                f"[{outputs.shape[0]}], got {tuple(targets.shape)}; "
-                "turn one-hot targets into indices with y.argmax(-1)"
+                "categorical targets must be one class index per example, got "
+                f"{tuple(targets.shape)}; of one-hot ones take y.argmax(-1)"
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise DataError(

@@ -113,8 +113,8 @@ class Function(Likelihood):
             if bool(self._hessian_times(f, targets, drawn).any()):
                 return
         raise InputError(
-            "the loss has no second derivative in the outputs (it is piecewise linear, or was "
-            "detached); use a smooth one, such as nn.HuberLoss, or logits for log-probabilities"
+            "the loss has no second derivative in the outputs (piecewise linear, or detached); use "
+            "a smooth one, such as nn.HuberLoss"
         )
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:

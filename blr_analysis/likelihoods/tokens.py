@@ -81,9 +81,8 @@ class TokenCategorical(Likelihood):
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
             raise DataError(
-                f"the {self.name} likelihood needs outputs of shape [batch, tokens, C] with "
-                f"C ≥ 2, got {tuple(outputs.shape)}; reshape them in Task(..., forward=...), or "
-                'use likelihood="categorical" for one class per example'
+                f"the {self.name} likelihood needs outputs of shape [batch, tokens, C], got "
+                f'{tuple(outputs.shape)}; reshape them in forward=, or use "categorical"'
             )
         self.token.check_outputs(outputs.flatten(0, 1))
 
@@ -98,9 +97,8 @@ class TokenCategorical(Likelihood):
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         if targets.shape != outputs.shape[:2]:
             raise DataError(
-                f"{self.name} targets must be one class index per token, shape "
-                f"{list(outputs.shape[:2])}, got {list(targets.shape)}; pad them with "
-                f"{self.ignore_index}"
+                f"{self.name} targets must be classes of shape {list(outputs.shape[:2])}, got "
+                f"{list(targets.shape)}; pad them with {self.ignore_index}"
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise DataError(
@@ -116,9 +114,8 @@ class TokenCategorical(Likelihood):
             low, high = (int(v) for v in torch.aminmax(kept))
             if low < 0 or high >= outputs.shape[-1]:
                 raise DataError(
-                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
-                    f"{outputs.shape[-1]} logits), or be {self.ignore_index} where they do not "
-                    f"count; found {low if low < 0 else high}"
+                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1}, or be "
+                    f"{self.ignore_index} where they do not count; found {low if low < 0 else high}"
                 )
 
     def counted(self, targets: Tensor) -> Tensor:
@@ -225,9 +222,8 @@ class CausalLM(TokenCategorical):
         """Outputs and labels shifted against each other, ``[B, T − 1, C]`` and ``[B, T − 1]``."""
         if targets.shape != outputs.shape[:2]:
             raise DataError(
-                f"{self.name} labels must be one token id per token, shape "
-                f"{list(outputs.shape[:2])}, got {list(targets.shape)}; give the input ids, "
-                "unshifted"
+                f"{self.name} labels must be token ids of shape {list(outputs.shape[:2])}, got "
+                f"{list(targets.shape)}; give the input ids, unshifted"
             )
         return super().prepare(outputs[:, :-1], targets[:, 1:])
 

@@ -168,8 +168,7 @@ def suggest_weights(
         best -= 0.5 * float((asked[curved] ** 2 / total[curved]).sum())
     if not bool(gram.trace() > 0):
         raise InputError(
-            "no model differs from the base where a precision is positive: check that they belong "
-            "together"
+            "no model differs from the base where a precision is positive: do they belong together?"
         )
     if each:
         alphas = torch.linalg.lstsq(gram, pull[:, None], driver="gelsd").solution[:, 0]

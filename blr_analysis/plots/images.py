@@ -43,8 +43,8 @@ def image_of(images: Any, index: int) -> np.ndarray:
     fits = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] in (3, 4))
     if not fits or not picture.size or picture.dtype.kind not in "buif":
         raise InputError(
-            f"images[{index}] of shape {shape} and dtype {picture.dtype} is no image: expected "
-            "[H, W], [C, H, W] or [H, W, C] with 1, 3 or 4 channels, or a flattened square"
+            f"images[{index}] of shape {shape}, {picture.dtype}, is no image: expected [H, W], "
+            "[C, H, W], [H, W, C] or a flattened square"
         )
     return _stretched(picture)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blr_analysis.errors import BLRError, PosteriorWarning
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.task import Task
 
 FEW = 8  # examples, spread evenly
@@ -44,6 +45,25 @@ def passed_on(posterior: Posterior) -> dict[str, Any]:
     """Its record without what was measured of it and its data, for a posterior made of it."""
     measured = ("fingerprint", "stationarity")
     return {name: entry for name, entry in posterior.record.items() if name not in measured}
+
+
+def made_of(
+    q: Posterior,
+    mean: Tree | None = None,
+    form: Structure | None = None,
+    *,
+    n_data: int | None = None,
+    **record: Any,
+) -> Posterior:
+    """Another posterior under the same prior, as ``q`` where nothing is given; ``record`` joins
+    what is passed on."""
+    return Posterior(
+        q.mean if mean is None else mean,
+        q.form if form is None else form,
+        prior_precision=q.prior,
+        n_data=q.n_data if n_data is None else n_data,
+        record={**passed_on(q), **record},
+    )
 
 
 def apart(known: Any, seen: Any, what: str) -> int:

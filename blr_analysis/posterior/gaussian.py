@@ -512,8 +512,7 @@ class Posterior:
         if same_data and self.n_data != task.n_data:
             raise PosteriorError(
                 f"the posterior was learned from n_data={self.n_data} examples, the task has "
-                f"{task.n_data}; use the training data (of sequences: n_data=sequences, "
-                "tokens=tokens)"
+                f"{task.n_data}; use the training data (n_data counts sequences)"
             )
         return self.to(task.device, task.check_parameters(mine))
 

@@ -154,7 +154,7 @@ def measured(task: Task, mean: Tree) -> Evaluation:
     except ModelError as error:
         raise PosteriorError(
             f"at the weights after the change {error}. The step is too long for this posterior: "
-            "raise prior_precision, change fewer examples, or use a structure with correlations"
+            "raise prior_precision, or change fewer examples"
         ) from error
 
 

@@ -29,7 +29,7 @@ from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import distinct_indices
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.fingerprint import passed_on
+from blr_analysis.posterior.fingerprint import made_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity.corrections import (
@@ -204,14 +204,8 @@ def calibrate(
         "iterations": exact.iterations,
         "passes": exact.passes,
     }
-    form = posterior.form
-    return Posterior(
-        posterior.mean,
-        form.zeros().plus(form, 1 / scale),
-        prior_precision=posterior.prior,
-        n_data=posterior.n_data,
-        record={**passed_on(posterior), "calibration": calibration},
-    )
+    scaled = posterior.form.zeros().plus(posterior.form, 1 / scale)
+    return made_of(posterior, form=scaled, calibration=calibration)
 
 
 def draw(rise: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -323,8 +317,7 @@ def matching(estimate: Estimates, weight: Tensor, rise: Tensor, usable: Tensor) 
         high *= 2
     if gap(low) < 0 or gap(high) > 0:
         raise PosteriorError(
-            f"no scale within e^±{WIDEST:g} agrees with the exact solves; does the posterior "
-            "belong to this model and data?"
+            "no scale agrees with the exact solves; does the posterior belong to this model?"
         )
     for _ in range(HALVINGS):
         middle = (low + high) / 2

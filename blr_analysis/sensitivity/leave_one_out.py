@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +39,7 @@ from blr_analysis.sensitivity.removal import descended_removals
 from blr_analysis.sensitivity.results import LeftOut
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.sensitivity.sequences import sequence_leave_one_out
-from blr_analysis.sensitivity.sites import (
-    SiteLeaveOneOut,
-    SumOfSites,
-    site_leave_one_out,
-    sum_of_sites,
-)
+from blr_analysis.sensitivity.sites import site_leave_one_out, sum_of_sites
 from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
@@ -112,30 +107,10 @@ class LeaveOneOut(LeftOut):
         )
 
 
-@overload
-def leave_one_out(
-    task: Task,
-    posterior: Posterior,
-    *,
-    correction: str = "auto",
-    scores: Any = None,
-    refine: int | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
-) -> LeaveOneOut | Any: ...  # of sequences: SequenceLeaveOneOut
-
-
-@overload
-def leave_one_out(
-    task: SumOfSites | None, posterior: SumOfSites | None = None
-) -> SiteLeaveOneOut: ...
-
-
 @torch.inference_mode(False)  # also where the caller switched it on
 def leave_one_out(
-    task: Any,
-    posterior: Any = None,
+    task: Task,
+    posterior: Posterior = None,  # type: ignore[assignment]
     *,
     correction: str = "auto",
     scores: Any = None,
@@ -143,7 +118,7 @@ def leave_one_out(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> Any:
+) -> LeaveOneOut | Any:  # of sequences and of sums of sites their own
     """Every example's prediction as if the model had been trained without it.
 
     Args:

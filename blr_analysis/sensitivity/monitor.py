@@ -307,7 +307,7 @@ class Monitor(Plottable):
             ) from error
         if n_data != self.task.n_data or not torch.equal(indices, self.indices):
             raise InputError(
-                f"the state is of {len(indices)} of {n_data} examples, this Monitor watches "
+                f"the state is of {len(indices)} of {n_data} examples, this Monitor of "
                 f"{len(self.indices)} of {self.task.n_data} (or others): use the same task"
             )
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:

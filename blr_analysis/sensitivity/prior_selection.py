@@ -222,8 +222,7 @@ def _own(fit: Fit, task: Task) -> Trained:
         model, q = parts if len(parts) == 2 else (None, None)
         if not isinstance(q, Posterior) or not isinstance(model, nn.Module):
             raise InputError(
-                f"fit must return a Posterior, or a pair (model, posterior); for δ={delta:g} it "
-                f"returned {type(given).__name__}"
+                f"fit must return a Posterior, or (model, posterior), got {type(given).__name__}"
             )
         stated = q.prior.entries.get(None, delta)
         if not math.isclose(float(stated), delta, rel_tol=1e-3):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from blr_analysis.sensitivity.corrections import (
 )
 from blr_analysis.sensitivity.results import NetworkScores
 from blr_analysis.sensitivity.sequences import sequence_scores
-from blr_analysis.sensitivity.sites import SiteScores, SumOfSites, site_sensitivity, sum_of_sites
+from blr_analysis.sensitivity.sites import SumOfSites, site_sensitivity, sum_of_sites
 from blr_analysis.task import Task
 
 AVERAGED = ("error", "variance", "deviation", "self_influence")  # over several posteriors
@@ -80,32 +80,16 @@ class Scores(NetworkScores):
         return leverage(self.variance, self.outputs, self.targets, self.likelihood)
 
 
-@overload
-def sensitivity(
-    task: Task,
-    posterior: Posterior | Sequence[Posterior],
-    *,
-    variance: bool | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
-) -> Scores | Any: ...  # of sequences: SequenceScores
-
-
-@overload
-def sensitivity(task: SumOfSites | None, posterior: SumOfSites | None = None) -> SiteScores: ...
-
-
 @torch.inference_mode(False)  # also where the caller switched it on
 def sensitivity(
-    task: Any,
-    posterior: Any = None,
+    task: Task,
+    posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
     *,
     variance: bool | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool | None = None,
-) -> Any:
+) -> Scores | Any:  # of sequences and of sums of sites their own
     """How much each training example shapes the model.
 
     One forward pass and C backward passes that stop at the layers' outputs; no per-example
@@ -221,7 +205,7 @@ def _chunk_scores(
         yield chunk.indices[rows], (e, chunk.outputs[rows], chunk.targets[rows], *numbers)
 
 
-def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
+def fitted(task: Task, posterior: Any, *, own_weights: bool = True) -> Posterior:
     """The posterior, checked against the task; see :meth:`Posterior.on`.
 
     Warns:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.tree import add
 from blr_analysis.errors import DataError, InputError, PosteriorError
-from blr_analysis.posterior.fingerprint import passed_on
+from blr_analysis.posterior.fingerprint import made_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.structures import Structure, Tree
@@ -108,20 +109,11 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
     for sign, part in changes:
         form = form.plus(part.curvature, sign)
         n_data += sign * part.count
-        for name, grad in part.gradient.items():
-            pull[name] -= sign * grad
+        pull = add(pull, -sign, part.gradient)
     form, floored = form.floored(q.prior.within(q.record))
-    move = form.solve(pull)
-    mean = {n: m + move[n] for n, m in q.mean.items()}
+    mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError(
             "the step is not finite: raise prior_precision, or remove fewer examples"
         )
-    perturbed = Posterior(
-        mean,
-        form,
-        prior_precision=q.prior,
-        n_data=n_data,
-        record={**passed_on(q), "kind": "what_if"},
-    )
-    return perturbed, floored
+    return made_of(q, mean, form, n_data=n_data, kind="what_if"), floored

@@ -14,9 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.backprop.tree import add
+from blr_analysis.backprop.tree import add, scaled
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
+from blr_analysis.posterior.fingerprint import made_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
@@ -176,8 +177,7 @@ class GroupSolver:
                 solver = "posterior"
         if solver == "posterior":
             return self._one_step(change, [*shares, *labels], note=note)
-        nothing = {n: torch.zeros_like(m) for n, m in q.mean.items()}
-        still = [(sign, replace(part, gradient=nothing)) for sign, part in shares]
+        still = [(sign, replace(part, gradient=scaled(q.mean, 0.0))) for sign, part in shares]
         preconditioner, floored = step(q, still)
         data = changed(
             task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
@@ -194,10 +194,11 @@ class GroupSolver:
             recipe = self.replay.recipe
             about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
-            moved = _at(preconditioner, weights, solver="replay", passes=spent, replay=about)
+            moved = made_of(preconditioner, weights, solver="replay", passes=spent, replay=about)
             return Moved(moved, floored, "replay", spent, replay=self.replay, alone=alone)
         descent = _descended(data, q, preconditioner, plan, self.chunking)
-        moved = _at(preconditioner, descent.point.params, solver="cg", passes=descent.passes)
+        there = descent.point.params
+        moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)
         return Moved(moved, floored, "cg", descent.passes, descent=descent)
 
     @cached_property
@@ -254,7 +255,7 @@ class GroupSolver:
         answer for all changes of a model that is far from its minimum."""
         if not stationarity(self.task, self.q).near:
             return True
-        pull = {n: torch.zeros_like(m) for n, m in self.q.mean.items()}
+        pull = scaled(self.q.mean, 0.0)
         for sign, part in changes:
             pull = add(pull, sign, part.gradient)
         return drifts(self.task, self.q, pull)
@@ -284,15 +285,8 @@ class GroupSolver:
             return Moved(moved, floored, "posterior", note=note)
         sizes = (0.5**halving for halving in range(1, HALVINGS))
         size = next((size for size in sizes if not rises(size)), 0.0)
-        moved = _at(moved, add(dict(q.mean), size, move), damping=size)
+        moved = made_of(moved, add(dict(q.mean), size, move), damping=size)
         return Moved(moved, floored, "posterior", damping=size, note=note)
-
-
-def _at(q: Posterior, mean: Tree, **record: Any) -> Posterior:
-    """The same precision around another mean."""
-    return Posterior(
-        mean, q.form, prior_precision=q.prior, n_data=q.n_data, record={**q.record, **record}
-    )
 
 
 def _descended(

@@ -29,7 +29,7 @@ from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.fingerprint import passed_on
+from blr_analysis.posterior.fingerprint import made_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.progress import track
@@ -159,13 +159,9 @@ def what_if(
         if plan.solver == "retrain":
             retraining = Retraining(task, q, train, seeds, cache)
             account, weights = retraining.answer(change, where, before)
-            around = Posterior(
-                weights,
-                q.form,
-                prior_precision=q.prior,
-                n_data=q.n_data - len(leaving) + added,
-                record={**passed_on(q), "kind": "what_if", "solver": "retrain", "seeds": seeds},
-            )
+            left = q.n_data - len(leaving) + added
+            how = {"kind": "what_if", "solver": "retrain", "seeds": seeds}
+            around = made_of(q, weights, n_data=left, **how)
         else:
             moved = GroupSolver(task, q, plan, chunking, seed=seed).solve(change)
             account = References(where, before).answer(moved)
@@ -295,8 +291,7 @@ def _added(add: Task, task: Task) -> Task:
     new, old = add.likelihood, task.likelihood
     if not new.same(old):
         raise InputError(
-            f"the added examples have the likelihood {new!r}, the task {old!r}; build them with "
-            "the same one"
+            f"the added examples have the likelihood {new!r}, the task {old!r}; take one for both"
         )
     return add.with_model(task)
 

@@ -104,8 +104,7 @@ def from_checkpoint(
         if reader.key in slot.state and slot.state[reader.key].dtype in HALF:
             raise OptimizerError(
                 f"{str(path)!r} keeps the second moment of {slot.name!r} in "
-                f"{slot.state[reader.key].dtype}: {HALF_REASON}. Use fit_laplace, or train with "
-                "a float32 state."
+                f"{slot.state[reader.key].dtype}: {HALF_REASON}. Use fit_laplace."
             )
     held = set(order.names)
     return assemble(
