@@ -36,8 +36,10 @@ from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
+from blr_analysis.merging.weighting import SuggestedWeights
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.minimum import Stationarity
+from blr_analysis.posterior.predictive import Predictions
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     GroupInfluence,
@@ -70,6 +72,7 @@ __all__ = [
     "mismatch_table",
     "monitor_table",
     "plan_table",
+    "predictions_table",
     "prior_selection_table",
     "read_table",
     "report_table",
@@ -79,6 +82,7 @@ __all__ = [
     "sequence_scores_table",
     "site_leave_one_out_table",
     "site_scores_table",
+    "suggested_weights_table",
     "suspicious_table",
     "token_scores_table",
     "top_influence_table",
@@ -200,6 +204,16 @@ def leave_one_out_table(loo: Any) -> pd.DataFrame:
         "correction": np.asarray(loo.correction, dtype=object),
     }
     return _frame(columns, loo.metadata)
+
+
+@make_table.register(Predictions)
+def predictions_table(predictions: Predictions) -> pd.DataFrame:
+    """One row per example: index, target, mean (one probability per class, or the mean or rate),
+    loss in nats. Of sequences one row per token: index and loss."""
+    columns = {"index": np.arange(len(predictions.losses)), "loss": predictions.losses}
+    if predictions.mean is not None:
+        columns |= {"target": predictions.targets, "mean": predictions.mean}
+    return _frame(columns)
 
 
 @make_table.register(MemoryMap)
@@ -811,6 +825,12 @@ def report_table(report: MergeReport) -> pd.DataFrame:
     table = plan_table(report.plan)
     table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
     return table
+
+
+@make_table.register(SuggestedWeights)
+def suggested_weights_table(suggested: SuggestedWeights) -> pd.DataFrame:
+    """One row per model: model, weight (α of task arithmetic)."""
+    return pd.DataFrame({"model": list(suggested.weights), "weight": suggested.weights.values()})
 
 
 # The rule, and the words of topics

@@ -21,6 +21,7 @@ module imports neither pandas nor matplotlib.
 
 from __future__ import annotations
 
+import base64
 import html
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from blr_analysis.errors import BLRError, InputError
 __all__ = ["GroupRows", "Plottable", "Tabular", "make_plot", "make_table"]
 
 
-ROWS, LINE = 10, 400  # of a table, and characters of a line, that a notebook shows
+ROWS, COLUMNS, LINE = 10, 30, 400  # of a table, and characters of a line, that a notebook shows
 
 
 @singledispatch
@@ -84,9 +85,8 @@ class Tabular:
             table = self.table
         except BLRError:
             return None  # as text, then
-        said = repr(self)
-        line = html.escape(said if len(said) <= LINE else type(self).__name__)
-        return f"<p><code>{line}</code></p>{table.head(ROWS).to_html()}<p>{len(table):,} rows</p>"
+        rows = table.head(ROWS).to_html(max_cols=COLUMNS)
+        return f"{_line(self)}{rows}<p>{len(table):,} rows</p>"
 
 
 class Plottable:
@@ -104,6 +104,14 @@ class Plottable:
         """
         return make_plot(self, ax, **options)
 
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows: the result in a line, and its picture."""
+        try:
+            png = self.plot()._repr_png_()
+        except BLRError:
+            return None  # as text, then
+        return f'{_line(self)}<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
 
 @dataclass(frozen=True)
 class GroupRows(Tabular):
@@ -116,6 +124,13 @@ class GroupRows(Tabular):
     """
 
     rows: Sequence[Mapping[str, Any]]
+
+
+def _line(result: object) -> str:
+    said = repr(result)
+    return (
+        f"<p><code>{html.escape(said if len(said) <= LINE else type(result).__name__)}</code></p>"
+    )
 
 
 def _maker(door: Any, result: object, thing: str, module: str) -> Callable[..., Any]:

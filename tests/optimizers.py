@@ -50,3 +50,12 @@ def make(row: str, model: nn.Module, n: int) -> Any:
     if row == "torch":
         return torch.optim.AdamW(model.parameters())
     return ROWS[row](model, n, torch.Generator().manual_seed(3))
+
+
+def float16_on_a_cpu(accelerator: Any, monkeypatch: Any) -> Any:
+    """Autocast to float16 and a scaled loss, which accelerate sets up for GPUs only; the scaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=3)
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+    monkeypatch.setattr(accelerator, "native_amp", True)
+    monkeypatch.setattr(accelerator, "scaler", scaler)
+    return scaler

@@ -29,6 +29,7 @@ from blr_analysis.sensitivity.scores import check_test
 from blr_analysis.sensitivity.selection import groups_by
 from blr_analysis.sensitivity.solving import REPLAY_PASSES
 from blr_analysis.task import Task
+from blr_analysis.views import Tabular
 
 MOST_GROUPS = 100  # without being asked; each group costs a pass over its examples and the test set
 DESCENTS = 200  # passes over the data for all groups together, of a model near its minimum
@@ -37,7 +38,7 @@ JUDGED = ("label_quality", "suspicious")  # columns that only a classification h
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(Tabular):
     """What :func:`investigate` found.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import pandas as pd
 
@@ -12,6 +13,7 @@ from blr_analysis.demo.training import Digits, TrainingRecipe, train
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.sensitivity import what_if_each
 from blr_analysis.task import Task
+from blr_analysis.views import Tabular
 
 IVON_DIAGONAL = "IVON, diagonal"
 KRONECKER = "Kronecker"
@@ -19,7 +21,7 @@ FULL = "full GGN"
 
 
 @dataclass(frozen=True)
-class ClassRemovals:
+class ClassRemovals(Tabular):
     """What each class is worth: predicted by every posterior, and what came true.
 
     Attributes:
@@ -57,7 +59,7 @@ class ClassRemovals:
         misses = self.misses()
         return min(misses, key=misses.__getitem__)
 
-    @property
+    @cached_property
     def table(self) -> pd.DataFrame:
         """One row per class: n, the NLL before, and after by each posterior and by retraining."""
         first = next(iter(self.predicted.values()))

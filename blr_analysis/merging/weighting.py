@@ -22,6 +22,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.merging.at_weights import State, named_states, state_of
 from blr_analysis.merging.methods import method_of
 from blr_analysis.posterior import Posterior
+from blr_analysis.views import Tabular
 
 
 def default_weights(method: str, n_models: int) -> list[float]:
@@ -53,7 +54,7 @@ def default_weights(method: str, n_models: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class SuggestedWeights:
+class SuggestedWeights(Tabular):
     """What :func:`suggest_weights` found.
 
     Attributes:

@@ -12,7 +12,8 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextAre
 _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
 _GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
 _ALONG = np.linspace(0, 1, 33)  # of a line from an anchor to its box
-IMAGE_HEIGHT = 30.0  # in points (1/72 inch)
+IMAGE_HEIGHT, TEXT_HEIGHT = 30.0, 24.0  # in points (1/72 inch); of the text with its margins
+GAP = 4.0  # pixels between images
 MARKER = 6.0  # pixels from a marker's middle to its edge: that much room beside every box
 
 
@@ -24,8 +25,12 @@ def label_points(
     images: Sequence[np.ndarray] | None = None,
     cmap: str = "gray",
     avoid: Sequence[Artist] = (),
+    shelf: tuple[float, float] = (1.0, 1.0),
 ) -> list[AnnotationBbox]:
     """Label points, each with its text and, where given, its image above the text.
+
+    Texts stand near their points, images side by side on a shelf above all of them; those for
+    which the shelf has no room, near their points too.
 
     Args:
         points: [K, 2] in data coordinates, the most important first.
@@ -33,16 +38,18 @@ def label_points(
         crowd: [M, 2] what should not be covered, in data coordinates.
         images: K arrays that ``imshow`` takes.
         avoid: artists that must not be covered, such as other texts.
+        shelf: bottom and top of the shelf, in shares of the axes' height.
     """
     if not len(points):
         return []
     figure = ax.figure.figure
     assert figure is not None
+    height = 0.0 if images is None else _image_height(ax, images, shelf[1] - shelf[0])
     boxes = []
     for k, (point, text) in enumerate(zip(points, texts, strict=True)):
         content: OffsetBox = TextArea(text, textprops={"fontsize": 8})
         if images is not None:
-            zoom = IMAGE_HEIGHT / images[k].shape[0]
+            zoom = height / images[k].shape[0]
             picture = OffsetImage(images[k], zoom=zoom, cmap=cmap, interpolation="nearest")
             content = VPacker(children=[picture, content], align="center", pad=0, sep=1)
         box = AnnotationBbox(
@@ -52,7 +59,13 @@ def label_points(
             xycoords="data",
             boxcoords="offset points",
             pad=0.15,
-            arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.3", "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "lw": 0.6,
+                "color": "0.3",
+                "shrinkB": 3,
+                "relpos": (0.5, 0.5 if images is None else 0.0),
+            },
             bboxprops={"fc": "white", "ec": "0.6", "lw": 0.5, "alpha": 0.9},
             annotation_clip=False,
             zorder=5,
@@ -63,20 +76,67 @@ def label_points(
     extents = [box.get_window_extent() for box in boxes]
     sizes = np.array([(e.width, e.height) for e in extents])
     frame = ax.get_window_extent()
-    centres = place(
-        ax.transData.transform(points),
-        sizes,
+    anchors = ax.transData.transform(points)
+    taken = [tuple(artist.get_window_extent().extents) for artist in avoid]
+    across = np.empty(0)
+    if images is not None:
+        across = shelve(anchors[:, 0], sizes[:, 0], frame.x0 + GAP, frame.x1 - GAP)
+    held = len(across)
+    bottom = frame.y0 + shelf[0] * frame.height + MARKER + GAP
+    centres = np.column_stack([across, bottom + sizes[:held, 1] / 2])
+    taken += [(*c - s / 2, *c + s / 2) for c, s in zip(centres, sizes, strict=False)]
+    near = place(
+        anchors[held:],
+        sizes[held:],
         (frame.x0, frame.y0, frame.x1, frame.y1),
         ax.transData.transform(crowd[:: max(1, len(crowd) // 4000)]),
-        [tuple(artist.get_window_extent().extents) for artist in avoid],
+        taken,
     )
-    offsets = (centres - ax.transData.transform(points)) * 72 / figure.dpi
+    offsets = (np.vstack([centres, near]) - anchors) * 72 / figure.dpi
     for box, offset in zip(boxes, offsets, strict=True):
         box.xybox = (float(offset[0]), float(offset[1]))
     farthest_first = np.argsort(-np.linalg.norm(offsets, axis=1))  # long lines run below boxes
     for rank, k in enumerate(farthest_first):
         boxes[k].set_zorder(boxes[k].get_zorder() + rank / len(boxes))
     return boxes
+
+
+def shelf_height(ax: Axes) -> float:
+    """The share of the axes' height that a shelf of images takes."""
+    return min(0.25, (IMAGE_HEIGHT + TEXT_HEIGHT) / _points(ax)[1])
+
+
+def shelve(anchors: np.ndarray, widths: np.ndarray, left: float, right: float) -> np.ndarray:
+    """Middles of the first boxes, as many as fit between two edges side by side: each as near as
+    possible above its anchor, in the anchors' order. All in pixels."""
+    fit = int((np.cumsum(widths + GAP) <= right - left + GAP).sum())
+    order = np.argsort(anchors[:fit], kind="stable")
+    starts = np.empty(fit)
+    edge = left
+    for k in order:
+        starts[k] = max(anchors[k] - widths[k] / 2, edge)
+        edge = starts[k] + widths[k] + GAP
+    edge = right
+    for k in order[::-1]:
+        starts[k] = min(starts[k], edge - widths[k])
+        edge = starts[k] - GAP
+    return starts + widths[:fit] / 2
+
+
+def _image_height(ax: Axes, images: Sequence[np.ndarray], shelf: float) -> float:
+    """In points: what the shelf has room for, one above and all side by side; at least 8."""
+    wide, high = _points(ax)
+    across = 0.9 * wide / len(images) - 8  # of each, without margins
+    aspect = float(np.mean([image.shape[1] / image.shape[0] for image in images]))
+    return max(8.0, min(IMAGE_HEIGHT, shelf * high - TEXT_HEIGHT, across / aspect))
+
+
+def _points(ax: Axes) -> tuple[float, float]:
+    """Width and height of axes."""
+    figure = ax.figure.figure
+    assert figure is not None
+    box = ax.get_window_extent()
+    return max(box.width, 1.0) * 72 / figure.dpi, max(box.height, 1.0) * 72 / figure.dpi
 
 
 def place(

@@ -24,7 +24,7 @@ from blr_analysis.plots._canvas import (
     count_of,
     named,
 )
-from blr_analysis.plots._labels import label_points
+from blr_analysis.plots._labels import label_points, shelf_height
 from blr_analysis.plots.images import image_of
 
 __all__ = ["extremes", "plot_memory_map"]
@@ -57,7 +57,8 @@ def plot_memory_map(
     Args:
         memory: what :func:`blr_analysis.memory_map` returns.
         ax: where to draw; a new figure if None.
-        images: shown at the extremes if given; see :func:`blr_analysis.plots.image_of`.
+        images: those of the extremes stand above all points; see
+            :func:`blr_analysis.plots.image_of`.
         labels: shown beside the index of an extreme; ``labels[index]``.
         n_extremes: how many examples to label; see :func:`extremes`.
         crowd: how many examples are too many for one marker each.
@@ -73,7 +74,7 @@ def plot_memory_map(
         raise InputError(
             f"plot_memory_map expects what memory_map(scores) returns; got {type(memory).__name__}"
         )
-    ax = axes_or_new(ax, (7.2, 5.4) if images is None else (8.8, 6.6))
+    ax = axes_or_new(ax, (7.2, 5.4) if images is None else (8.8, 7.0))
     variance, error = memory.variance.numpy(), memory.error.numpy()
     across = choose_scale(variance, memory.variance_threshold)
     up = choose_scale(error, memory.error_threshold)
@@ -81,10 +82,11 @@ def plot_memory_map(
     line_x = across.line(memory.variance_threshold)
     line_y = up.line(memory.error_threshold)
     room = _room(ax)
+    shelf = 0.0 if images is None else shelf_height(ax)
     ax.set_xscale(across.name)
     ax.set_yscale(up.name)
     ax.set_xlim(across.limits(np.append(x, line_x), 0.05, 0.05))
-    ax.set_ylim(up.limits(np.append(y, line_y), room, room))
+    ax.set_ylim(up.limits(np.append(y, line_y), room, room + shelf))
     if len(x) >= crowd:
         _draw_density(ax, x, y, across, up)
         _tint_memorable(ax, line_x, line_y)
@@ -98,7 +100,9 @@ def plot_memory_map(
     ax.set_xlabel(f"prediction {variance_name} [output²]  (→ less certain){across.note}")
     ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output]  (→ more wrong){up.note}")
     ax.set_title(f"Memory map of {count_of(len(x))}")
-    _label_extremes(ax, x, y, extremes(memory, n_extremes), images, labels, cmap, names)
+    chosen = extremes(memory, n_extremes)
+    top = (1 - room - shelf, 1 - room)
+    _label_extremes(ax, x, y, chosen, images, labels, cmap, names, top)
     return ax
 
 
@@ -202,6 +206,7 @@ def _label_extremes(
     labels: Labels | None,
     cmap: str,
     names: list[Text],
+    shelf: tuple[float, float],
 ) -> None:
     texts = named(chosen, labels)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
@@ -213,6 +218,7 @@ def _label_extremes(
         pictures,
         cmap,
         avoid=names,
+        shelf=shelf,
     )
     ax.scatter(
         x[chosen], y[chosen], s=30, fc="none", ec="black", lw=0.9, zorder=4, label="extremes"

@@ -12,12 +12,13 @@ from torch import Tensor
 from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood, TokenCategorical
 from blr_analysis.progress import track
 from blr_analysis.task import Task
+from blr_analysis.views import Tabular
 
 BINS = 15
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Predictions(Tabular):
     """p(y | x) averaged over draws of the weights, for every example, on the CPU.
 
     Attributes:

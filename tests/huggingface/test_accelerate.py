@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from optimizers import ROWS, make
+from optimizers import ROWS, float16_on_a_cpu, make
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,8 +26,10 @@ def network() -> nn.Module:
 Run = tuple[Accelerator, nn.Module, Any, DataLoader[Any]]
 
 
-def prepared(row: str, count: int, shuffle: bool = False) -> Run:
+def prepared(row: str, count: int, shuffle: bool = False, half: Any = None) -> Run:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=count)
+    if half is not None:
+        float16_on_a_cpu(accelerator, half)
     model = network()
     loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=shuffle)
     return accelerator, *accelerator.prepare(model, make(row, model, N), loader)
@@ -69,6 +71,21 @@ def test_the_steps_of_a_plain_loop(row: str, count: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     if row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop"):
         assert blr.Posterior.from_optimizer(run[2].optimizer, bare).n_data == N
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "BSAM"])
+def test_float16_with_a_loss_scale(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        run = prepared(row, 2, half=patch)
+        train(run, row, 2)
+    whole = prepared(row, 2)
+    train(whole, row, 2)
+    start = network()
+    for p, q, before in zip(
+        run[1].parameters(), whole[1].parameters(), start.parameters(), strict=True
+    ):
+        torch.testing.assert_close(p, q, rtol=0.05, atol=0.02)
+        assert not torch.equal(p, before)
 
 
 @pytest.mark.parametrize("row", ROWS)

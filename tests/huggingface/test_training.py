@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import ROWS, make
+from optimizers import ROWS, float16_on_a_cpu, make
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -81,17 +81,25 @@ def test_it_takes_the_steps_of_a_loop_by_hand(tmp_path: Path) -> None:
     [
         ({}, 1e-6),
         ({"bf16": True}, 0.02),
+        ({"scaled": True}, 0.02),
         pytest.param(
             {"fp16": True, "use_cpu": False}, 0.02,
             marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
         ),
     ],
 )  # fmt: skip
-def test_clipping_and_mixed_precision(tmp_path: Path, settings: Any, close: float) -> None:
+def test_clipping_and_mixed_precision(
+    tmp_path: Path, settings: Any, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, other = bert(), bert()
+    own = {key: value for key, value in settings.items() if key != "scaled"}
     run = trainer(tmp_path, model, ivon(model), lr_scheduler_type="constant", save_strategy="no",
-                  max_grad_norm=0.1, **settings)  # fmt: skip
+                  max_grad_norm=0.1, **own)  # fmt: skip
+    scaler = None
+    if "scaled" in settings:
+        scaler = float16_on_a_cpu(run.accelerator, monkeypatch)
     run.train()
+    assert scaler is None or scaler.get_scale() == 1024  # it grew once, and met no infinity
     optimizer = ivon(other)
     batch = {k: torch.stack([v] * 3) for k, v in Alike()[0].items()}
     for _ in range(4):

@@ -11,6 +11,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from optimizers import ROWS, make
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,10 +125,21 @@ def test_bfloat16(tmp_path: Path) -> None:
     same(module.net, by_hand("IVON"), rtol=0.1, atol=0.02)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.param(
+    "gpu", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", GPU])
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "BSAM"])
-def test_float16_with_a_loss_scale(tmp_path: Path, row: str) -> None:
-    settings = {"precision": "16-mixed", "accelerator": "gpu", "accumulate_grad_batches": 2}
+def test_float16_with_a_loss_scale(tmp_path: Path, row: str, accelerator: str) -> None:
+    """Lightning asks for the plugin by name on a CPU, where "16-mixed" alone means bfloat16."""
+    settings: dict[str, Any] = {"accelerator": accelerator, "accumulate_grad_batches": 2}
+    if accelerator == "cpu":
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        settings["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    else:
+        settings["precision"] = "16-mixed"
     module = fit(tmp_path, Module(row), VariationalSteps(), **settings)
     expected = fit(tmp_path, Module(row), VariationalSteps(), accumulate_grad_batches=2)
     same(module.net.cpu(), expected.net, rtol=0.1, atol=0.1)

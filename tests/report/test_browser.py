@@ -21,12 +21,13 @@ import torch
 import blr_analysis as blr
 from blr_analysis.report.decisions import read_decisions
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
-CHROMIUM = os.environ.get("BLR_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+CHROMIUM = os.environ.get("BLR_CHROMIUM") or next(filter(None, map(shutil.which, PROGRAMS)), None)
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium: install one, or name it in BLR_CHROMIUM"
 )
 N = 300
+NAMES = [f"a species of long name, number {k}" for k in range(3)]
 TEXTS = ("</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>",
          "\"it's\", he said", "שלום \u202eabc", "long " * 2_000)  # fmt: skip
 PIXEL = """(k) => {
@@ -52,8 +53,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     test = blr.Task(model, (x[:20] + 0.1, y[:20]))
     path = tmp_path_factory.mktemp("page") / "report.html"
     texts = [f"{i}: {TEXTS[i % len(TEXTS)]}" for i in range(N)]
-    names = [f"a species of long name, number {k}" for k in range(3)]
-    blr.report(task, posterior, path, test=test, texts=texts, classes=names, progress=False)
+    monitor = blr.Monitor(task, test=test, examples=20, progress=False)
+    for epoch in (1, 2):
+        monitor(posterior, epoch)
+    blr.report(
+        task, posterior, path, test=test, texts=texts, classes=NAMES, monitor=monitor,
+        progress=False,
+    )  # fmt: skip
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": 1280, "height": 1000})
@@ -65,7 +71,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         window.goto(path.as_uri())
         window.wait_for_selector("html[data-ready]")
         memory = blr.memory_map(blr.sensitivity(task, posterior, progress=False))
-        yield SimpleNamespace(window=window, faults=faults, asked=asked, memory=memory, texts=texts)
+        yield SimpleNamespace(
+            window=window, faults=faults, asked=asked, memory=memory, texts=texts, monitor=monitor
+        )
         browser.close()
 
 
@@ -109,6 +117,11 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
     assert place == [k % 18, k // 18]  # 320 tiles, 18 in a row
     picture = "t => getComputedStyle(t).backgroundImage.length"
     assert page.window.eval_on_selector("#card .tile", picture) > 1000
+    row = dict(zip(*(page.window.locator(f"#card {e}").all_inner_texts() for e in ("dt", "dd")),
+                   strict=True))  # fmt: skip
+    assert (row["target"], row["source"]) == (NAMES[k % 3], f"<i>{k % 4}</i>")
+    assert row["region"] == page.memory.region[k]
+    assert float(row["loss"]) == pytest.approx(float(page.memory.scores.losses[k]), rel=1e-3)
     page.window.mouse.move(5, 5)
 
 
@@ -162,6 +175,12 @@ def test_the_keyboard_walks_the_rows(page: SimpleNamespace) -> None:
     assert window.inner_text("#card h4") == f"Example {row}"
     window.keyboard.press("Escape")
     assert window.is_hidden("#card")
+    window.focus("#gallery > li >> nth=0 >> input[value=drop]")
+    window.keyboard.press("Space")
+    assert window.locator("#gallery > li >> nth=0").get_attribute("data-action") == "drop"
+    window.focus("#save")
+    with window.expect_download():
+        window.keyboard.press("Enter")
 
 
 def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path) -> None:
@@ -176,10 +195,50 @@ def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path
     assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": {cards[1]: 2}}
 
 
-def test_colours_follow_the_column_and_the_next_test_example(page: SimpleNamespace) -> None:
+@pytest.mark.parametrize("by", ["target", "source", "region"])
+def test_each_class_source_and_region_has_a_colour_and_a_shape(
+    page: SimpleNamespace, by: str
+) -> None:
+    """Both of its own: told apart by a colour-blind reader, and in grey."""
+    of = {
+        "target": [NAMES[k % 3] for k in range(N)],
+        "source": [f"<i>{k % 4}</i>" for k in range(N)],
+        "region": list(page.memory.region),
+    }[by]
     window = page.window
-    window.select_option("#colour", "source")
-    assert window.inner_text("#legend").split("\n") == [f"<i>{k}</i>" for k in range(4)]
+    window.select_option("#colour", by)
+    drawn = window.evaluate(
+        "Bokeh.documents.map((d) => d.get_model_by_name('points')).find((m) => m).data"
+    )
+    looks = {name: {(c, m) for n, c, m in zip(of, drawn["colour"], drawn["mark"], strict=True)
+                    if n == name} for name in of}  # fmt: skip
+    assert all(len(look) == 1 for look in looks.values())
+    colours, marks = zip(*(look.pop() for look in looks.values()), strict=True)
+    assert len({*colours}) == len({*marks}) == len({*of})
+    legend = window.inner_text("#legend").split("\n")
+    assert {*of} <= {*legend}
+    shown = "list => list.map(p => [p.getAttribute('fill'), p.getAttribute('d')])"
+    keys = window.eval_on_selector_all("#legend path", shown)
+    assert {legend[i]: keys[i][0] for i in range(len(legend)) if legend[i] in looks} == dict(
+        zip(looks, colours, strict=True)
+    )
+    assert len({d for _, d in keys}) == len(legend)
+    window.select_option("#colour", "region")
+
+
+def test_what_was_monitored_is_drawn(page: SimpleNamespace) -> None:
+    drawn = page.window.evaluate("""[...Bokeh.index.roots]
+      .find((v) => v.el.parentNode.id === "chart-training")
+      .model.renderers.filter((r) => r.glyph.type === "Line")
+      .map((r) => ({x: [...r.data_source.data.x], y: [...r.data_source.data.y]}))""")
+    table = page.monitor.table
+    assert [line["x"] for line in drawn] == [[1, 2]] * 3
+    for line, name in zip(drawn, ("train_nll", "loo_nll", "test_nll"), strict=True):
+        assert line["y"] == pytest.approx(table[name].tolist())
+
+
+def test_the_next_test_example(page: SimpleNamespace) -> None:
+    window = page.window
     before = window.inner_text("#tested h4")
     window.click("#later")
     assert window.inner_text("#tested h4") != before
@@ -217,7 +276,7 @@ def test_charts_are_ink_on_paper_at_once_when_a_dark_page_is_printed(page: Simpl
     """No frame is drawn between the event and the print."""
     page.window.emulate_media(color_scheme="dark")
     page.window.wait_for_timeout(200)
-    assert page.window.evaluate(LIGHT) == [[True, 690]] * 2  # the map, removals
+    assert page.window.evaluate(LIGHT) == [[True, 690]] * 3  # losses, map, removals
     page.window.evaluate("dispatchEvent(new Event('afterprint'))")
     page.window.emulate_media(color_scheme="light")
     assert page.window.locator(".picture").count() == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -22,6 +23,8 @@ from blr_analysis.audit import investigate
 from blr_analysis.audit.summary import removals_section
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, StorageError
+from blr_analysis.plots._canvas import AxisScale
+from blr_analysis.report.charts import _cells
 from blr_analysis.report.contents import MOST_SINGLE, TEXT
 from blr_analysis.report.decisions import read_decisions
 from blr_analysis.report.page import write_page
@@ -239,6 +242,41 @@ def test_what_cannot_be_trusted_stands_on_the_page(tmp_path: Path) -> None:
     assert "BSD 3-Clause" in said and "Anaconda, Inc., and Bokeh Contributors" in said
 
 
+def test_groups_are_told_with_their_ranges_and_how_far_from_the_minimum(tmp_path: Path) -> None:
+    task, test, posterior = problem()
+    page = written(tmp_path, task, test, posterior).read_text("utf-8")
+    findings = investigate(task, posterior, test=test, progress=False)
+    assert findings.removals is not None and len(findings.removals) == 3
+    for row in findings.removals.to_dict("records"):
+        assert row["nll_low"] < row["nll_after"] < row["nll_high"]
+        cells = (f"{row['n']}", f"{row['nll_after']:.3f}", f"{row['nll_change']:+.3f}",
+                 f"{row['nll_low']:.2f} to {row['nll_high']:.2f}")  # fmt: skip
+        said = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+        assert f'<th scope="row" dir="auto">{row["group"]}</th>{said}' in page
+    assert posterior.stationarity is not None
+    assert f"The model is {posterior.stationarity.verdict}." in page
+
+
+def test_cells_count_every_example() -> None:
+    """Each that holds one is drawn, the fuller the darker."""
+    x, y = 10 ** np.random.default_rng(0).normal(size=(2, 5000))
+    scale = AxisScale(True, floor=float(min(x.min(), y.min())))
+    cells = pd.DataFrame(_cells(x, y, scale, scale))
+    inside = [
+        int(((x >= c.left) & (x <= c.right) & (y >= c.bottom) & (y <= c.top)).sum())
+        for c in cells.assign(
+            right=cells["right"].where(cells["right"] < cells["right"].max(), np.inf),
+            top=cells["top"].where(cells["top"] < cells["top"].max(), np.inf),
+            left=cells["left"].where(cells["left"] > cells["left"].min(), 0),
+            bottom=cells["bottom"].where(cells["bottom"] > cells["bottom"].min(), 0),
+        ).itertuples()
+    ]
+    assert sum(inside) == 5000 and min(inside) >= 1
+    dark = cells.assign(inside=inside).groupby("inside")["alpha"]
+    assert (dark.nunique() == 1).to_numpy().all()
+    assert dark.first().is_monotonic_increasing
+
+
 def test_a_page_that_cannot_be_written_is_found_out_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     task, _, posterior = problem()
@@ -319,14 +357,20 @@ def test_a_sheet_keeps_to_its_budget() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_examples_with_thumbnails_stay_below_6_mb(tmp_path: Path) -> None:
-    images = torch.rand(10_000, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    model = torch.nn.Sequential(torch.nn.AvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(48, 10))
-    task = blr.Task(model, (images, torch.arange(10_000) % 10))
+@pytest.mark.parametrize(("n", "edge", "most"), [(10_000, 32, 6e6), (100_000, 16, 15e6)])
+def test_thousands_of_examples_with_thumbnails_stay_small(
+    tmp_path: Path, n: int, edge: int, most: float
+) -> None:
+    images = torch.rand(n, 3, edge, edge, generator=torch.Generator().manual_seed(0))
+    pool = torch.nn.AvgPool2d(edge // 4)
+    model = torch.nn.Sequential(pool, torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    task = blr.Task(model, (images, torch.arange(n) % 10))
     posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
     # the few rows of groups taken out would cost minutes and weigh nothing
     path = blr.report(task, posterior, tmp_path / "r.html", by=None, progress=False)
-    assert path.stat().st_size < 6e6
+    assert path.stat().st_size < most
+    shown = data_of(path)
+    assert len(column(shown, "index")) == 10_000 and shown["n"] == n and shown["across"] > 90
 
 
 @pytest.mark.parametrize(

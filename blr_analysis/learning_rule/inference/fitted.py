@@ -38,7 +38,7 @@ class NotConverged(UserWarning):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fitted(Plottable, Tabular, Generic[Q]):
+class Fitted(Tabular, Plottable, Generic[Q]):
     """A posterior, how it was found, and its sites.
 
     It answers as the posterior does: ``fitted.mean``, ``fitted.natural``, ``fitted.sample()`` are

@@ -264,6 +264,10 @@ class GroupInfluence(Tabular):
     sizes: Tensor
     values: Tensor
 
+    def __repr__(self) -> str:
+        groups, tests = self.values.shape
+        return f"GroupInfluence({groups:,} groups × {tests:,} test examples; see .table, .mean)"
+
     @property
     def mean(self) -> Tensor:
         """Rise of the mean test loss, ``[G]``: the predicted change of test NLL."""
