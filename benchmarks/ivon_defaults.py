@@ -2,6 +2,7 @@
 
     python -m benchmarks.ivon_defaults [cnn] [lstm] [--seeds 3] [--draws 8]
     python -m benchmarks.ivon_defaults moby --device cuda      # two layers on Moby Dick
+    python -m benchmarks.ivon_defaults moby --units 128 --steps 600 --look 1      # on a CPU
 
 The learning rates of both are chosen from a grid by the mean NLL on held-out data over the first
 ``--seeds`` (IVON's at the average); the table is about other test data and as many other seeds,
@@ -118,8 +119,8 @@ def moby_dick() -> Problem:
         passages([index[c] for t in texts for c in t[len(t) * a // 10 : len(t) * b // 10]])
         for a, b in ((0, 8), (8, 9), (9, 10))
     )
-    root = (1e-3, 2e-3, 4e-3)
-    grids = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "IVON": (5.0, 10.0, 20.0)}
+    root = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+    grids = {"AdamW": root[:-1], "IVON": (5.0, 10.0, 20.0)}
     grids |= dict.fromkeys(("Vprop", "Vprop, ess = B N", "Vadam", "Vadam, ess = B N"), root)
     return Problem(first, second, third, len(index), 64, 2000, grids, layers=2, units=256)
 
@@ -252,6 +253,8 @@ def main() -> None:
     parser.add_argument("--look", type=int, help="seeds that rates are chosen on; as --seeds")
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", help="those of the grids that are run; AdamW first")
+    parser.add_argument("--units", type=int, help="of each of the LSTM's layers")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -259,7 +262,8 @@ def main() -> None:
         name, make = TASKS[task]
         problem = make().to(args.device)
         kinds = args.kinds or list(problem.grids)
-        problem = problem._replace(grids={kind: problem.grids[kind] for kind in kinds})
+        size = {"units": args.units or problem.units, "steps": args.steps or problem.steps}
+        problem = problem._replace(grids={kind: problem.grids[kind] for kind in kinds}, **size)
         table(name, problem, args.seeds, args.look or args.seeds, args.draws)
 
 

@@ -189,8 +189,8 @@ def site_what_if(
     data = fitted.data if evaluate is None else evaluate
     number = STEPS if steps is None else positive_int("steps", steps)
     qs = list(fitted.refitted(() if remove is None else remove, add=add, steps=number))
-    before = float(-fitted.log_predictive(data).double().nanmean())
-    losses = [-fitted.predictive(q, data) for q in qs]
+    before = float(-_seen(fitted.log_predictive(data), data).double().nanmean())
+    losses = [-_seen(fitted.predictive(q, data), data) for q in qs]
     path = [float(values.double().nanmean()) for values in losses]
     return SiteWhatIf(
         q=qs[-1],
@@ -247,9 +247,12 @@ def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tenso
     if fitted.data is None:
         raise InputError("the examples were not kept with the fit, so their losses are not known")
     before = fitted.log_predictive(fitted.data)
-    if isinstance(fitted.data, Tensor) and fitted.data.is_floating_point():
-        unseen = (
-            fitted.data.isnan().flatten(1).all(1) if fitted.data.ndim > 1 else (fitted.data.isnan())
-        )
-        before, after = (t.masked_fill(unseen.to(t.device), torch.nan) for t in (before, after))
-    return before.cpu(), after.cpu()
+    return _seen(before, fitted.data).cpu(), _seen(after, fitted.data).cpu()
+
+
+def _seen(values: Tensor, data: Any) -> Tensor:
+    """NaN where nothing was observed."""
+    if not isinstance(data, Tensor) or not data.is_floating_point():
+        return values
+    unseen = data.isnan().reshape(len(data), -1).all(1)
+    return values.masked_fill(unseen.to(values.device), torch.nan)

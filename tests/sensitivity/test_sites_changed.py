@@ -10,18 +10,30 @@ import torch
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.families import Dirichlet, FullGaussian, Gamma, NormalWishart
+from blr_analysis.learning_rule.families import (
+    DiagonalGaussian,
+    Dirichlet,
+    FullGaussian,
+    Gamma,
+    NormalWishart,
+)
 from blr_analysis.learning_rule.inference import (
     LDA,
     BayesianGaussianMixture,
     Conjugate,
+    FactorAnalysis,
+    GaussianMixtureEM,
     GeneralizedLinear,
     HiddenMarkov,
+    MeanFieldRegression,
+    OnlineNewton,
     SkewNormal,
+    StateSpace,
     fit_skew_normal,
     linear,
     poisson,
 )
+from blr_analysis.learning_rule.inference.fitted import rows
 
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
@@ -75,7 +87,7 @@ def documents() -> torch.Tensor:
 
 def lda(counts: torch.Tensor, start: Dirichlet | None = None) -> Any:
     model = LDA(2, local_tol=1e-8)
-    return model.fit(counts, passes=400, batch_size=None, tol=1e-10, start=start, progress=False)
+    return model.fit(counts, passes=200, batch_size=None, tol=1e-8, start=start, progress=False)
 
 
 def clusters(y: torch.Tensor) -> Any:
@@ -84,10 +96,10 @@ def clusters(y: torch.Tensor) -> Any:
     return model.fit(y, tol=1e-9, generator=torch.Generator().manual_seed(0), progress=False)
 
 
-def two_clusters() -> torch.Tensor:
+def two_clusters(apart: float = 8.0) -> torch.Tensor:
     g = torch.Generator().manual_seed(2)
     y = torch.randn(30, 2, dtype=F64, generator=g)
-    y[:15] += 8.0
+    y[:15] += apart
     return y
 
 
@@ -101,10 +113,50 @@ def labels() -> tuple[torch.Tensor, torch.Tensor]:
     return x, (y > 0).to(F64)
 
 
+def mixture(y: torch.Tensor, start: Any = None) -> Any:
+    g = torch.Generator().manual_seed(0)
+    return GaussianMixtureEM(2).fit(y, start=start, tol=1e-12, generator=g, progress=False)
+
+
+def factors(y: torch.Tensor) -> Any:
+    return FactorAnalysis(1).fit(y, tol=1e-13, progress=False)
+
+
+def one_factor() -> torch.Tensor:
+    g = torch.Generator().manual_seed(3)
+    z, e = torch.randn(30, 1, dtype=F64, generator=g), torch.randn(30, 4, dtype=F64, generator=g)
+    return z * torch.tensor([1.0, 0.8, -0.7, 0.5], dtype=F64) + 0.5 * e
+
+
+def counted(data: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    prior = DiagonalGaussian(torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64))
+    return MeanFieldRegression(prior, "poisson").fit(data, tol=1e-13, progress=False)
+
+
+def counts() -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = regression()[1]
+    return x, y.exp().round()
+
+
+def switching() -> torch.Tensor:
+    g = torch.Generator().manual_seed(4)
+    return torch.poisson(torch.tensor([[1.0, 1, 5, 5, 5, 1]]).expand(8, -1), generator=g)
+
+
+def chain(data: torch.Tensor) -> Any:
+    g = torch.Generator().manual_seed(0)
+    model = HiddenMarkov(2, poisson(), Gamma(ONE, ONE))
+    return model.fit(data, generator=g, tol=1e-13, progress=False)
+
+
 CASES = {
     "skew normal of four rows": (skew, torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=F64), [2]),
     "LDA of 25 documents": (lda, documents(), [0, 1, 2]),
     "logistic regression": (logistic, labels(), [0, 4, 5]),
+    "EM": (mixture, two_clusters(4.0), [0, 3, 20]),
+    "factor analysis": (factors, one_factor(), [0, 1]),
+    "non-conjugate VMP": (counted, counts(), [0, 4]),
+    "hidden Markov model": (chain, switching(), [0, 5]),
 }
 
 
@@ -115,13 +167,74 @@ def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
     fitted = fit(data)
     kept = torch.tensor([i for i in range(fitted.n_data) if i not in gone])
     rest = data[kept] if isinstance(data, torch.Tensor) else tuple(d[kept] for d in data)
-    again = lda(rest, fitted.q) if fit is lda else fit(rest)
+    again = fit(rest, fitted.q) if fit in (lda, mixture) else fit(rest)
     truth = float(-again.log_predictive(data).mean())
     first = float(-fitted.predictive(fitted.without(gone), data).mean())
     result = blr.what_if(fitted, remove=gone)
     assert abs(result.nll - truth) < 0.5 * abs(first - truth)
     assert abs(result.nll - truth) <= 3 * result.error + 1e-6
     assert result.steps == 10 and f"{result.nll:.4f}" in repr(result)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_further_examples_come_as_near(name: str) -> None:
+    """The same the other way: a fit without some, to which they are added."""
+    fit, data, gone = CASES[name]
+    n = len(data if isinstance(data, torch.Tensor) else data[0])
+    kept = torch.tensor([i for i in range(n) if i not in gone])
+    parts = [rows(data, chosen) for chosen in (kept, torch.tensor(gone))]
+    fitted = fit(parts[0])
+    again = fit(data, fitted.q) if fit in (lda, mixture) else fit(data)
+    truth = float(-again.log_predictive(data).mean())
+    result = blr.what_if(fitted, add=parts[1], evaluate=data)
+    assert abs(result.nll - truth) < 0.5 * abs(result.before - truth)
+    assert abs(result.nll - truth) <= 3 * result.error + 1e-6
+
+
+def test_influence_of_every_model_says_how_exact_it_is() -> None:
+    """Against fitting again, the gap is about what ``error`` says."""
+    for name in ("EM", "factor analysis", "non-conjugate VMP", "hidden Markov model"):
+        fit, data, _ = CASES[name]
+        fitted = fit(data)
+        found = blr.influence(fitted, None, data)
+        truth = []
+        for i in range(4):
+            rest = rows(data, torch.tensor([j for j in range(fitted.n_data) if j != i]))
+            again = fit(rest, fitted.q) if fit is mixture else fit(rest)
+            truth.append(fitted.log_predictive(data) - again.log_predictive(data))
+        wanted = torch.stack(truth)
+        gap = float((found.matrix[:4] - wanted).norm() / wanted.norm())
+        assert found.error / 10 < gap < 3 * found.error
+
+
+def test_states_are_exact_and_rest_at_once() -> None:
+    """Observations taken out of a chain or put behind it, against the filter without or with."""
+    one = torch.eye(1, dtype=F64)
+    y = torch.tensor([[1.0], [2.5], [4.0], [3.0], [5.0], [torch.nan]], dtype=F64)
+    model = StateSpace(one, 0.5 * one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one))
+    fitted, less = model.fit(y), y.clone()
+    less[1] = torch.nan
+    result = blr.what_if(fitted, remove=[1])
+    wanted = model.log_predictive(model.fit(less).q, y)[:5]
+    assert result.nll == pytest.approx(float(-wanted.mean())) and result.error == 0
+    more = torch.tensor([[6.0], [2.0]], dtype=F64)
+    added = blr.what_if(fitted, add=more)
+    torch.testing.assert_close(added.q.mean, model.fit(torch.cat([y, more])).q.mean[:6])
+
+
+def test_a_pass_of_online_newton_is_made_again() -> None:
+    prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+    model = OnlineNewton(prior, lambda t, e: 0.5 * (e[0] @ t - e[1]).square(), rate=0.3)
+    x, y = regression()[1]
+    fitted, rest = model.fit((x, y)), [i for i in range(20) if i not in (2, 3)]
+    q = model.fit((x[rest], y[rest])).q
+    result = blr.what_if(fitted, remove=[2, 3])
+    wanted = 0.5 * (x @ q.mean - y).square()
+    torch.testing.assert_close(result.losses, wanted)
+    assert result.error == 0 and not torch.allclose(fitted.without([2, 3]).mean, q.mean)
+    found = blr.influence(fitted, None, (x, y))
+    gap = 0.5 * ((x @ fitted.without([4]).mean - y).square() - (x @ fitted.mean - y).square())
+    torch.testing.assert_close(found.matrix[4], gap)
 
 
 @pytest.mark.parametrize("fit", [clusters, logistic])

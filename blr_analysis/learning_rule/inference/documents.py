@@ -69,6 +69,12 @@ class Counts:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def followed_by(self, more: Counts) -> Counts:
+        """Documents after these."""
+        starts = torch.cat([self.starts, self.starts[-1] + more.starts[1:]])
+        words, counts = torch.cat([self.words, more.words]), torch.cat([self.counts, more.counts])
+        return Counts(starts, words, counts, self.n_words)
+
     @property
     def lengths(self) -> Tensor:
         """Entries of each document, ``[N]``."""

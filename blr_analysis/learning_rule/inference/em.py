@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,10 +179,20 @@ class GaussianMixtureEM:
             predictive=log_density,
             data=data,
             converged=converged,
+            step=partial(self._step, origin),
             model=self,
             origin=origin,
             totals=totals,
         )
+
+    def _step(
+        self, origin: Tensor, q: GaussianMixture, data: Tensor, kept: Tensor
+    ) -> GaussianMixture:
+        """E- and M-step."""
+        y = data[kept.to(data.device)]
+        statistics = self._unit(y).statistics(y - origin)
+        told = _site(q.marginal.responsibilities(y), statistics, pooled)
+        return _shifted(self.maximise(told), origin)
 
     def maximise(self, totals: Natural) -> GaussianMixture:
         """The M-step, from Σ_i (r_ik, r_ik T(y_i)); leading dimensions are copies.

@@ -15,18 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.checks import one_of, positive_int, tolerance
+from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, subtract
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.fitted import Fitted, Sites, until_flat
+from blr_analysis.learning_rule.inference.fitted import Fitted, Sites, total, until_flat
 from blr_analysis.learning_rule.inference.mixture_model import check_data
 from blr_analysis.progress import track
 
+Theta = tuple[Tensor, Tensor, Tensor]
+"""W, m counted from the data's mean, and the diagonal of Ψ."""
 ROUNDING = 1e-10  # of a column's variance: less noise than that is none
 
 
@@ -167,13 +171,30 @@ class FittedFactors(Fitted[FullGaussian]):
         y = check_data(data, 1, len(self.origin))
         return _posterior((self.loadings, self.q.mean, self.noise), y)[0]
 
-    def _less(self, sites: Sites) -> FullGaussian:
-        left = subtract(self.totals, sites)  # type: ignore[arg-type]
-        w, mean, psi = self.model.maximise(left, self.noise)
+    def refitted(
+        self, remove: Any = (), *, add: Any = None, steps: int = 1
+    ) -> Iterator[FullGaussian]:
+        """An M-step without what is taken out, then steps of EM; see :meth:`Fitted.refitted`."""
+        chosen = torch.tensor(sorted(set(chosen_indices(remove, self.n_data))), dtype=torch.long)
+        data, kept = self._changed(remove, add)
+        y = check_data(data, 1, len(self.origin))[kept.to(data.device)] - self.origin
+        theta = (self.loadings, self.q.mean - self.origin, self.noise)
+        if len(chosen):
+            theta = self._without(total(self._site_of(), chosen))
+        yield self._shown(theta)
+        for _ in range(steps):
+            theta = self.model.maximise(_total(theta, y), self.noise)
+            yield self._shown(theta)
+
+    def _without(self, sites: Sites) -> Theta:
+        return self.model.maximise(subtract(self.totals, sites), self.noise)  # type: ignore[arg-type]
+
+    def _shown(self, theta: Theta) -> FullGaussian:
+        w, mean, psi = theta
         return _density((w, mean + self.origin, psi))
 
-
-Theta = tuple[Tensor, Tensor, Tensor]
+    def _less(self, sites: Sites) -> FullGaussian:
+        return self._shown(self._without(sites))
 
 
 def _posterior(theta: Theta, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,17 +145,13 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Raises:
             InputError: examples that do not exist, or to add where there is no step.
         """
-        gone = set(chosen_indices(remove, self.n_data))
-        q, data = self.without(remove), self.data
+        q = self.without(remove)
         yield q
-        if self.step is None or data is None:
+        if self.step is None or self.data is None:
             if add is not None:
                 raise InputError("this model takes no further examples: fit it again")
             return
-        kept = torch.tensor([i for i in range(self.n_data) if i not in gone], dtype=torch.long)
-        if add is not None:
-            kept = torch.cat([kept, self.n_data + torch.arange(_count(add))])
-            data = joined(data, add)
+        data, kept = self._changed(remove, add)
         for _ in range(steps):
             q = self.step(q, data, kept)
             yield q
@@ -183,6 +179,16 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         for part in torch.arange(self.n_data).split(CHUNK):
             scores.append(predictive(self._less(site_of(part)), rows(self.data, part)))
         return torch.cat(scores)
+
+    def _changed(self, remove: Any, add: Any) -> tuple[Any, Tensor]:
+        """The data with further ones behind them, and which of all these are kept."""
+        gone = set(chosen_indices(remove, self.n_data))
+        data = self.data if add is None else self._with(add)
+        kept = [i for i in range(_count(data)) if i not in gone]
+        return data, torch.tensor(kept, dtype=torch.long)
+
+    def _with(self, add: Any) -> Any:
+        return joined(self.data, add)
 
     def _less(self, sites: Sites) -> Q:
         """The posterior with these sites subtracted; a leading dimension of theirs makes copies."""
@@ -226,7 +232,7 @@ def rows(data: Any, chosen: Tensor) -> Any:
 
 
 def _count(data: Any) -> int:
-    return len(data if isinstance(data, Tensor) else data[0])
+    return len(data[0] if isinstance(data, tuple) else data)
 
 
 def joined(data: Any, more: Any) -> Any:

@@ -109,10 +109,17 @@ class HiddenMarkov:
         first = first_responsibilities(flat.reshape(len(flat), -1).to(like), k, start, generator)
         told = pooled(first, self.emission.site(flat))
         begun = {**prior, "emission": bayes(prior["emission"], told)}
-        fitted = MessagePassing(prior, self.local).fit(
-            data, start=begun, generator=generator, **settings
-        )
-        return FittedMarkov(**fitted.__dict__, model=self)
+        passing = MessagePassing(prior, self.local)
+        fitted = passing.fit(data, start=begun, generator=generator, **settings)
+        known = {
+            **fitted.__dict__,
+            "predictive": lambda q, new: passing.log_predictive(q, self._checked(new)),
+        }
+        return FittedMarkov(**known, model=self)
+
+    def _checked(self, data: Tensor) -> Tensor:
+        flat = self.emission.check(data.reshape(-1, *data.shape[2:]), wide(self.prior))
+        return flat.reshape(data.shape)
 
     def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """A of every series ``[S]``."""
@@ -150,9 +157,8 @@ class FittedMarkov(Fitted[Nodes]):
         Raises:
             DataError: observations that the factor does not take.
         """
-        flat = self.model.emission.check(data.reshape(-1, *data.shape[2:]), wide(self.model.prior))
         mu = {name: node.expectation for name, node in self.q.items()}
-        scores = self.model.scores(mu, flat.reshape(data.shape)).detach().requires_grad_()
+        scores = self.model.scores(mu, self.model._checked(data)).detach().requires_grad_()
         with torch.enable_grad():
             total = self.model.forward(mu, scores).sum()
             return torch.autograd.grad(total, scores)[0]

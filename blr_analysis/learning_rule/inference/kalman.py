@@ -141,10 +141,18 @@ class StateSpace:
             site_of=lambda chosen: {k: v[chosen] for k, v in sites.items()},
             predictive=self.log_predictive,
             data=data,
+            step=self._step,
             model=self,
             predicted=predicted,
             filtered=filtered,
         )
+
+    def _step(self, q: FullGaussian, data: Tensor, kept: Tensor) -> FullGaussian:
+        """The states of ``q`` by these observations; exact, so that it rests at once."""
+        seen = torch.full_like(data, math.nan)
+        seen[kept] = data[kept]
+        states, size = self.fit(seen, progress=False).q, len(q.mean)
+        return FullGaussian(states.mean[:size], states.precision[:size])
 
     def site(self, time: int, y: Tensor) -> Natural:
         """λ̃_t of the components of y_t ``[E]`` that were observed.

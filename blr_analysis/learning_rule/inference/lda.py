@@ -316,6 +316,9 @@ class FittedTopics(Fitted[Dirichlet]):
     documents: Dirichlet = None  # type: ignore[assignment]
     note: ClassVar[str] = ONE_STEP
 
+    def _with(self, add: Any) -> Counts:
+        return self.data.followed_by(read_counts(add, self.model.dtype, self.data.n_words))
+
     def transform(self, counts: Any) -> Tensor:
         """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.
 

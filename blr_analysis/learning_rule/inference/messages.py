@@ -24,7 +24,7 @@ from torch import Tensor
 from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
-from blr_analysis.learning_rule.inference.fitted import Fitted, Sites, rows, until_flat
+from blr_analysis.learning_rule.inference.fitted import Fitted, Sites, moved, rows, until_flat
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
 
@@ -129,6 +129,7 @@ class MessagePassing:
             prior=self.prior,
             n_data=n,
             site_of=lambda chosen: self.each(q, rows(data, chosen)),
+            predictive=self.log_predictive,
             data=data,
             converged=converged,
             step=self._step,
@@ -137,6 +138,24 @@ class MessagePassing:
     def _step(self, q: Nodes, data: Any, kept: Tensor) -> Nodes:
         told, _ = self.messages(q, rows(data, kept))
         return {g: _toward(node, self.prior[g], told[g], 1.0) for g, node in q.items()}
+
+    def log_predictive(self, q: Nodes, data: Any) -> Tensor:
+        """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``; M copies go with one each.
+
+            A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) ),
+
+        θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
+        certain.
+        """
+        name, node = next(iter(q.items()))
+        if node.log_partition().ndim > self.prior[name].log_partition().ndim:
+            every = range(len(node.log_partition()))
+            each = (self.log_predictive(_copy(q, i), rows(data, torch.tensor([i]))) for i in every)
+            return torch.cat([*each])
+        _, local = self.messages(q, data)
+        after = moved(q, self.each(q, data), 1.0)
+        gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
+        return local + sum(gains)
 
     def messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
         """Σ_i λ̃_i for each node, and A_i ``[M]``."""
@@ -158,6 +177,11 @@ class MessagePassing:
                 for v in values
             ]
         return _named(q, [torch.stack(column) for column in zip(*parts, strict=True)])
+
+
+def _copy(q: Nodes, i: int) -> Nodes:
+    parts = {g: {k: v[i] for k, v in node.natural.items()} for g, node in q.items()}
+    return {g: node.with_natural(parts[g]) for g, node in q.items()}
 
 
 def _leaves(q: Nodes) -> tuple[dict[str, Natural], list[Tensor]]:

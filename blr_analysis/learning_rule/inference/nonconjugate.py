@@ -31,7 +31,7 @@ from blr_analysis.learning_rule.inference.cvi import (
     halved,
     plain,
 )
-from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, until_flat
+from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows, until_flat
 from blr_analysis.learning_rule.inference.latent_fit import (
     check_prior,
     checked_inputs,
@@ -141,7 +141,20 @@ class MeanFieldRegression:
             predictive=predictive,
             data=(x, y),
             converged=converged,
+            step=partial(self._step, likelihood),
         )
+
+    def _step(
+        self, likelihood: ScalarLikelihood, q: DiagonalGaussian, data: Any, kept: Tensor
+    ) -> DiagonalGaussian:
+        """A sweep through the nodes, each to the messages of these examples."""
+        x, y = rows(data, kept)
+        state = _look(q, {}, self.prior, x, y, likelihood)
+        for j in range(x.shape[1]):
+            column = {name: x.new_zeros(len(y), 1) for name in self.prior.natural}
+            before = replace(state, sites=column)
+            state = halved(partial(_visit, before, self.prior, j, x, y, likelihood), before, 1.0)
+        return state.q
 
     def _checked(self, data: Any, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:
         x, y = checked_pair(data, self.prior.mean, likelihood)

@@ -74,7 +74,8 @@ class OnlineNewton:
 
     for the surrogate ⟨g, θ − m⟩ + γ/2 ⟨g, θ − m⟩² of the loss, with S = γ A in the paper's words.
     One pass over the data; the sites are what each round added, so that :meth:`Fitted.without`
-    takes a round out and leaves the gradients of the others where they were.
+    takes a round out and leaves the gradients of the others where they were; a further step is a
+    pass without it. What it foretells of an example is −ℓ at the mean.
 
     Args:
         prior: N(m, S⁻¹) before the first round.
@@ -127,7 +128,17 @@ class OnlineNewton:
             prior=self.prior,
             n_data=len(history),
             site_of=indexed(stacked),
+            predictive=self._foretold,
             data=data,
+            step=lambda q, data, kept: self.fit(rows(data, kept)).q if len(kept) else self.prior,
+        )
+
+    def _foretold(self, q: FullGaussian, data: Any) -> Tensor:
+        """−ℓ at the mean of q, of M examples; M copies go with one each."""
+        n = len(data if isinstance(data, Tensor) else data[0])
+        means = q.mean.expand(n, q.mean.shape[-1])
+        return torch.stack(
+            [-self.loss(m, rows(data, torch.tensor(t))) for t, m in enumerate(means)]
         )
 
 

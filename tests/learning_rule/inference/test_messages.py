@@ -83,6 +83,48 @@ def test_a_chain_against_the_sum_over_all_paths() -> None:
     assert bool((steps > -1e-9).all())
 
 
+def exact_predictive(model: HiddenMarkov, q: dict, series: Tensor) -> Tensor:
+    """log ∫ p(y | θ) q(θ) dθ: Pólya's urns and gamma-Poisson counts, summed over all paths."""
+    terms = []
+    for path in itertools.product(range(2), repeat=len(series)):
+        moves = torch.zeros(2, 2).double()
+        for k, j in itertools.pairwise(path):
+            moves[k, j] += 1
+        first = torch.eye(2).double()[path[0]]
+        at = torch.tensor(path)
+        sums = torch.stack([series[at == k].sum() for k in range(2)])
+        visits = torch.stack([(at == k).sum() for k in range(2)])
+        seen = {
+            "initial": {"log": first},
+            "transition": {"log": moves},
+            "emission": {"log": sums, "linear": -visits.double()},
+        }
+        term = -torch.lgamma(series + 1).sum()
+        for name, node in q.items():
+            after = node.with_natural({k: v + seen[name][k] for k, v in node.natural.items()})
+            term = term + (after.log_partition() - node.log_partition()).sum()
+        terms.append(term)
+    return torch.logsumexp(torch.stack(terms), 0)
+
+
+def test_what_is_foretold_is_a_close_bound() -> None:
+    """Below the sum over all paths, above the bound with θ's own average, and examples leave."""
+    model, data = chain(), series()
+    fitted = model.fit(data, generator=torch.Generator().manual_seed(0), tol=1e-12, progress=False)
+    new = torch.tensor([[6, 5, 1, 0], [0, 1, 7, 6]])
+    found = fitted.log_predictive(new)
+    exact = torch.stack([exact_predictive(model, fitted.q, y) for y in new.double()])
+    loose = model.local({n: q.expectation for n, q in fitted.q.items()}, new.double())
+    assert bool((loose < found).all() and (found < exact).all())
+    assert (exact - found).max() < 0.2 * (exact - loose).min()
+    left = fitted.left_out()
+    for i in range(3):
+        one = MessagePassing(fitted.prior, model.local).log_predictive(
+            fitted.without([i]), data[i : i + 1]
+        )
+        torch.testing.assert_close(left[i : i + 1], one)
+
+
 def test_chains_of_length_one_are_a_mixture() -> None:
     """The same lower bound and nodes as variational message passing for mixtures finds."""
     generator = torch.Generator().manual_seed(1)

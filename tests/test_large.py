@@ -1,0 +1,157 @@
+"""The recipes for GPUs at toy size: what they read, learn, judge and go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_model
+from sklearn.metrics import accuracy_score, log_loss
+
+pytest.importorskip("transformers")
+
+import blr_analysis as blr
+from benchmarks import large
+from benchmarks.binary import expected_calibration_error
+from benchmarks.large import Pictures, Recipe, Windows
+
+IVON = {"lr": 1.0, "hess_init": 1.0, "weight_decay": 1e-5}
+
+
+def tiny_gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rest = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=8,
+            n_positions=8,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            **rest,
+        )
+    )
+
+
+def tiny_resnet() -> torch.nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=2)
+    )
+
+
+TOYS = {
+    "gpt2": Recipe(
+        tiny_gpt2, large.windows_of(8), 60, 4, 8, 4, 8, None,
+        {"IVON": IVON, "AdamW": {"lr": 0.01}},
+    ),
+    "imagenet": Recipe(
+        tiny_resnet, large.pictures_of(32), 30, 3, 8, 4, 1, None, {"IVON": IVON, "SGD": {"lr": 0.1}}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A b c d, over and over, from any letter on."""
+    folder = tmp_path_factory.mktemp("texts")
+    lines = (("abcd" * 12)[k % 4 :][:41] for k in range(4001))
+    large.write_tokens(folder, lines, lambda t: [ord(c) - ord("a") for c in t])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Red and blue ones, 50 by 40, in train/ and val/."""
+    folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for part, n in (("train", 16), ("val", 6)):
+        for channel, name in enumerate(("red", "blue")):
+            (folder / part / name).mkdir(parents=True)
+            for k in range(n):
+                pixels = draw.integers(0, 100, (40, 50, 3), dtype=np.uint8)
+                pixels[:, :, 2 * channel] += 120
+                Image.fromarray(pixels).save(folder / part / name / f"{k}.png")
+    return folder
+
+
+def run(what: str, folder: Path, out: Path, *more: str) -> None:
+    given = [what, str(folder), "--out", str(out), "--every", "10", "--draws", "3"]
+    large.main([*given, "--device", "cpu", *more], TOYS)
+
+
+def test_tokens_are_read_as_they_were_written(texts: Path) -> None:
+    train, held_out = (Windows(texts / f"{part}.bin", 8) for part in ("train", "val"))
+    assert len(train) == 3998 * 41 // 8 and len(held_out) == (3 * 41 - 1) // 8
+    x, y = train[2]
+    assert torch.equal(x[1:], y[:-1]) and torch.equal((x + 1) % 4, y)
+
+
+def test_pictures_are_cut_scaled_and_in_order(pictures: Path) -> None:
+    data = Pictures(pictures / "val", 8, train=False)
+    x, label = data[0]  # of blue, the first name
+    assert data.labels == [0] * 6 + [1] * 6 and label == 0 and x.shape == (3, 8, 8)
+    with Image.open(data.paths[0]) as file:
+        side = 7 / 8 * 40
+        box = (25 - side / 2, 20 - side / 2, 25 + side / 2, 20 + side / 2)
+        wanted = np.array(file.resize((8, 8), Image.Resampling.BILINEAR, box=box)) / 255
+    wanted = (wanted - large.MEAN) / large.SCALE
+    np.testing.assert_allclose(x.permute(1, 2, 0), wanted, rtol=0, atol=1e-5)
+    drawn = Pictures(pictures / "train", 8, train=True)
+    boxes = np.array([drawn._box(50, 40) for _ in range(300)])
+    wide, high = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    assert boxes.min() >= 0 and boxes[:, 2].max() <= 50 and boxes[:, 3].max() <= 40
+    assert (wide * high).min() < 0.15 * 2000 < 0.8 * 2000 < (wide * high).max()
+
+
+def test_every_process_sees_its_part_of_every_epoch() -> None:
+    recipe = TOYS["gpt2"]
+    parts = [[*large.Order(20, recipe, 0, rank, 2)] for rank in range(2)]
+    assert len(parts[0]) == recipe.steps and all(len(p) == 4 for p in parts[0])
+    for epoch in range(3):  # two steps of eight, of which each has four
+        seen = [i for part in parts for batch in part[2 * epoch : 2 * epoch + 2] for i in batch]
+        assert len(set(seen)) == len(seen) == 16
+    assert [*large.Order(20, recipe, 7, 1, 2)] == parts[1][7:]
+
+
+@pytest.mark.parametrize("kind", ["IVON", "AdamW"])
+def test_a_language_model_learns_and_goes_on_to_the_bit(
+    kind: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("gpt2", texts, tmp_path / "whole", "--optimizer", kind)
+    said = capsys.readouterr().out.splitlines()
+    found = {line.partition(" {")[0]: eval("{" + line.partition(" {")[2]) for line in said[6:]}
+    assert ("3 draws" in found) == (kind == "IVON")
+    assert all(way["accuracy"] > 0.9 and way["nll"] < 0.5 for way in found.values())
+    for more in (["--until", "30"], []):
+        run("gpt2", texts, tmp_path / "parts", "--optimizer", kind, *more)
+    models = [tiny_gpt2(), tiny_gpt2()]
+    for model, name in zip(models, ("whole", "parts"), strict=True):
+        load_model(model, tmp_path / name / "model.safetensors")
+    for one, other in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(one, other)
+    if kind == "IVON":
+        posterior = blr.Posterior.load(tmp_path / "whole" / "posterior.safetensors")
+        named = dict(models[0].named_parameters())
+        assert {*posterior.mean} == {*named}
+        assert all(torch.equal(posterior.mean[n], p) for n, p in named.items())
+
+
+def test_pictures_are_told_apart_and_judged_as_scikit_learn_does(
+    pictures: Path, tmp_path: Path
+) -> None:
+    recipe = TOYS["imagenet"]
+    model, optimizer, data = large.train(recipe, "IVON", pictures, tmp_path, "cpu", 100, None)
+    found = large.judged(model, optimizer, data, 0, 5, "cpu")
+    x, y = (torch.stack([torch.as_tensor(row[k]) for row in data]) for k in (0, 1))  # type: ignore[attr-defined]
+    probs = model(x).logits.detach().double().softmax(-1)
+    assert found["accuracy"] == pytest.approx(accuracy_score(y, probs.argmax(-1)))
+    assert found["nll"] == pytest.approx(log_loss(y, probs.numpy()), abs=1e-5)
+    assert found["ece"] == pytest.approx(expected_calibration_error(probs, y), abs=1e-5)
+    assert found["accuracy"] > 0.9
