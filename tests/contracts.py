@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from oracles import dense_ggn, dense_jacobian, flatten, relative, unflatten
+from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
@@ -23,11 +23,6 @@ from blr_analysis.task import Task
 
 EXACT = 1e-10
 PRIOR = 0.7
-
-
-def rows(tree: dict[str, Tensor]) -> Tensor:
-    """Vectors with one leading dimension, flattened: ``[n, P]``."""
-    return torch.cat([v.reshape(len(v), -1) for v in tree.values()], dim=1)
 
 
 def orthogonal_basis(form: Structure) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
+from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
 
@@ -146,6 +147,18 @@ def unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         n: part.reshape((*lead, *v.shape)) for (n, v), part in zip(like.items(), parts, strict=True)
     }
+
+
+def rows(tree: Mapping[str, Tensor]) -> Tensor:
+    """Vectors with one leading dimension, flattened: ``[n, P]``."""
+    return torch.cat([v.reshape(len(v), -1) for v in tree.values()], dim=1)
+
+
+def dense_precision(q: Posterior) -> Tensor:
+    """S in the order of the posterior's mean, from its products with unit vectors."""
+    eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
+    products = q.precision_product(unflatten(eye, q.mean))
+    return rows({n: products[n] for n in q.mean})
 
 
 def relative(ours: Tensor, truth: Tensor) -> float:

@@ -7,6 +7,9 @@ weights w (0: left out), minimised by Newton's method in float64 until the gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -115,3 +118,9 @@ def trained(kind: str, x: Tensor, y: Tensor, delta: float, outputs: int = 1) -> 
 def flat(parameters: dict[str, Tensor]) -> Tensor:
     """weight and bias of a linear layer as Θ ``[C, D]``."""
     return torch.cat([parameters["weight"], parameters["bias"][:, None]], dim=1)
+
+
+def standardised(load: Callable[..., tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """A data set of scikit-learn's, every column with mean 0 and variance 1."""
+    x, y = load(return_X_y=True)
+    return torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y)

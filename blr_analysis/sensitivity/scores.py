@@ -142,7 +142,7 @@ def sensitivity(
         asked |= dict(memory_budget=memory_budget, progress=progress)
         qs = all_fitted(task, posterior)
         return _averaged((sensitivity(task, q, **asked) for q in qs), len(qs))
-    q = fitted(task, posterior)
+    q = fitted(task, posterior)  # type: ignore[arg-type]
     chunking = Chunking(chunk_size, memory_budget, progress)
     if task.likelihood.is_sequence:
         return sequence_scores(task, q, chunking, variance=bool(variance))
@@ -205,7 +205,7 @@ def _chunk_scores(
         yield chunk.indices[rows], (e, chunk.outputs[rows], chunk.targets[rows], *numbers)
 
 
-def fitted(task: Task, posterior: Any, *, own_weights: bool = True) -> Posterior:
+def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
     """The posterior, checked against the task; see :meth:`Posterior.on`.
 
     Warns:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts import projected, rows
+from contracts import projected
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models import seeded
-from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, unflatten
+from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, rows, unflatten
 from parts import Case, Graph, graph, normal
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn

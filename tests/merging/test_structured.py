@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import HFConv1D, Images, mlp, randomised, seeded
-from oracles import flatten, relative, unflatten
+from oracles import dense_precision, flatten, relative, unflatten
 from parts import normal
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -64,10 +64,8 @@ def weights_of(task: Task) -> State:
 
 def data_part(q: Posterior) -> Tensor:
     """H = S − δ as a dense matrix."""
-    eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
-    products = q.precision_product(unflatten(eye, q.mean))
-    dense = torch.cat([v.reshape(len(v), -1) for v in products.values()], 1)
-    return dense - float(q.prior_precision) * eye
+    dense = dense_precision(q)
+    return dense - float(q.prior_precision) * torch.eye(len(dense), dtype=torch.float64)
 
 
 def dense_merge(

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contracts import kept, rows
+from contracts import kept
 from curvlinops import EFLinearOperator, EKFACLinearOperator, GGNLinearOperator
 from laplace import Laplace
 from laplace.curvature import CurvlinopsGGN
 from models import HFConv1D, example_models, mlp, randomised, seeded
-from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, unflatten
+from oracles import (
+    dense_ggn,
+    dense_jacobian,
+    dense_precision,
+    flatten,
+    outputs_of,
+    relative,
+    unflatten,
+)
 from parts import normal
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
@@ -21,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Gaussian
-from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.posterior import fit_laplace
 from blr_analysis.posterior.structures import Full, contract
 from blr_analysis.task import Task
 
@@ -51,12 +59,7 @@ def convolutional() -> Task:
 def curvature_of(task: Task, structure: str, **options) -> Tensor:
     """S − δI as a dense matrix."""
     q = fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **options)
-    return dense_of(q) - torch.eye(len(flatten(q.mean)), dtype=torch.float64)
-
-
-def dense_of(q: Posterior) -> Tensor:
-    eye = torch.eye(len(flatten(q.mean)), dtype=torch.float64)
-    return rows(q.precision_product(unflatten(eye, q.mean)))
+    return dense_precision(q) - torch.eye(len(flatten(q.mean)), dtype=torch.float64)
 
 
 def gradients_of(task: Task, jacobian: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def test_against_brute_force(name: str, curvature: str, structure: str) -> None:
     settings = dict(prior_precision=0.3, curvature=curvature, chunk_size=2, progress=False)
     q = fit_laplace(task, structure=structure, **settings)
     truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
-    assert relative(dense_of(q), truth) < EXACT
+    assert relative(dense_precision(q), truth) < EXACT
     assert q.structure == structure
     assert q.n_data == len(x)
     for parameter, m in task.parameters().items():
@@ -136,7 +139,7 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str, monkeypatch) 
     q = fit_laplace(
         task, structure=structure, prior_precision=0.3, curvature="exact", progress=False
     )
-    assert relative(dense_of(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
+    assert relative(dense_precision(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
     assert q.record["kind"] == "hessian"
     assert q.record["floored"] == pytest.approx(float(share.double().mean()))
 
@@ -171,7 +174,7 @@ def test_an_indefinite_hessian_is_raised_to_the_prior_and_says_so() -> None:
         q = fit_laplace(task, structure="full", prior_precision=0.5, curvature="exact")
     # Eigenvalues 8 along (1, −1) and −6 along (1, 1): the second becomes 0.
     truth = torch.tensor([[4.5, -4.0], [-4.0, 4.5]]).double()
-    assert relative(dense_of(q), truth) < EXACT
+    assert relative(dense_precision(q), truth) < EXACT
     assert q.record["floored"] == 0.5
 
 

@@ -17,7 +17,7 @@ import scipy.linalg
 import torch
 from backprop.test_memory import MB, peak_bytes
 from models import example_models, mlp
-from oracles import dense_jacobian, relative
+from oracles import dense_jacobian, dense_precision, relative
 from oracles_retraining import trained
 from snapshots import untouched
 from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
@@ -79,12 +79,8 @@ class World:
 
 
 def covariance(q: blr.Posterior) -> Tensor:
-    """Σ by inverting S, column by column from its products with unit vectors."""
-    eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
-    parts = eye.split([m.numel() for m in q.mean.values()], 1)
-    units = {n: p.reshape(-1, *m.shape) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
-    rows = q.precision_product(units)
-    return torch.linalg.inv(torch.cat([r.flatten(1) for r in rows.values()], 1))
+    """Σ by inverting S."""
+    return torch.linalg.inv(dense_precision(q))
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from oracles_retraining import (
     leave_one_out_weights,
     linear,
     retrained,
+    standardised,
     trained,
     with_ones,
 )
@@ -166,11 +167,6 @@ def test_press_for_any_shape(n: int, d: int, c: int, delta: float, noise: float,
 
 
 # Exact retraining of classifiers and of a count model.
-
-
-def standardised(load) -> tuple[Tensor, Tensor]:
-    x, y = load(return_X_y=True)
-    return torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y)
 
 
 class Retrained:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import mlp
-from oracles import dense_jacobian, flatten
-from oracles_retraining import flat, linear, retrained, trained, with_ones, without
+from oracles import dense_jacobian, dense_precision, flatten, rows, unflatten
+from oracles_retraining import flat, linear, retrained, standardised, trained, with_ones, without
 from scipy.stats import spearmanr
 from sklearn.datasets import load_breast_cancer, load_iris
 from snapshots import untouched
@@ -44,17 +44,6 @@ def fitted(
     return task, q
 
 
-def dense(q: blr.Posterior) -> Tensor:
-    """The dense precision, column by column."""
-    sizes = [m.numel() for m in q.mean.values()]
-    eye = torch.eye(sum(sizes), dtype=torch.float64)
-    units = {
-        n: part.reshape(-1, *m.shape)
-        for (n, m), part in zip(q.mean.items(), eye.split(sizes, 1), strict=True)
-    }
-    return torch.cat([r.flatten(1) for r in q.precision_product(units).values()], 1)
-
-
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
@@ -80,7 +69,8 @@ def test_removing_any_group_from_linear_regression_is_retraining(data) -> None:
     close(flat(result.parameters), truth, 1e-7)
     kept = with_ones(x)[weights[0] == 1]
     gram = kept.T @ kept + delta * torch.eye(d + 1, dtype=torch.float64)
-    close(dense(result.posterior)[: c * d, : c * d], torch.kron(torch.eye(c), gram[:d, :d]), 1e-7)
+    left = dense_precision(result.posterior)[: c * d, : c * d]
+    close(left, torch.kron(torch.eye(c), gram[:d, :d]), 1e-7)
     assert result.removed == len(group) and result.posterior.n_data == n - len(group)
 
 
@@ -97,7 +87,7 @@ def test_the_posterior_left_is_the_one_fitted_to_what_is_left(noise: float) -> N
     again = blr.Task(linear(theta), (x[kept], y[kept]), likelihood=gaussian)
     p = blr.fit_laplace(again, structure="full", prior_precision=0.7, progress=False)
     close(flat(result.posterior.mean), flat(p.mean))
-    close(dense(result.posterior), dense(p))
+    close(dense_precision(result.posterior), dense_precision(p))
     close(result.posterior.variance("weight"), p.variance("weight"))
     assert result.posterior.n_data == p.n_data == 13
     assert result.floored == 0.0
@@ -114,7 +104,7 @@ def test_removing_in_two_steps_is_removing_at_once(structure: str) -> None:
     second = blr.what_if(rest, first.posterior, remove=[2, 10], progress=False)
     if structure == "full":  # exact; the others keep no correlations between the steps
         close(flat(second.parameters), flat(once.parameters))
-    close(dense(second.posterior), dense(once.posterior))
+    close(dense_precision(second.posterior), dense_precision(once.posterior))
     assert second.posterior.n_data == 17
     assert len(blr.sensitivity(rest, first.posterior, progress=False)) == 19
 
@@ -135,7 +125,7 @@ def test_adding_after_removing_returns_the_start(
     rest = task.subset([i for i in range(10) if i not in group])
     back = blr.what_if(rest, removed.posterior, add=task.subset(chosen), progress=False)
     assert back.added == len(chosen) and back.posterior.n_data == 10
-    close(dense(back.posterior), dense(q), 1e-8)
+    close(dense_precision(back.posterior), dense_precision(q), 1e-8)
     if structure == "full":
         close(flat(back.parameters), flat(q.mean), 1e-8)
 
@@ -173,7 +163,7 @@ def test_relabelling_linear_regression_is_retraining(labels: dict[int, float]) -
     for i, value in labels.items():
         changed[i] = value
     close(flat(result.parameters), retrained("gaussian", x, changed, torch.ones(1, 10), 0.5)[0])
-    close(dense(result.posterior), dense(q), 1e-12)
+    close(dense_precision(result.posterior), dense_precision(q), 1e-12)
     assert result.relabelled == len(labels) and result.posterior.n_data == 10
 
 
@@ -223,7 +213,7 @@ def test_the_step_equals_the_dense_formula(kind: str, structure: str, dtype: tor
     e = exact.likelihood.error(f, target)[[1, 4, 5]]
     curvature = exact.likelihood.hessian(f, target)[[1, 4, 5]]
     gradient = torch.einsum("ncp,nc->p", jacobian, e)
-    s = dense(q)
+    s = dense_precision(q)
     group = torch.einsum("ncp,ncd,ndq->pq", jacobian, curvature, jacobian)
     if structure == "diag":
         left = s - group.diagonal().diag()
@@ -240,19 +230,8 @@ def test_the_step_equals_the_dense_formula(kind: str, structure: str, dtype: tor
 
 def dense_projection(q: blr.Posterior, group: Tensor) -> Tensor:
     """U diag(Uᵀ G U) Uᵀ with the orthogonal U of the Kronecker blocks."""
-    eye = torch.eye(len(group), dtype=torch.float64)
-    sizes = [m.numel() for m in q.mean.values()]
-    units = {
-        n: part.reshape(-1, *m.shape)
-        for (n, m), part in zip(q.mean.items(), eye.split(sizes, 1), strict=True)
-    }
-    turned = torch.cat([t.flatten(1) for t in q.form.forward(units).values()], 1)
+    turned = rows(q.form.forward(unflatten(torch.eye(len(group)).double(), q.mean)))
     return turned @ (turned.T @ group @ turned).diagonal().diag() @ turned.T
-
-
-def standardised(load) -> tuple[Tensor, Tensor]:
-    x, y = load(return_X_y=True)
-    return torch.tensor((x - x.mean(0)) / x.std(0)), torch.tensor(y)
 
 
 @pytest.mark.parametrize(

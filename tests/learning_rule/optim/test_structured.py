@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracles import rows, unflatten
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -40,11 +41,9 @@ def flat(tree: dict | nn.Module) -> Tensor:
 
 def dense(form: object) -> Tensor:
     """S + δ, from its products with unit vectors."""
-    names = {n: torch.empty(s) for n, s in form.shapes.items()}
-    sizes = [t.numel() for t in names.values()]
-    eye = torch.eye(sum(sizes)).double().split(sizes, 1)
-    units = {n: e.reshape(-1, *t.shape) for (n, t), e in zip(names.items(), eye, strict=True)}
-    return torch.cat([v.flatten(1) for v in form.times(units).values()], 1)
+    like = {n: torch.empty(s) for n, s in form.shapes.items()}
+    eye = torch.eye(sum(t.numel() for t in like.values())).double()
+    return rows(form.times(unflatten(eye, like)))
 
 
 def each_gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
