@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
+from commands import run
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
@@ -134,12 +135,6 @@ def inputs() -> tuple[blr.Task, blr.Task, blr.Posterior]:
     task, test = load_tasks("script.py:make_task", "make_test")
     assert test is not None
     return task, test, blr.Posterior.load("q.safetensors")
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def cells(text: str, first: str) -> list[str]:

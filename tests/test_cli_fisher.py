@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny_transformers as tiny
 import torch
+from commands import run
 
-from blr_analysis.cli import main
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.merging.merge import merge
@@ -35,13 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = "".join(f"{row['premise']}\t{row['label']}\n" for row in rows)
     (place / "data.tsv").write_text("text\tlabel\n" + texts)
     return place
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def rows(out: str) -> dict[str, str]:

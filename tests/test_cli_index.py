@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 import tiny_transformers as tiny
 import torch
+from commands import run
 
 import blr_analysis as blr
 from blr_analysis.backprop import engine
-from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
@@ -55,13 +55,6 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings["base_model_name_or_path"] = str(model)
     (place / "adapter_config.json").write_text(json.dumps(settings))
     return place
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def written(folder: Path, rows: list[dict[str, Any]]) -> Path:

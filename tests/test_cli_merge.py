@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from merging.models_on_disk import family_in_memory, near, state, write_family, write_model
 from safetensors.torch import load_file
 
 import blr_analysis as blr
-from blr_analysis.cli import main
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.sizes import read_size
 from blr_analysis.errors import InputError
@@ -46,19 +46,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(["merge", *argv])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def load(folder: Path) -> dict[str, torch.Tensor]:
     source = Folder.open(folder)
     return {name: source.tensor(name) for name in source.specs}
 
 
 def test_it_writes_what_the_library_gives(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "recipe.yml", "merged")
+    code, out, err = run(capsys, "merge", "recipe.yml", "merged")
     assert code == 0, err
     expected = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25)
     found = load(here / "merged")
@@ -79,7 +73,7 @@ def test_a_linear_recipe_of_mergekit_by_hand(
         "models:\n- model: ft1\n  parameters: {weight: 1.0}\n- model: ft2\n"
         "  parameters: {weight: [0.0, 3.0]}\nmerge_method: linear\ndtype: float32\n"
     )
-    assert run(capsys, "linear.yml", "out")[0] == 0
+    assert run(capsys, "merge", "linear.yml", "out")[0] == 0
     found, one, two = load(here / "out"), near(state(0), 1), near(state(0), 2)
     shares = {"embed": 1.0, "layers.0": 1.0, "layers.1": 0.25, "scale": 1.0}  # of ft1
     for name, tensor in found.items():
@@ -97,7 +91,7 @@ def test_a_task_arithmetic_recipe_of_mergekit_by_hand(
         "merge_method: task_arithmetic\nbase_model: base\n"
         "parameters: {normalize: true, lambda: 0.75, int8_mask: true}\ndtype: float32\n"
     )
-    assert run(capsys, "ta.yml", "out")[0] == 0
+    assert run(capsys, "merge", "ta.yml", "out")[0] == 0
     found, base = load(here / "out"), state(0)
     steps = [{n: near(base, t)[n].double() - base[n].double() for n in base} for t in (1, 2)]
     for name, tensor in found.items():
@@ -109,7 +103,7 @@ def test_a_task_arithmetic_recipe_of_mergekit_by_hand(
 
 def test_a_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(here.rglob("*"))
-    code, out, err = run(capsys, "recipe.yml", "merged", "--dry-run")
+    code, out, err = run(capsys, "merge", "recipe.yml", "merged", "--dry-run")
     assert code == 0, err
     assert sorted(here.rglob("*")) == before
     assert re.search(r"method +gradient_matching: θ_0 \+ Σ", out)
@@ -120,12 +114,12 @@ def test_a_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]
     assert re.search(r"merged +6 +151 +float32 +604 B", out)
     assert "embed.weight" not in out
     assert "Nothing was written" in out
-    assert run(capsys, "recipe.yml", "--dry-run")[1] == out
+    assert run(capsys, "merge", "recipe.yml", "--dry-run")[1] == out
 
 
 def test_every_tensor_is_listed_on_demand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in (["--dry-run"], ["merged"]):
-        code, out, _ = run(capsys, "recipe.yml", "--tensors", *more)
+        code, out, _ = run(capsys, "merge", "recipe.yml", "--tensors", *more)
         assert code == 0
         assert re.search(r"embed.weight +merged +11x6 +float32 +0.5 1.5\n", out)
         assert len(re.findall(r"^layers\.", out, re.MULTILINE)) == 4
@@ -134,7 +128,10 @@ def test_every_tensor_is_listed_on_demand(here: Path, capsys: pytest.CaptureFixt
 def test_shards_have_the_size_that_was_asked_for(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(capsys, "recipe.yml", "merged", "--shard-size", "300B", "--threads", "1")[0] == 0
+    assert (
+        run(capsys, "merge", "recipe.yml", "merged", "--shard-size", "300B", "--threads", "1")[0]
+        == 0
+    )
     files = sorted((here / "merged").glob("model-*.safetensors"))
     assert len(files) > 1
     sizes = [sum(t.nbytes for t in load_file(file).values()) for file in files]
@@ -148,7 +145,7 @@ def test_shards_have_the_size_that_was_asked_for(
 def test_verify_merges_again_and_gives_the_fingerprint(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, "recipe.yml", "merged", "--verify")
+    code, out, err = run(capsys, "merge", "recipe.yml", "merged", "--verify")
     assert code == 0, err
     digest = fingerprint(Folder.open(here / "merged"))
     assert f"verified: every number is as it was merged; sha256 {digest}" in out
@@ -168,7 +165,7 @@ def test_verify_finds_a_flipped_bit(
 
     honest = stream.verify
     monkeypatch.setattr(stream, "verify", damaged)
-    code, _, err = run(capsys, "recipe.yml", "merged", "--verify")
+    code, _, err = run(capsys, "merge", "recipe.yml", "merged", "--verify")
     assert code == 2
     assert "is not what was merged" in err
 
@@ -201,7 +198,7 @@ def test_every_failure_is_one_line_and_leaves_nothing(
     (here / "same.yml").write_text(f"{head}[{{model: twin}}]")
     before = sorted(here.rglob("*"))
     argv, expected = FAILURES[failure]
-    code, out, err = run(capsys, *argv)
+    code, out, err = run(capsys, "merge", *argv)
     assert code == 2
     assert out == ""
     last = err.splitlines()[-1]

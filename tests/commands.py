@@ -1,0 +1,15 @@
+"""The command line as tests run it."""
+
+from __future__ import annotations
+
+import pytest
+
+from blr_analysis.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    capsys.readouterr()
+    code = main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
