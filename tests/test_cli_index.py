@@ -138,6 +138,15 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
     first = int(exact.helpful[0, 0])
     assert task.metadata["text"][first] in out
+    code, _, err = run(capsys, *asked[:5], "--out", tmp_path / "by length", "--normalize")
+    assert code == 0, err
+    by_length = pd.read_parquet(tmp_path / "by length" / "sources.parquet")
+    q = blr.fit_laplace(task, **how, progress=False)
+    exact = blr.top_influence(task, q, test, k=3, normalize=True, progress=False)
+    assert by_length["example"].tolist() == exact.helpful.flatten().tolist()
+    assert by_length["normalized_influence"].tolist() == pytest.approx(
+        exact.helpful_values.flatten().tolist(), rel=1e-3
+    )
     steering = {**ASKED[0], "prompt": "the film\u202e\x1b[31m"}
     code, out, err = run(capsys, "query", place, written(tmp_path, [steering]), "--top", 999)
     assert code == 0 and f"all {N} texts" in out, err

@@ -165,8 +165,12 @@ def sources_section(sources: pd.DataFrame) -> RenderableType:
     }
     if "label" not in columns and "text" in sources:
         columns["text"] = [str(text)[:EXCERPT] for text in sources["text"]]
-    columns["influence"] = [f"{v:.3g}" for v in sources["influence"]]
-    return section("Sources", "How far a question's loss would rise without them.", grid(columns))
+    about = "How far a question's loss would rise without them."
+    quantity = "influence"
+    if quantity not in sources:
+        quantity, about = "normalized_influence", f"{about[:-1]}, by the length of each."
+    columns[quantity] = [f"{v:.3g}" for v in sources[quantity]]
+    return section("Sources", about, grid(columns))
 
 
 def loo_section(

@@ -106,6 +106,9 @@ def query(
     refine: Annotated[
         int, typer.Option(metavar="N", min=0, help="Recompute the best N exactly.")
     ] = 0,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="By the length of each source: what it came from.")
+    ] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
     ] = False,
@@ -142,7 +145,7 @@ def query(
             raise InputError(
                 "--tokens, --model, --base, --text and --max-length belong to a language model"
             )
-        _query_task(index, about, str(questions), top, refine, out)
+        _query_task(index, about, str(questions), top, refine, normalize, out)
         return
     if not about.get("model"):
         raise InputError(
@@ -160,7 +163,7 @@ def query(
             loaded, about["data"], text=about.get("text"), max_length=about.get("max_length")
         )
         opened = Index.open(index, task=trained)
-    matches = _strongest(opened, task, top, refine)
+    matches = _strongest(opened, task, top, refine, normalize)
     sources = _sources(matches, out)
     if out is not None and trained is not None and tokens:
         import pandas as pd
@@ -176,12 +179,18 @@ def query(
         if row["rank"] == 1:
             asked = task.metadata["text"][row["question"]]
             console.print(f"\n{row['question']}  {printable(asked)}")
-        line = f"  {row['influence']:>10.4g}  {row['example']:>7}  {row.get('text', '')[:90]}"
+        line = f"  {row[matches.quantity]:>10.4g}  {row['example']:>7}  {row.get('text', '')[:90]}"
         console.print(printable(line), soft_wrap=True)
 
 
 def _query_task(
-    index: Path, about: dict[str, Any], questions: str, top: int, refine: int, out: Path | None
+    index: Path,
+    about: dict[str, Any],
+    questions: str,
+    top: int,
+    refine: int,
+    normalize: bool,
+    out: Path | None,
 ) -> None:
     """The questions of a script's task, to an index of another's."""
     from blr_analysis.audit.summary import show, sources_section
@@ -196,13 +205,15 @@ def _query_task(
     asked, _ = load_tasks(questions)
     opened.posterior.on(asked, same_data=False)
     asked = asked.with_model(trained)
-    matches = _strongest(opened, asked, top, refine)
-    pairs = Pairs(trained, opened.posterior, asked)  # which bring labels and predictions
+    matches = _strongest(opened, asked, top, refine, normalize)
+    pairs = Pairs(
+        trained, opened.posterior, asked, quantity=matches.quantity
+    )  # which bring labels and predictions
     sources = _sources(TopInfluence(**vars(matches), pairs=pairs), out)
     show(sources_section(sources), paper())
 
 
-def _strongest(index: Index, asked: Task, top: int, refine: int) -> Matches:
+def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool) -> Matches:
     """As many as the options say, and as there are."""
     if not refine:
         _say_rough(Teller(), index)
@@ -210,7 +221,8 @@ def _strongest(index: Index, asked: Task, top: int, refine: int) -> Matches:
     if count < top:
         what = "texts" if asked.likelihood.is_sequence else "examples"
         paper().print(f"all {count} {what} of the index, fewer than --top {top}")
-    return index.top(asked, count, refine=min(max(refine, count), index.n_data) if refine else 0)
+    exactly = min(max(refine, count), index.n_data) if refine else 0
+    return index.top(asked, count, refine=exactly, normalize=normalize)
 
 
 def _sources(matches: Matches, out: Path | None) -> pd.DataFrame:

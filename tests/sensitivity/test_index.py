@@ -37,20 +37,27 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARD", 5)
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "gram"])
-def test_with_room_for_everything_it_is_exact(tmp_path: Path, structure: str) -> None:
+@pytest.mark.parametrize(
+    ("structure", "normalize"),
+    [("diag", False), ("kron", False), ("gram", False), ("diag", True), ("kron", "cosine")],
+)
+def test_with_room_for_everything_it_is_exact(
+    tmp_path: Path, structure: str, normalize: bool | str
+) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task, structure)
+    asked: dict[str, Any] = {"normalize": normalize, **QUIET}
     built = blr.Index.build(task, q, tmp_path / "i", rank=10**6, dtype="float64", **QUIET)
-    exact = blr.influence(task, q, test, **QUIET).matrix
+    exact = blr.influence(task, q, test, **asked).matrix
     assert built.error.relative_rms < 1e-10
     index = blr.Index.open(tmp_path / "i")
-    assert relative(index.influence(test, **QUIET), exact) < 1e-10
+    assert relative(index.influence(test, **asked), exact) < 1e-10
     assert relative(index.self_influence, blr.sensitivity(task, q, **QUIET).self_influence) < 1e-10
     assert index.examples["source"] == task.metadata["source"]
-    top, truth = index.top(test, 3, **QUIET), blr.top_influence(task, q, test, k=3, **QUIET)
+    top, truth = index.top(test, 3, **asked), blr.top_influence(task, q, test, k=3, **asked)
     assert torch.equal(top.helpful, truth.helpful)
     assert torch.equal(top.harmful, truth.harmful)
+    assert list(top.table) == list(truth.table)
     for column in ("test", "effect", "train", "source"):
         assert top.table[column].equals(truth.table[column])
 
@@ -64,10 +71,11 @@ def test_a_search_in_half_precision_finds_the_same(
     monkeypatch.setattr(module, "SPARE", 2)
     monkeypatch.setattr(module, "CACHED", 200)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
-    values = index.influence(test, **QUIET)
+    asked: dict[str, Any] = {"normalize": bool(few), **QUIET}
+    values = index.influence(test, **asked)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    top = index.top(test, 3, **QUIET)
+    top = index.top(test, 3, **asked)
     assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
     for side, largest in (("helpful", True), ("harmful", False)):
@@ -115,9 +123,11 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     exact = blr.influence(task, q, test, **QUIET)
     gap = relative(index.influence(test, **QUIET), exact.matrix)
     assert 0.2 < gap / index.error.relative_rms < 5
-    refined = index.top(test, 2, refine=N, **QUIET)
-    assert torch.equal(refined.helpful, exact.top(2).helpful)
-    assert relative(refined.harmful_values, exact.top(2).harmful_values) < 1e-10
+    for normalize in (False, True, "cosine"):
+        refined = index.top(test, 2, refine=N, normalize=normalize, **QUIET)
+        truth = blr.influence(task, q, test, normalize=normalize, **QUIET).top(2)
+        assert torch.equal(refined.helpful, truth.helpful)
+        assert relative(refined.harmful_values, truth.harmful_values) < 1e-10
 
 
 @pytest.mark.parametrize(

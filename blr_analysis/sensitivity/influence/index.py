@@ -50,8 +50,11 @@ from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
     Matches,
+    Normalize,
     ProjectionError,
     check_k,
+    quantity_of,
+    rooted,
 )
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
@@ -300,43 +303,64 @@ class Index:
         return cls(place, q, error, about["n_data"], about["numbers"], sheets, task)
 
     @torch.inference_mode(False)
-    def influence(self, test_task: Task, *, progress: bool | None = None) -> Tensor:
+    def influence(
+        self, test_task: Task, *, normalize: Normalize = False, progress: bool | None = None
+    ) -> Tensor:
         """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples.
 
+        Args:
+            normalize: as there; the lengths are exact.
+
         Raises:
+            InputError: another ``normalize``.
             PosteriorError: a task of another model.
         """
-        asked = self._project(test_task, progress)
-        return torch.cat([values for _, values in self._products(asked)])
+        quantity_of(normalize)
+        asked, _ = self._project(test_task, normalize, progress)
+        return torch.cat([values for _, values in self._products(asked, normalize)])
 
     @torch.inference_mode(False)
     def top(
-        self, test_task: Task, k: int = SHOWN, *, refine: int = 0, progress: bool | None = None
+        self,
+        test_task: Task,
+        k: int = SHOWN,
+        *,
+        refine: int = 0,
+        normalize: Normalize = False,
+        progress: bool | None = None,
     ) -> Matches:
         """The k most helpful and most harmful of every question, without the matrix.
 
         Args:
             refine: recompute so many of either side exactly, and choose among them: one gradient
                 of each; needs ``Index.open(path, task=task)``.
+            normalize: as for :func:`blr_analysis.influence`: True or "cosine" finds what a question
+                came from, where long texts otherwise lead every list.
 
         Raises:
-            InputError: k above the number of examples, ``refine`` below k or without the task.
+            InputError: k above the number of examples, ``refine`` below k or without the task,
+                another ``normalize``.
             PosteriorError: a task of another model.
         """
         check_k(k, self.n_data)
         if refine and (refine < k or self._task is None):
             raise InputError("refine= is k or more, of an index opened with task=")
-        asked = self._project(test_task, progress)
-        (high, helpful), (low, harmful) = self._best(asked, min(max(k, refine), self.n_data))
+        quantity = quantity_of(normalize)
+        asked, lengths = self._project(test_task, normalize, progress)
+        most = min(max(k, refine), self.n_data)
+        (high, helpful), (low, harmful) = self._best(asked, most, normalize)
         if refine:
-            high, low = (self._exact(test_task, names) for names in (helpful, harmful))
+            high, low = (
+                self._exact(test_task, names) / lengths.to(high) / self._own(normalize)[names]
+                for names in (helpful, harmful)
+            )
         sides = []
         for values, names, largest in ((high, helpful, True), (low, harmful, False)):
             chosen, places = values.topk(k, dim=0, largest=largest)
             sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
-        return Matches(*sides, metadata=metadata)
+        return Matches(*sides, metadata=metadata, quantity=quantity)
 
     @cached_property
     def self_influence(self) -> Tensor:
@@ -350,28 +374,43 @@ class Index:
 
         return parquet.read_table(self.path / EXAMPLES).to_pydict()
 
-    def _project(self, task: Task, progress: bool | None) -> Kept:
+    def _project(
+        self, task: Task, normalize: Normalize, progress: bool | None
+    ) -> tuple[Kept, Tensor]:
+        """What is kept of the questions, divided by the lengths ``[M]`` that they count with."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
         sheets = {n: s.like(q) for n, s in self._sheets.items()}
-        found = _projected(task, q, sheets, Chunking(progress=progress), None)
-        return Kept.joined([kept for kept, _ in found])
+        parts = list(_projected(task, q, sheets, Chunking(progress=progress), None))
+        asked = Kept.joined([kept for kept, _ in parts])
+        if normalize != "cosine":
+            return asked, torch.ones(len(asked.z), dtype=torch.float64)
+        lengths = rooted(torch.cat([squares for _, squares in parts]))
+        return asked.times(1 / lengths, asked.z.dtype), lengths
 
-    def _products(self, asked: Kept, *, rough: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    def _own(self, normalize: Normalize) -> Tensor:
+        """What the stored examples are divided by, ``[N]``."""
+        return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
+
+    def _products(
+        self, asked: Kept, normalize: Normalize, *, rough: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and their values, file by file, read by memory map; ``rough``: in half precision,
         a file on each of torch's threads."""
         dtype, sizes = asked.z.dtype, asked.norms().clamp_min(torch.finfo(torch.float64).tiny)
         units = asked.times(1 / sizes, torch.float16 if rough else dtype)
+        files, threads = _files(self.n_data), torch.get_num_threads()
+        own = self._own(normalize)
 
         def values_of(name: str) -> Tensor:
             stored = load_file(self.path / name)
             values = Kept.read(stored).products(units).to(dtype)
-            return values * stored["norms"].to(dtype).unsqueeze(1) * sizes.to(dtype)
+            lengths = stored["norms"] / own[files[name]]
+            return values * lengths.to(dtype).unsqueeze(1) * sizes.to(dtype)
 
-        files, threads = _files(self.n_data), torch.get_num_threads()
         values: Iterable[Tensor] = map(values_of, files)
         if rough and threads > 1:  # a product of one file is too small for them all
             alone: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
@@ -382,20 +421,21 @@ class Index:
                 torch.set_num_threads(threads)
         yield from zip(files.values(), values, strict=True)
 
-    def _best(self, asked: Kept, k: int) -> list[tuple[Tensor, Tensor]]:
+    def _best(self, asked: Kept, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest. Of a few questions they
         are looked for in half precision, with some to spare, whose values are then computed."""
         first = load_file(self.path / next(iter(_files(self.n_data))))["directions"]
         rough = first.dtype == torch.float16 and len(asked.z) <= FEW
         best = Best(min(k + SPARE if rough else k, self.n_data))
-        for rows, values in self._products(asked, rough=rough):
+        for rows, values in self._products(asked, normalize, rough=rough):
             best.add(rows, values)
         if not rough:
             return best.sides()
         sides = []
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            exact = _stored(self.path, self.n_data, union).products(asked)
+            stored = _stored(self.path, self.n_data, union)
+            exact = stored.products(asked) / self._own(normalize)[union].unsqueeze(1)
             values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
         return sides

@@ -50,19 +50,20 @@ from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
     Influence,
+    Normalize,
     Pairs,
     ProjectionError,
     TopInfluence,
     check_k,
     joined,
+    quantity_of,
+    rooted,
 )
 from blr_analysis.sensitivity.scores import all_fitted, check_test
 from blr_analysis.sensitivity.sites import site_influence, sum_of_sites
 from blr_analysis.task import Task
 
 Measure = str | Callable[[Tensor, Tensor], Tensor]
-Normalize = bool | str
-NORMALIZE = {False: "influence", True: "normalized_influence", "cosine": "cosine"}
 WIDE = 4096  # test examples whose projected influence is computed at once
 SAMPLE = 64  # training examples that tell how large gradients are in each direction
 SOLVERS = ("posterior", "cg")
@@ -248,8 +249,7 @@ class _Question:
         qs = all_fitted(task, posterior)
         where = check_test(test_task, task, "test_task")
         memory_budget = self.memory_budget
-        if not isinstance(self.normalize, bool) and self.normalize != "cosine":
-            raise InputError(f'normalize must be True, False or "cosine", got {self.normalize!r}')
+        quantity_of(self.normalize)
         one_of("solver", self.solver, SOLVERS)
         if self.solver == "cg" and (self.normalize or self.projection is not None):
             raise InputError('solver="cg" takes neither normalize= nor projection=')
@@ -307,7 +307,7 @@ class _Work:
     error: ProjectionError | None = None
 
     def about(self, checkpoints: int) -> Pairs:
-        measure, kind = self.question.measure, NORMALIZE[self.question.normalize]
+        measure, kind = self.question.measure, quantity_of(self.question.normalize)
         words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
         return Pairs(self.task, self.q, self.test_task, self.error, words, kind, checkpoints)
 
@@ -324,7 +324,7 @@ class _Work:
             else None
         )
         for piece in self.pieces(progress):
-            own = _rooted(piece.squares) if roots is None else roots[piece.train]
+            own = rooted(piece.squares) if roots is None else roots[piece.train]
             piece.values.div_(own.unsqueeze(1).to(piece.values))
             if others is not None:
                 piece.values.div_(others[piece.test].to(piece.values))
@@ -342,7 +342,7 @@ class _Work:
         )
         if len(own) < task.n_data:
             squares = ranks.gathered(squares, own, task.n_data)
-        return _rooted(squares)
+        return rooted(squares)
 
     def exact(self, progress: bool | None, **where: Any) -> Iterator[Piece]:
         return pieces(
@@ -431,12 +431,6 @@ class _Work:
             blocks.setdefault(int(piece.test[0]), []).append(piece.values)
         exact = torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
         return ProjectionError.between(estimate, exact)
-
-
-def _rooted(squares: Any) -> Tensor:
-    """√ of squares; 1 where there is no gradient."""
-    roots = squares.clamp_min(0).sqrt()
-    return torch.where(roots > 0, roots, 1)
 
 
 def _check_room(n_train: int, n_test: int, itemsize: int) -> None:

@@ -22,6 +22,8 @@ from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular, make_plot
 
+Normalize = bool | str
+
 SHOWN = 5  # of either sign in a table or picture, where nobody says how many
 
 
@@ -49,6 +51,23 @@ class ProjectionError:
         ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
         rank = float(torch.corrcoef(ranks)[0, 1]) if len(a) > 1 else 1.0
         return cls(rms, rank, len(a))
+
+
+def quantity_of(normalize: Normalize) -> str:
+    """What the values are called.
+
+    Raises:
+        InputError: neither True, False nor "cosine".
+    """
+    if not isinstance(normalize, bool) and normalize != "cosine":
+        raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
+    return {False: "influence", True: "normalized_influence"}.get(normalize, "cosine")
+
+
+def rooted(squares: Tensor) -> Tensor:
+    """√ of gᵀΣg; 1 where there is no gradient."""
+    roots = squares.clamp_min(0).sqrt()
+    return torch.where(roots > 0, roots, 1)
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,7 @@ class Matches(Tabular):
         harmful_values: influence ``[M, k]``, rising from the most negative. With few
             training examples of one sign, the last of either list are of the other.
         metadata: of the training examples, by column.
+        quantity: what the values are: "influence", "normalized_influence" or "cosine".
     """
 
     helpful: Tensor
@@ -200,15 +220,11 @@ class Matches(Tabular):
     harmful: Tensor
     harmful_values: Tensor
     metadata: Mapping[str, Sequence[Any]]
+    quantity: str = field(default="influence", kw_only=True)
 
     @property
     def k(self) -> int:
         return self.helpful.shape[1]
-
-    @property
-    def quantity(self) -> str:
-        """What the values are called in the table."""
-        return "influence"
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Further columns of these training (or test) examples."""
@@ -227,10 +243,6 @@ class TopInfluence(Matches):
     """
 
     pairs: Pairs
-
-    @property
-    def quantity(self) -> str:
-        return self.pairs.quantity
 
     @property
     def error(self) -> ProjectionError | None:
@@ -329,7 +341,7 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
         return torch.cat([block[side][part] for block in sides], dim=1).mT.contiguous()
 
     sides = (whole(0, 1), whole(0, 0), whole(1, 1), whole(1, 0))
-    return TopInfluence(*sides, pairs.task.metadata, pairs)
+    return TopInfluence(*sides, pairs.task.metadata, pairs, quantity=pairs.quantity)
 
 
 def check_k(k: Any, n: int) -> int:
