@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.terms import Term, pieces, products, total
+from blr_analysis.backprop.terms import Term, pieces, products, slices, total
 from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
@@ -19,6 +19,7 @@ from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
 from blr_analysis.posterior.structures.sketch import sketch
 
 HELD = 2**22  # numbers of an intermediate result
+BLOCK = 512  # rows of a symmetric matrix that are computed at once, up to their diagonal
 RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
 BASIS_LIMIT = 2**30  # numbers in the basis of a rank that is grown: 4 GB of float32
 ENOUGH = 0.9  # of tr(ΛV): what a lower rank leaves out decides in influence
@@ -154,8 +155,8 @@ class LowRank(Structure):
         """BᵀD⁻¹B in float64."""
         metric = torch.zeros_like(self.core)
         for name, columns, part in self._columns():
-            metric += (part / self.base[name].flatten()[columns].double()) @ part.mT
-        return metric
+            add_products(metric, part / self.base[name].flatten()[columns].double(), part)
+        return mirrored(metric)
 
     def _columns(self) -> Iterator[tuple[str, slice, Tensor]]:
         """B in float64, some weights at a time: name, which weights, ``[r, weights]``."""
@@ -231,8 +232,9 @@ class LowRank(Structure):
             small = self._small(-c / (1 + c))
         else:
             small = self.core
+        lower = small.tril() + small.tril(-1)
         for name, columns, part in self._columns():
-            share = ((small @ part) * part).sum(0)
+            share = squares(lower, part)
             flat = diagonal[name] = diagonal[name].flatten().contiguous()
             if inverse:
                 share = share / self.base[name].flatten()[columns].double().square()
@@ -268,12 +270,12 @@ class LowRank(Structure):
         return LowRank(base, self.basis, torch.zeros_like(self.core))
 
     def add(self, terms: Sequence[Term]) -> LowRank:
-        core = self.core.clone()
-        if terms:
-            for part in pieces(terms, self._examples_at_once(terms)):
-                t = products(part, self.basis, dtype=torch.float64).flatten(0, 1)
-                core += t.mT @ t
-        return self._with(core)
+        core = self.core.tril()
+        for part in pieces(terms, self._examples_at_once(terms)) if terms else ():
+            t = products(part, self.basis, dtype=next(iter(self.basis.values())).dtype)
+            t = t.flatten(0, 1).double().mT
+            add_products(core, t, t)
+        return self._with(mirrored(core))
 
     def _with(self, core: Tensor) -> LowRank:
         return LowRank(self.base, self.basis, core, cholesky=self._cholesky)
@@ -350,6 +352,25 @@ class LowRank(Structure):
                 "the low-rank precision matrix is not positive definite; give a prior_precision "
                 "above 0, or remove fewer examples"
             )
+
+
+def add_products(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left rightᵀ, which is symmetric, to the lower blocks of ``into``."""
+    for rows in slices(len(into), BLOCK):
+        into[rows, : rows.stop].addmm_(left[rows], right[: rows.stop].mT)
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrix whose lower half this is."""
+    return lower.tril() + lower.tril(-1).mT
+
+
+def squares(lower: Tensor, part: Tensor) -> Tensor:
+    """The diagonal of partᵀ L part for a lower triangular L."""
+    sums = part.new_zeros(part.shape[1])
+    for rows in slices(len(lower), BLOCK):
+        sums += (lower[rows, : rows.stop] @ part[: rows.stop]).mul_(part[rows]).sum(0)
+    return sums
 
 
 def _same(one: Tree, two: Tree) -> bool:

@@ -79,19 +79,21 @@ def sketch(
         grown = space.grow()
         if space.rank < check and grown:
             continue
-        values = torch.linalg.eigvalsh(space.core).flip(0).clamp_min(0)
-        shares = _shares(values, curvature.trace, size)
-        done = not grown or space.rank >= full
-        if rank is None and bool((shares >= 1 - tolerance).any()):
-            kept = int((shares >= 1 - tolerance).nonzero()[0]) + 1
-            break
-        if done:
-            kept = min(most if rank is None else rank, space.rank)
+        if rank is None:
+            values = torch.linalg.eigvalsh(space.core).flip(0).clamp_min(0)
+            if bool((_shares(values, curvature.trace, size) >= 1 - tolerance).any()):
+                break
+        if not grown or space.rank >= full:
             break
         check = min(full, int(1.2 * space.rank))
+    values, vectors = (x.flip(-1) for x in torch.linalg.eigh(space.core))
+    values = values.clamp_min(0)
+    shares = _shares(values, curvature.trace, size)
+    kept = min(most if rank is None else rank, space.rank)
+    if rank is None:
+        kept = min(kept, int((shares < 1 - tolerance).sum()) + 1)
     kept = min(kept, int((values > space.noise * values[:1]).sum()))
     share = float(shares[kept - 1]) if kept else 1.0
-    vectors = torch.linalg.eigh(space.core)[1].flip(1)
     basis = space.rotated(vectors[:, :kept])
     return Sketch(curvature.unwhitened(basis), curvature.diagonal, share, curvature.multiplied)
 
@@ -170,12 +172,21 @@ class _Krylov:
         self._next: Tensor | None = None
         self._largest = 0.0
         like = curvature.like
-        self.core = torch.zeros(0, 0, dtype=torch.float64, device=like.device)
+        self._sides: list[Tensor] = []  # Qᵀ K of each block, for the blocks up to it
         self.noise = 1e-13 if like.dtype == torch.float64 else 4 * torch.finfo(like.dtype).eps
 
     @property
     def rank(self) -> int:
-        return len(self.core)
+        return sum(map(len, self._blocks))
+
+    @property
+    def core(self) -> Tensor:
+        """Qᵀ K Q, ``[m, m]``."""
+        upper = self._curvature.like.new_zeros(self.rank, self.rank, dtype=torch.float64)
+        for side in self._sides:
+            m, new = side.shape
+            upper[:m, m - new : m] = side
+        return upper.triu() + upper.triu(1).mT
 
     def grow(self) -> bool:
         """One more block; False: nothing is left outside of the space."""
@@ -187,15 +198,11 @@ class _Krylov:
         label = f"low-rank directions, {self.rank} so far"
         image = self._curvature.times(block, label)
         self._blocks.append(block)
-        side = torch.cat([b @ image.mT for b in self._blocks]).double()  # [m, b]
-        m, new = len(side), len(block)
-        core = side.new_zeros(m, m)
-        core[: m - new, : m - new] = self.core
-        core[:, m - new :] = side
-        core[m - new :, : m - new] = side[: m - new].mT
-        core[m - new :, m - new :] = (side[m - new :] + side[m - new :].mT) / 2
-        self.core = core
-        room = self._size - m
+        within = [b @ image.mT for b in self._blocks]
+        for other, share in zip(self._blocks, within, strict=True):
+            image.addmm_(share.mT, other, alpha=-1)
+        self._sides.append(torch.cat(within).double())
+        room = self._size - self.rank
         self._next = self._orthonormal(image)[:room]
         if room and not len(self._next) and self._missing():
             self._next = self._fresh()[:room]
@@ -212,21 +219,22 @@ class _Krylov:
         noise = self._without(noise.to(like) / len(like) ** 0.5)
         image = self._curvature.times(noise, "low-rank directions")
         self._largest = max(self._largest, float(image.norm(dim=1).max()))
-        return self._orthonormal(image)
+        return self._orthonormal(self._without(image))
 
     def _without(self, v: Tensor) -> Tensor:
+        """v outside of the space, in its place."""
         for block in self._blocks:
-            v = torch.addmm(v, v @ block.mT, block, alpha=-1)
+            v.addmm_(v @ block.mT, block, alpha=-1)
         return v
 
     def _orthonormal(self, v: Tensor) -> Tensor:
-        """An orthonormal basis of v outside of the space, without what is rounding alone."""
-        v = self._without(self._without(v))
+        """An orthonormal basis of v, which is outside of the space but for rounding, without what
+        is rounding alone: once more made orthogonal to the space, of unit length by then."""
         q, r = torch.linalg.qr(v.mT)
         left, values, _ = torch.linalg.svd(r)
         self._largest = max(self._largest, float(values[0]) if len(values) else 0.0)
         kept = values > self.noise * self._largest
-        q = self._without((q @ left[:, kept]).mT)
+        q = self._without((q @ left[:, kept]).mT.contiguous())
         return torch.linalg.qr(q.mT)[0].mT.contiguous() if len(q) else q
 
     def rotated(self, vectors: Tensor) -> Tensor:
