@@ -8,7 +8,7 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,13 +31,15 @@ from blr_analysis.errors import BLRError, DataError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
+MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
 REPEATS = 8  # examples that are read twice to find out whether the data stand still
 
 
 @dataclass(frozen=True)
 class Examples:
     """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
-    names of its inputs and the words of its classes too, in the order of their numbers.
+    names of its inputs and the words of its classes too, in the order of their numbers. ``table``
+    are the inputs of the whole dataset by column as somebody reads them, where the model's differ.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
     >>> data.batch(torch.tensor([2, 0]))[1]
@@ -48,6 +50,7 @@ class Examples:
     collate: Callable[[list[Any]], Any] = default_collate
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
+    table: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -90,6 +93,21 @@ class Examples:
                 "the two tasks number their classes differently; make the labels of both one "
                 "pd.Categorical"
             )
+
+    def row(self, index: int) -> dict[str, Any]:
+        """An example that is a row of a table: its values by column; empty of any other."""
+        if self._tensors is None:
+            return {}
+        whole, rows = self._tensors
+        place = index if rows is None else int(rows[index])
+        if self.table is not None:
+            return {name: column[place] for name, column in self.table.items()}
+        x = whole.tensors[0]
+        few = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
+        if self.columns is None and not few:
+            return {}
+        names = self.columns or [f"input {k}" for k in range(x.shape[1])]
+        return dict(zip(names, x[place].tolist(), strict=True))
 
     @property
     def is_tensors(self) -> bool:
@@ -158,6 +176,14 @@ def opened(data: Any, target: str | None = None) -> tuple[Any, Mapping[str, Any]
     if hub:
         return _from_hub(data, target)
     return _from_frame(data, target) if framed else (data, None)
+
+
+def by_column(X: Any) -> dict[str, Any]:
+    """A DataFrame, or a matrix of not too many columns, by column; empty of anything else."""
+    if hasattr(X, "columns") and hasattr(X, "to_numpy"):
+        return {str(name): X[name].to_numpy() for name in X.columns}
+    few = isinstance(X, np.ndarray) and X.ndim == 2 and X.shape[1] <= MOST_UNNAMED
+    return {f"input {k}": X[:, k] for k in range(X.shape[1])} if few else {}
 
 
 def _from_frame(frame: Any, target: str | None) -> tuple[Examples, Any]:

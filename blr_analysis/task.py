@@ -32,6 +32,7 @@ from torch.utils.data import TensorDataset, default_collate
 from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.data import (
     Forward,
+    by_column,
     check_inputs,
     checked,
     chosen_indices,
@@ -179,6 +180,7 @@ class Task:
             metadata={"label": read.labels} if metadata is None and read.labels else metadata,
         )
         task.prior_precision = read.prior_precision
+        task.examples = replace(task.examples, table=by_column(X))
         return task
 
     def __len__(self) -> int:

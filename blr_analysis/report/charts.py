@@ -79,9 +79,9 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         source=source,
         view=CDSView(filter=BooleanFilter(name="shown")),
         marker="mark",
-        size=8 if n <= 1000 else 5,
+        size=8 if n <= 1000 else 5 if n < CROWD else 4,
         color="colour",
-        alpha=0.8 if n <= 1000 else 0.55,
+        alpha=0.8 if n <= 1000 else 0.55 if n < CROWD else 0.3,
         nonselection_alpha=0.06,
     )
     focus = ColumnDataSource({"x": [], "y": []}, name="focus")
@@ -141,6 +141,7 @@ def removals_chart(removals: pd.DataFrame, truth: dict[Any, float] | None) -> di
     )
     before = float(removals["nll_before"].iloc[0])
     chart.add_layout(Span(location=before, dimension="height", line_dash="dashed", line_color=GREY))
+    chart.scatter([before], [0.0], size=0)  # so that the line lies within the axis
     if "nll_low" in shown:
         low, high = shown["nll_low"].to_numpy(float), shown["nll_high"].to_numpy(float)
         chart.segment(low, place, high, place, line_width=6, color=BLUE, alpha=0.35,

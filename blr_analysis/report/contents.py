@@ -23,7 +23,7 @@ MOST_SINGLE = 10_000  # examples with a point, a row and a thumbnail of their ow
 GALLERY = 60
 TESTS = (35, 15)  # test examples asked about: of the largest loss, and at even distances
 NEIGHBOURS = 5  # of either sign
-MOST_COLUMNS = 24
+MOST_COLUMNS, MOST_INPUTS = 24, 32
 TEXT = (80, 400, 1_500_000)  # characters of a text: at least, at most, and of all together
 FIRST = ("index", "target", "left_out_prediction", "region", "suspicious", "label_quality")
 LAST = ("loss", "left_out_loss", "deviation", "leverage", "prediction", "error", "variance")
@@ -41,11 +41,13 @@ class Shown:
         index: their places in the dataset.
         table: their rows of :attr:`blr_analysis.audit.Findings.table`.
         texts: their texts, shortened; None where they have none.
+        inputs: the last columns of the table, which are what the model sees of a row of data.
     """
 
     index: np.ndarray
     table: pd.DataFrame
     texts: list[str] | None
+    inputs: tuple[str, ...] = ()
 
     def place(self, index: Any) -> int:
         """The row of an example."""
@@ -103,11 +105,15 @@ def rows_of(
         even = np.linspace(0, len(others) - 1, MOST_SINGLE - len(index)).astype(int)
         index = np.sort(np.concatenate([index, others[even]]))
     shown = table.iloc[index].reset_index(drop=True)
+    rows = pd.DataFrame([findings.task.examples.row(int(i)) for i in index])
+    rows = rows.iloc[:, :MOST_INPUTS].rename(columns=lambda n: f"{n} (input)" if n in shown else n)
+    shown = pd.concat([shown, rows], axis=1)
     if texts is None and (column := text_column(shown)) is not None:
         texts, shown = list(shown.pop(column)), shown
     elif texts is not None:
         texts = [texts[int(i)] for i in index]
-    return Shown(index, shown, None if texts is None else shortened(texts, len(index)))
+    inputs = tuple(str(name) for name in rows if name in shown)
+    return Shown(index, shown, None if texts is None else shortened(texts, len(index)), inputs)
 
 
 def text_column(table: pd.DataFrame) -> str | None:
@@ -159,9 +165,9 @@ def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str
     their names."""
     first = [name for name in FIRST if name in rows.table]
     last = [name for name in LAST if name in rows.table]
-    between = [name for name in rows.table if name not in (*first, *last)]
+    between = [name for name in rows.table if name not in (*first, *last, *rows.inputs)]
     columns = []
-    for name in [*first, *between, *last][:MOST_COLUMNS]:
+    for name in [*[*first, *between, *last][:MOST_COLUMNS], *rows.inputs]:
         values = rows.table[name]
         if names is not None and name in OF_CLASSES:
             values = values.map(lambda v: names[int(v)])
@@ -174,7 +180,7 @@ def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str
 def colours_of(rows: Shown) -> list[str]:
     """The columns worth colouring by: the region, classes, sources, and a few numbers."""
     first = ["region", *(c for c in ("suspicious", "leverage") if c in rows.table)]
-    for name in rows.table:
+    for name in rows.table.drop(columns=list(rows.inputs)):
         distinct = len(set(rows.table[name].map(str))) if name not in first else 0
         words = not pd.api.types.is_float_dtype(rows.table[name])
         if words and name != "index" and 2 <= distinct <= 50:
@@ -227,7 +233,10 @@ def tests_of(
         }
         loss = _cell(float(neighbours.losses[k]))
         text = _text_of(neighbours.test, index)
-        told.append({"index": index, "loss": loss, "text": text, **about, **sides})
+        inputs = [[n, _cell(v)] for n, v in neighbours.test.examples.row(index).items()]
+        told.append(
+            {"index": index, "loss": loss, "text": text, "inputs": inputs, **about, **sides}
+        )
     return told
 
 

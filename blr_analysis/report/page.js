@@ -54,7 +54,9 @@ const known = (k, names) => {
 const ABOUT = ["target", "left_out_prediction", "region", "loss", "left_out_loss", "deviation", "leverage"];
 const DERIVED = new Set([...ABOUT, "index", "prediction", "error", "variance", "self_influence",
   "label_quality", "suspicious"]);
-const extra = data.columns.map((c) => c.name).filter((name) => !DERIVED.has(name)).slice(0, 5);
+const inputs = data.inputs.slice(0, 12);
+const extra = [...data.columns.map((c) => c.name)
+  .filter((name) => !DERIVED.has(name) && !data.inputs.includes(name)).slice(0, 5), ...inputs];
 const about = (k, names = [...ABOUT, ...extra], more = "") => [
   make("h4", { dir: "auto", textContent: `Example ${value("index", k)}${more && ": "}${more}` }),
   tile(k, 96), words(data.texts?.[k]), known(k, names),
@@ -273,6 +275,8 @@ const testCard = (place) => {
   const list = make("dl");
   for (const name of ["target", "prediction", "loss"])
     if (t[name] !== undefined) list.append(make("dt", { textContent: name }), make("dd", { textContent: said(t[name]) }));
+  for (const [name, v] of t.inputs.slice(0, 12))
+    list.append(make("dt", { textContent: name }), make("dd", { dir: "auto", textContent: said(v) }));
   $("tested").replaceChildren(make("div", { className: "card" },
     make("h4", { textContent: "Test example " + t.index }),
     tile(data.testsPictured ? n + place : null, 96), words(t.text), list));

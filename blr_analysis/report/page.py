@@ -81,6 +81,7 @@ def write_page(
         "columns": columns_of(rows, names),
         "by": influence_column(rows.table),
         "texts": rows.texts,
+        "inputs": rows.inputs,
         "colours": colours,
         "filters": filters_of(rows, colours),
         "classes": classes_of(findings, names),

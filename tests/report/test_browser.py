@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium: install one, or name it in BLR_CHROMIUM"
 )
 N = 300
+HEIGHTS = [100 + i % 7 for i in range(N)]
 NAMES = [f"a species of long name, number {k}" for k in range(3)]
 TEXTS = ("</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>",
          "\"it's\", he said", "שלום \u202eabc", "long " * 2_000)  # fmt: skip
@@ -49,6 +51,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     metadata = {"source": [f"<i>{i % 4}</i>" for i in range(N)]}
     task = blr.Task(model, (x, y), metadata=metadata)
+    task.examples = replace(task.examples, table={"height": HEIGHTS})
     posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
     test = blr.Task(model, (x[:20] + 0.1, y[:20]))
     path = tmp_path_factory.mktemp("page") / "report.html"
@@ -121,6 +124,7 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
                    strict=True))  # fmt: skip
     assert (row["target"], row["source"]) == (NAMES[k % 3], f"<i>{k % 4}</i>")
     assert row["region"] == page.memory.region[k]
+    assert row["height"] == str(HEIGHTS[k])
     assert float(row["loss"]) == pytest.approx(float(page.memory.scores.losses[k]), rel=1e-3)
     page.window.mouse.move(5, 5)
 
@@ -235,6 +239,15 @@ def test_what_was_monitored_is_drawn(page: SimpleNamespace) -> None:
     assert [line["x"] for line in drawn] == [[1, 2]] * 3
     for line, name in zip(drawn, ("train_nll", "loo_nll", "test_nll"), strict=True):
         assert line["y"] == pytest.approx(table[name].tolist())
+
+
+def test_the_loss_with_all_data_lies_within_the_chart_of_groups(page: SimpleNamespace) -> None:
+    low, line, high = page.window.evaluate("""() => {
+      const { x_range, center } = [...Bokeh.index.roots]
+        .find((v) => v.el.parentNode.id === "chart-removals").model;
+      return [x_range.start, center.find((m) => m.type === "Span").location, x_range.end];
+    }""")
+    assert low < line < high
 
 
 def test_the_next_test_example(page: SimpleNamespace) -> None:

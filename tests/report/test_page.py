@@ -16,6 +16,9 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from tiny_lm import TinyLM
 
 import blr_analysis as blr
@@ -231,6 +234,28 @@ def test_many_examples_are_counted_and_the_telling_ones_shown(tmp_path: Path) ->
     assert set(table["deviation"].nlargest(100).index) <= set(shown)
     assert shown == sorted(shown)
     assert "10,500 examples, 10,000 are shown" in path.read_text("utf-8")
+
+
+def test_rows_of_a_table_are_shown_as_they_were_before_the_pipeline(tmp_path: Path) -> None:
+    g = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": g.integers(18, 90, 40), "loss": g.normal(50, 9, 40)})
+    y = np.arange(40) % 2
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(frame, y)
+    task = blr.Task.from_sklearn(pipeline, frame, y)
+    test = blr.Task.from_sklearn(pipeline, frame.iloc[30:], y[30:])
+    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    data = data_of(written(tmp_path, task, test, posterior))
+    assert data["inputs"] == ["age", "loss (input)"] and "age" not in data["colours"]
+    assert column(data, "age") == frame["age"].tolist()
+    assert column(data, "loss (input)") == pytest.approx(frame["loss"].tolist(), rel=1e-3)
+    for told in data["tests"]:
+        row = frame.iloc[30 + told["index"]]
+        assert dict(told["inputs"]) == pytest.approx(dict(row), rel=1e-3)
+    part = task.subset([7, 3]).subset([1])
+    assert part.examples.row(0) == dict(frame.iloc[3])
+    model = torch.nn.Linear(2, 2)
+    own = blr.Task(model, frame.assign(y=y, text="words"), target="y")
+    assert own.examples.row(5) == pytest.approx(dict(frame.iloc[5]))
 
 
 def test_what_cannot_be_trusted_stands_on_the_page(tmp_path: Path) -> None:
