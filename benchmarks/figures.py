@@ -87,6 +87,9 @@ def posterior_quality(small: bool = False) -> tuple[Figure, Numbers]:
     curvature = (p @ (logits.sigmoid() * (1 - logits.sigmoid()))) @ x.square() + delta
     figure, (axes,) = panels(1, 4.2, 3.6)
     axes.contourf(*(g.numpy() for g in grid), p.view(121, 121).T.numpy(), 8, cmap="Greys")
+    ring = (log_p - log_p.max() + 2).view(121, 121).T.numpy()  # 2σ from the mode
+    axes.contour(*(g.numpy() for g in grid), ring, [0.0], colors="k", linestyles=":")
+    axes.plot([], [], "k:", label="exact")
     numbers: Numbers = {}
     for colour, (name, batch) in zip(
         COLOURS, {"VOGN, M = 1": 1, "Vadam, M = 10": 10, "VOGGN": 10}.items(), strict=False
@@ -480,7 +483,7 @@ def gap(small: bool = False) -> tuple[Figure, Numbers]:
         a.fill_between(grid[:, 0], mean - 2 * sd, mean + 2 * sd, color=colour, alpha=0.3)
         a.plot(grid, mean, color=colour)
         a.plot(x, y, ".", color="0.2", ms=3)
-        a.set(title=name, ylim=(-3, 3))
+        a.set(title=name, xlabel="x", ylim=(-3, 3))
         numbers[f"{name}: gap"] = float(sd[inside].mean())
         numbers[f"{name}: data"] = float(sd[(grid[:, 0].abs() - 1.1).abs() < 0.4].mean())
     return figure, numbers
@@ -541,12 +544,11 @@ def exploration(small: bool = False) -> tuple[Figure, Numbers]:
     figure, axes = panels(len(tasks), 4.2)
     numbers = {}
     for a, task in zip(axes, tasks, strict=True):
-        for colour, (kind, part) in zip(
-            COLOURS, found[found["task"] == task].groupby("kind", sort=False), strict=True
-        ):
+        kinds = found[found["task"] == task].groupby("kind", sort=False)
+        for colour, line, (kind, part) in zip(COLOURS, ("-", "--", ":", "-."), kinds, strict=True):
             steps = part.groupby("step")["return"]
             mean, half = steps.mean(), 2.262 * steps.sem()  # Student's, ten seeds
-            a.plot(mean.index, mean, color=colour, label=kind)
+            a.plot(mean.index, mean, line, color=colour, label=kind)
             a.fill_between(mean.index, mean - half, mean + half, color=colour, alpha=0.2)
             numbers[f"{task}: {kind}"] = float(mean.mean())
         a.set(title=task, xlabel="steps")

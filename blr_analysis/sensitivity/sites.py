@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -100,10 +101,10 @@ class SiteWhatIf:
         before: the mean of −log p(y_j | λ) over what is evaluated, in nats.
         nll: the same on the changed data.
         losses: its terms, ``[M]``.
-        error: an estimate of how far ``nll`` is from fitting again, by the size of the last steps
-            and how fast they shrink (no bound: 0.006 where it was 0.008, with LDA); 0 for
-            conjugate models, infinite where steps do not shrink, None where the model has no step
-            to repeat, and the subtraction is all there is.
+        error: an estimate of how far ``nll`` is from fitting again, by the size of the last step
+            and how fast steps shrink (no bound); 0 for conjugate models, infinite where steps do
+            not shrink, None where the model has no step to repeat, and the subtraction is all there
+            is.
         steps: how many were taken after the subtraction.
         note: what to know of it, in a line.
     """
@@ -128,8 +129,9 @@ class SiteInfluence:
     Attributes:
         matrix: the rise of −log p(y_j), in nats, when training example i is left out by one
             subtraction, ``[N, M]``.
-        error: by how much of itself a further step changes it, ‖change‖ / ‖step‖ over a probe of
-            training examples; 0 for conjugate models, None where there is no step to repeat.
+        error: an estimate of how far it is from fitting again, ‖gap‖ / ‖what that gives‖, by ten
+            further steps without each of a probe of training examples, and how fast they shrink;
+            0 for conjugate models, None where there is no step to repeat.
     """
 
     matrix: Tensor
@@ -192,26 +194,30 @@ def site_what_if(
     before = float(-_seen(fitted.log_predictive(data), data).double().nanmean())
     losses = [-_seen(fitted.predictive(q, data), data) for q in qs]
     path = [float(values.double().nanmean()) for values in losses]
+    error = None if len(path) == 1 else abs(path[-1] - path[-2]) * _steps_left(losses, losses[-1])
     return SiteWhatIf(
         q=qs[-1],
         before=before,
         nll=path[-1],
         losses=losses[-1].cpu(),
-        error=_remaining(path)
-        if len(path) > 2
-        else (None if len(path) == 1 else abs(path[1] - path[0])),
+        error=error,
         steps=len(qs) - 1,
         note=getattr(fitted, "note", "") if len(path) == 1 else "",
     )
 
 
-def _remaining(path: list[float]) -> float:
-    """What is left of a sequence whose differences shrink geometrically, and its last one."""
-    last, one_before = abs(path[-1] - path[-2]), abs(path[-2] - path[-3])
-    if last <= 1e-12 * max(1.0, abs(path[-1])):
-        return last
-    ratio = last / one_before if one_before else math.inf
-    return last * max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
+def _steps_left(path: list[Tensor], losses: Tensor) -> float:
+    """How many times its last step a sequence still goes whose steps shrink geometrically.
+
+    By three steps where there are so many: coordinates that take turns may grow from one to the
+    next.
+    """
+    sizes = [float((b - a).double().nan_to_num().norm()) for a, b in pairwise(path)][-3:]
+    rounding = 1e-9 * float(losses.double().nan_to_num().norm())
+    if len(sizes) < 2 or sizes[-1] <= rounding:
+        return 1.0
+    ratio = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1)) if sizes[0] else math.inf
+    return max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
 
 
 def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInfluence:
@@ -222,15 +228,16 @@ def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInflu
     before = fitted.log_predictive(test)
     rises = [before - fitted.predictive(fitted.without([i]), test) for i in range(fitted.n_data)]
     matrix = torch.stack(rises).cpu()
-    changes, sizes = [], []
+    gaps, sizes = [], []
     for i in torch.linspace(0, fitted.n_data - 1, min(PROBE, fitted.n_data)).long().tolist():
-        for q in list(fitted.refitted([i], steps=1))[1:]:
-            changes.append((before - fitted.predictive(q, test)).cpu() - matrix[i])
-            sizes.append(matrix[i])
-    if not changes:
-        return SiteInfluence(matrix=matrix, error=None)
-    error = torch.stack(changes).norm() / torch.stack(sizes).norm()
-    return SiteInfluence(matrix=matrix, error=float(error))
+        qs = fitted.refitted([i], steps=STEPS)
+        path = [(before - fitted.predictive(q, test)).cpu() for q in qs]
+        if len(path) == 1:
+            return SiteInfluence(matrix=matrix, error=None)
+        rest = float((path[-1] - path[-2]).norm()) * _steps_left(path, before)
+        gaps.append(float((path[-1] - path[0]).norm()) + rest)
+        sizes.append(float(path[-1].norm()))
+    return SiteInfluence(matrix=matrix, error=math.hypot(*gaps) / math.hypot(*sizes))
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def mixture(y: torch.Tensor, start: Any = None) -> Any:
 
 
 def factors(y: torch.Tensor) -> Any:
-    return FactorAnalysis(1).fit(y, tol=1e-13, progress=False)
+    return FactorAnalysis(1).fit(y, tol=1e-11, progress=False)
 
 
 def one_factor() -> torch.Tensor:
@@ -197,14 +197,14 @@ def test_influence_of_every_model_says_how_exact_it_is() -> None:
         fit, data, _ = CASES[name]
         fitted = fit(data)
         found = blr.influence(fitted, None, data)
-        truth = []
-        for i in range(4):
+        truth, probe = [], torch.linspace(0, fitted.n_data - 1, 8).long()
+        for i in probe.tolist():
             rest = rows(data, torch.tensor([j for j in range(fitted.n_data) if j != i]))
             again = fit(rest, fitted.q) if fit is mixture else fit(rest)
             truth.append(fitted.log_predictive(data) - again.log_predictive(data))
         wanted = torch.stack(truth)
-        gap = float((found.matrix[:4] - wanted).norm() / wanted.norm())
-        assert found.error / 10 < gap < 3 * found.error
+        gap = float((found.matrix[probe] - wanted).norm() / wanted.norm())
+        assert found.error / 1.5 < gap < 1.5 * found.error
 
 
 def test_states_are_exact_and_rest_at_once() -> None:
@@ -225,8 +225,8 @@ def test_states_are_exact_and_rest_at_once() -> None:
 def test_a_pass_of_online_newton_is_made_again() -> None:
     prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
     model = OnlineNewton(prior, lambda t, e: 0.5 * (e[0] @ t - e[1]).square(), rate=0.3)
-    x, y = regression()[1]
-    fitted, rest = model.fit((x, y)), [i for i in range(20) if i not in (2, 3)]
+    x, y = (part[:8] for part in regression()[1])
+    fitted, rest = model.fit((x, y)), [0, 1, 4, 5, 6, 7]
     q = model.fit((x[rest], y[rest])).q
     result = blr.what_if(fitted, remove=[2, 3])
     wanted = 0.5 * (x @ q.mean - y).square()

@@ -284,13 +284,13 @@ def test_a_learned_share_is_that_of_the_variational_optimum() -> None:
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     found = []
-    for _ in range(4000):
+    for _ in range(2000):
         with optimizer.sampled_params(train=True):
             optimizer.zero_grad()
             loss(param).sum().backward()
         optimizer.step()
         found.append(optimizer.param_groups[0]["keep"])
-    assert sum(found[1000:]) / 3000 == pytest.approx(best, abs=0.04)
+    assert sum(found[800:]) / 1200 == pytest.approx(best, abs=0.04)
     assert abs(best - 0.3) > 0.2
 
 
