@@ -96,8 +96,8 @@ def path_of(value: Any) -> str | os.PathLike[str]:
     return value
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
-    """The first few names, quoted, and how many more there are.
+def some(names: Sequence[object], most: int = 5) -> str:
+    """The first few names (quoted) or numbers, and how many more there are.
 
     >>> some(["a", "b", "c"], most=2)
     "'a', 'b' and 1 more"

@@ -27,6 +27,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from blr_analysis.checks import some
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError
 from blr_analysis.likelihoods import Likelihood
 
@@ -74,7 +75,7 @@ class Examples:
             raise
         except Exception as error:  # the user's own code
             raise DataError(
-                f"the collate function failed on examples {_some(indices.tolist())}: "
+                f"the collate function failed on examples {some(indices.tolist())}: "
                 f"{_said(error)}; pass a DataLoader with its collate_fn"
             ) from error
 
@@ -440,11 +441,6 @@ def describe(batch: Any) -> str:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _some(values: list[int], most: int = 5) -> str:
-    shown = ", ".join(map(str, values[:most]))
-    return shown if len(values) <= most else f"{shown}, …"
 
 
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:

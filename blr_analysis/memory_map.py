@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import some
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.sensitivity.sites import SiteScores
 from blr_analysis.views import Plottable, Tabular
@@ -212,11 +213,10 @@ def _checked(name: str, values: Tensor) -> Tensor:
 
 def _refuse(name: str, fault: str, bad: Tensor) -> None:
     if bool(bad.any()):
-        where = torch.nonzero(bad).flatten().tolist()
-        shown = ", ".join(map(str, where[:5])) + (", …" if len(where) > 5 else "")
+        where = bad.nonzero().flatten().tolist()
         raise DataError(
             f"the {name} of {len(where)} of {bad.numel()} examples is {fault} "
-            f"(index {shown}): check the model's outputs and the posterior's precision"
+            f"(index {some(where)}): check the model's outputs and the posterior's precision"
         )
 
 

@@ -137,7 +137,7 @@ def test_mostly_zero_errors_leave_the_others_high() -> None:
         ([0.1, float("nan")], [1.0, 1.0], r"error of 1 of 2 .* not finite \(index 1\)"),
         ([0.1, 0.2], [float("inf"), 1.0], r"variance of 1 of 2 .* not finite \(index 0\)"),
         ([0.1, 0.2], [1.0, -0.5], r"variance of 1 of 2 .* negative \(index 1\)"),
-        ([0.1] * 9, [float("nan")] * 9, r"9 of 9 .* \(index 0, 1, 2, 3, 4, …\)"),
+        ([0.1] * 9, [float("nan")] * 9, r"9 of 9 .* \(index 0, 1, 2, 3, 4 and 4 more\)"),
         ([], [], "no examples"),
     ],
 )

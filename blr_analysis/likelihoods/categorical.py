@@ -15,7 +15,33 @@ from blr_analysis.likelihoods.base import Likelihood, numbers
 SHORT = 16  # numbers of a row from which on torch goes through it by vectors
 
 
-class Categorical(Likelihood):
+class Classes(Likelihood):
+    """Targets that number one of C classes, or are ``ignore_index`` where they do not count."""
+
+    ignore_index: Any = None  # a whole number; None: all targets count
+
+    def classes(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """The targets as int64, checked."""
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise DataError(
+                f"{self.name} targets must be integers, got {targets.dtype}; use y.long()"
+            )
+        targets = targets.long()
+        self.check_values(targets, outputs)
+        return targets
+
+    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
+        kept = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+        if kept.numel():
+            low, high = (int(v) for v in torch.aminmax(kept))
+            if low < 0 or high >= outputs.shape[-1]:
+                raise DataError(
+                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
+                    f"{outputs.shape[-1]} logits), found {low if low < 0 else high}"
+                )
+
+
+class Categorical(Classes):
     """Softmax classification, C ≥ 2 logits; the loss of ``torch.nn.CrossEntropyLoss``.
 
     Targets are classes 0 … C−1, whole numbers ``[B]``, or soft ones ``[B, C]`` whose rows sum to
@@ -100,23 +126,7 @@ class Categorical(Likelihood):
                 "categorical targets must be one class index per example, got "
                 f"{tuple(targets.shape)}; of one-hot ones take y.argmax(-1)"
             )
-        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-            raise DataError(
-                f"categorical targets must be integers, got {targets.dtype}; use y.long()"
-            )
-        targets = targets.long()
-        self.check_values(targets, outputs)
-        return targets
-
-    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        kept = targets if self.ignore_index is None else targets[targets != self.ignore_index]
-        if kept.numel():
-            low, high = (int(v) for v in torch.aminmax(kept))
-            if low < 0 or high >= outputs.shape[-1]:
-                raise DataError(
-                    f"categorical targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
-                    f"{outputs.shape[-1]} logits), found {low if low < 0 else high}"
-                )
+        return self.classes(targets, outputs)
 
     def shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """t, what the loss asks of every class, ``[B, C]``."""

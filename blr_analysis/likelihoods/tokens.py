@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.likelihoods.base import Likelihood
-from blr_analysis.likelihoods.categorical import Categorical
+from blr_analysis.likelihoods.categorical import Categorical, Classes
 
 
-class TokenCategorical(Likelihood):
+class TokenCategorical(Classes):
     """A softmax at every token (``likelihood="tokens"``): outputs ``[B, T, C]``, targets [B, T].
 
     Tokens whose target is ``ignore_index`` (padding, prompts) do not count: their error is 0, and
@@ -100,23 +99,7 @@ class TokenCategorical(Likelihood):
                 f"{self.name} targets must be classes of shape {list(outputs.shape[:2])}, got "
                 f"{list(targets.shape)}; pad them with {self.ignore_index}"
             )
-        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-            raise DataError(
-                f"{self.name} targets must be integers, got {targets.dtype}; use labels.long()"
-            )
-        targets = targets.long()
-        self.check_values(targets, outputs)
-        return targets
-
-    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        kept = targets[targets != self.ignore_index]
-        if kept.numel():
-            low, high = (int(v) for v in torch.aminmax(kept))
-            if low < 0 or high >= outputs.shape[-1]:
-                raise DataError(
-                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1}, or be "
-                    f"{self.ignore_index} where they do not count; found {low if low < 0 else high}"
-                )
+        return self.classes(targets, outputs)
 
     def counted(self, targets: Tensor) -> Tensor:
         return targets != self.ignore_index

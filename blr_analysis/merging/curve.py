@@ -310,7 +310,7 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
             partial(merged, method=row.name, progress=False, **own),
             row.name,
             normalize,
-            normalize or (row.uses_precisions and not row.uses_base_precision),
+            normalize or row.divides_by_precisions,
         )
     if not mergers or len(mergers) != len(given):
         raise InputError("method must name at least one merge method, each once")

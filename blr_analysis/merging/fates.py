@@ -156,7 +156,7 @@ def _item(
         if not all(0 < share <= 1 for share in shares):
             raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
         thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
-    elif settings.divides or (method.uses_precisions and not method.uses_base_precision):
+    elif settings.divides or method.divides_by_precisions:
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(

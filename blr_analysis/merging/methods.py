@@ -44,6 +44,11 @@ class Method:
     span: Callable[[Tensor, Tensor], Tensor] | None = None
     models: int | None = None
 
+    @property
+    def divides_by_precisions(self) -> bool:
+        """Whether α_t H_t divide without H_0: then the weights must not sum to 0."""
+        return self.uses_precisions and not self.uses_base_precision
+
 
 METHODS = {
     row.name: row

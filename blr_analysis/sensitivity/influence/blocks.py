@@ -8,7 +8,7 @@ multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,10 +149,8 @@ def gradients(task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent) -
     each: dict[str, list[Tensor]] = {n: [] for n in q.mean}
     for chunk in chunks(task, q.mean, QUIET, columns=1, indices=indices):
         terms = loss_terms(task, chunk, cotangent)
-        reached = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
-        for name, m in q.mean.items():
-            none = m.new_zeros((len(chunk.indices), *m.shape))
-            each[name].append(reached.get(name, none))
+        for name, part in _explicit(terms, q, len(chunk.indices), q.form.shapes).items():
+            each[name].append(part)
     return {n: torch.cat(parts) for n, parts in each.items()}
 
 
@@ -190,19 +188,23 @@ def precondition(
                     for name, g in term.jacobian().items():
                         into.put(start + row, name, g[:, 0] / each[name])
         else:
-            solved = q.form.basis_solve(_explicit(q.form.into_basis(terms), q, n))
+            solved = q.form.basis_solve(
+                _explicit(q.form.into_basis(terms), q, n, q.form.basis_shapes())
+            )
             for name, part in (solved if turned else q.form.backward(solved)).items():
                 into.put(start, name, part)
         start += n
 
 
-def _explicit(terms: list[Term], q: Posterior, n: int) -> Tree:
-    """The gradients ``[B, ...]`` by name in the basis, zero where the model does not reach."""
+def _explicit(
+    terms: list[Term], q: Posterior, n: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Tree:
+    """The gradients ``[B, ...]`` by name, zero where the model does not reach."""
     reached = {name: g[:, 0] for term in terms for name, g in term.jacobian().items()}
     like = next(iter(q.mean.values()))
     return {
         name: reached[name] if name in reached else like.new_zeros((n, *shape))
-        for name, shape in q.form.basis_shapes().items()
+        for name, shape in shapes.items()
     }
 
 
