@@ -22,8 +22,9 @@ from blr_analysis.checks import positive_int, positive_number, whole
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.minimise import on_a_copy, write
-from blr_analysis.sensitivity.replay import PROBES, RATES, first_weights, prepare
+from blr_analysis.sensitivity.replay import PROBES, RATES, prepare
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.solving import FAMILIES, GroupSolver, checked_plan
 from blr_analysis.task import Task

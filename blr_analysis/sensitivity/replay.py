@@ -31,7 +31,6 @@ from torch import Tensor
 
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.minimise import on_a_copy
 from blr_analysis.task import Task
 
 # A task, the examples of it that count, and where they stand in the data before the change; what
@@ -124,7 +123,8 @@ def prepare(
 
     Args:
         weights: m, the trained ones.
-        start: the first ones, see :func:`first_weights`.
+        start: the first ones, see
+            :mod:`blr_analysis.sensitivity.first_weights`.
         passes: to be spent for each group, its own training and its part of what all share.
         groups: how many share what is done here.
         family: "adam" or "sgd"; None: told from the weights.
@@ -169,29 +169,6 @@ def _shares(family: str | None, groups: int) -> float:
     """What a group costs, its own training and its part of what all share, in trainings."""
     families = len(RATES) if family is None else 1
     return 1 + (1 + (1 + PROBES) * families) / groups
-
-
-def first_weights(task: Task, seed: int) -> Tree | None:
-    """The trainable weights drawn anew, each by its own layer; None where a layer has no way to.
-
-    Raises:
-        ModelError: the model cannot be copied.
-    """
-    copied = on_a_copy(task)
-    model = copied.model
-    drawn: set[int] = set()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for module in model.modules():
-            for name, inside in (("_reset_parameters", True), ("reset_parameters", False)):
-                reset = getattr(module, name, None)
-                if callable(reset):
-                    reset()
-                    drawn.update(id(p) for p in module.parameters(recurse=inside))
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    if any(id(p) not in drawn for p in weights.values()):
-        return None
-    return copied.parameters()
 
 
 def shortfall(weights: Tree, reached: Tree, squares: Tree) -> Tensor:

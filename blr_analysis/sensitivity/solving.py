@@ -22,9 +22,10 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import bar
+from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
-from blr_analysis.sensitivity.replay import Replay, enough, first_weights, prepare
+from blr_analysis.sensitivity.replay import Replay, enough, prepare
 from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
 

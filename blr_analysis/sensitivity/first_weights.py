@@ -1,0 +1,139 @@
+"""The weights that a training may have begun with, drawn anew by the model's own code.
+
+On a copy of the model every weight that is trained is set to NaN; what is still NaN when each
+layer, and each model that initialises its own layers, has done so cannot be drawn. Layers that only
+normalise, y = w ∘ x̂ + b, begin with w = 1 and b = 0 whatever they are called (w = 0 where they
+scale by 1 + w). A LoRA adapter begins with B = 0; what peft trains beside it, as the base has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.minimise import on_a_copy
+from blr_analysis.task import Task
+
+RESETS = ("_reset_parameters", "reset_parameters")
+FLAG = "_is_hf_initialized"  # by which transformers knows what it need not draw
+WIDE = 10.0  # the inputs that a norm is tried on: its eps is nothing beside them
+CLOSE = 1e-3  # how nearly it must normalise them
+
+
+def first_weights(task: Task, seed: int) -> Tree | None:
+    """The trainable weights drawn anew; None where the model's code does not say how.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+    weights = redrawn(task, seed)
+    return None if weights is None or undrawn(weights) else weights
+
+
+def undrawn(weights: Tree) -> list[str]:
+    """The names of those that are still NaN."""
+    return [name for name, w in weights.items() if bool(w.isnan().any())]
+
+
+def redrawn(task: Task, seed: int) -> Tree | None:
+    """The trainable weights as the model's own code draws them, NaN where nothing does; None where
+    that code fails."""
+    copied = on_a_copy(task)
+    model = copied.model
+    for p in model.parameters():
+        if p.requires_grad:
+            p.detach().fill_(torch.nan)
+    devices = [task.device] if task.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.manual_seed(seed)
+        try:
+            _draw(model)
+        except Exception:  # whatever a layer makes of weights that it did not expect
+            return None
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own and all(bool(p.isnan().all()) for p in own.values()):
+            for name, value in _of_a_norm(module, own).items():
+                own[name].detach().fill_(value)
+    return copied.parameters()
+
+
+def _draw(model: nn.Module) -> None:
+    """By each layer, then by the models that have a say in it, then by the adapters on them."""
+    for module in filter(_trains, model.modules()):
+        for name in RESETS:
+            if callable(reset := getattr(module, name, None)):
+                reset()
+    for owner in _owners(model):
+        if hasattr(owner, "initialize_weights") and hasattr(owner, "config"):  # of transformers
+            for module in owner.modules():
+                vars(module).pop(FLAG, None)
+            for p in owner.parameters():
+                setattr(p, FLAG, not p.requires_grad)
+            owner.initialize_weights()
+        else:
+            owner.apply(owner._init_weights)
+    for module in model.modules():
+        for name, config in dict(getattr(module, "peft_config", None) or {}).items():
+            _draw_adapter(module, name, config)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models with a function that initialises any of their layers."""
+    draw = getattr(model, "_init_weights", None)
+    if inspect.ismethod(draw) and len(inspect.signature(draw).parameters) == 1:
+        yield model
+    else:
+        for child in model.children():
+            yield from _owners(child)
+
+
+def _draw_adapter(model: nn.Module, name: str, config: object) -> None:
+    """The weights of one adapter of peft."""
+    start = getattr(config, "init_lora_weights", None)
+    if start not in (True, False, "gaussian"):
+        raise NotImplementedError("only LoRA, begun as it is by default")
+    for module in model.modules():
+        if hasattr(module, "reset_lora_parameters"):
+            module.reset_lora_parameters(name, start)
+        copies = getattr(module, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict) and name in copies:  # frozen below, and not redrawn
+            copies[name].load_state_dict(module.original_module.state_dict())  # type: ignore[operator]
+
+
+def _of_a_norm(module: nn.Module, own: dict[str, Tensor]) -> dict[str, float]:
+    """0 or 1 for each parameter of a layer that then does nothing but normalise; none for others.
+
+    To normalise is to give numbers of mean square 1, f(x) = f(c x) and f(−x) = −f(x).
+    """
+    shapes = {p.shape for p in own.values()}
+    if len(own) > 2 or len(shapes) > 1 or any(p.ndim != 1 for p in own.values()):
+        return {}
+    n = len(next(iter(own.values())))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape in ((4, 5, n), (4, n, 5, 5)):
+        x = WIDE * torch.randn(shape, generator=generator).to(next(iter(own.values())))
+        for numbers in product((0.0, 1.0), repeat=len(own)):
+            values = dict(zip(own, numbers, strict=True))
+            filled = {a: torch.full_like(own[a], v) for a, v in values.items()}
+            try:
+                y, larger, turned = (
+                    functional_call(module, filled, (c * x,)).double() for c in (1.0, 3.0, -1.0)
+                )
+            except Exception:  # an input that it does not take
+                continue
+            gaps = (y - larger, y + turned, y.square().mean() - 1)
+            if y.shape == x.shape and all(float(gap.abs().max()) < CLOSE for gap in gaps):
+                found.append(values)
+    return found[0] if found and all(values == found[0] for values in found) else {}
