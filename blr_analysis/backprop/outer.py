@@ -76,6 +76,9 @@ class Outer(Term):
     def part(self, chosen: slice) -> Outer:
         return Outer(self.joint, self.inputs[chosen], [d[chosen] for d in self.grads])
 
+    def columns(self, chosen: slice) -> Outer:
+        return replace(self, grads=self.grads[chosen])
+
     @property
     def matrix(self) -> MatrixShape | None:
         layout = self.layout
@@ -129,8 +132,16 @@ class Outer(Term):
         return squares
 
     def add_square_sum(self, into: Tree) -> None:
-        if self.weight is not None:
-            add_matrix_squares(self, self.layout.matrix(into[self.weight]))
+        weight = None if self.weight is None else self.layout.matrix(into[self.weight])
+        if self.positions == 1:
+            squares = sum((d.square() for d in self.grads[1:]), start=self.grads[0].square())
+            if weight is not None:
+                _add_position_squares(self.inputs, squares, weight)
+            if self.bias is not None:
+                into[self.bias] += squares.sum((0, 2)).flatten()
+            return
+        if weight is not None:
+            add_matrix_squares(self, weight)
         if self.bias is not None:
             into[self.bias] += self._bias_grads().square().sum((0, 2)).flatten()
 
@@ -138,9 +149,7 @@ class Outer(Term):
         d = sum(self.grads[1:], start=self.grads[0])
         sums: Tree = {}
         if self.weight is not None:
-            sums[self.weight] = self.layout.parameter(
-                torch.einsum("bgto,bgti->goi", d, self.inputs)
-            )
+            sums[self.weight] = self.layout.parameter(_summed(d, self.inputs))
         if self.bias is not None:
             sums[self.bias] = d.sum((0, 2)).flatten()
         return sums
@@ -420,12 +429,35 @@ def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
     return torch.bmm(flat, flat.mT)
 
 
+def _summed(d: Tensor, a: Tensor) -> Tensor:
+    """Σ_i Σ_t d_it a_itᵀ, ``[g, O, I]``; of patches, with their positions last, one by one."""
+    b, g, t, i = a.shape
+    o = d.shape[-1]
+    if a.stride(-1) == 1 or t == 1:
+        left, right = (x.transpose(0, 1).reshape(g, b * t, -1) for x in (d, a))
+        return torch.bmm(left.mT, right)
+    sums = a.new_zeros(g, o, i)
+    for rows in slices(b, BLOCK // (g * o * i)):
+        left, right = (x[rows].reshape(-1, t, x.shape[-1]) for x in (d, a))
+        sums += torch.bmm(left.mT, right).view(-1, g, o, i).sum(0)
+    return sums
+
+
+def _add_position_squares(a: Tensor, squares: Tensor, into: Tensor) -> None:
+    """Add Σ_i d_i² a_iᵀ² to ``into``, ``[g, O, I]``, of one position, from d² ``[B, g, 1, O]``.
+
+    The squares of a are made of some examples at a time: they stay in the cache.
+    """
+    g, o, i = into.shape
+    sums = a.new_zeros(g, o, i)
+    for rows in slices(len(a), max(o, CACHED // (g * i))):
+        d = squares[rows].squeeze(2).permute(1, 2, 0)  # [g, O, B]
+        sums.baddbmm_(d, a[rows].squeeze(2).square().transpose(0, 1))
+    into += sums
+
+
 def add_matrix_squares(term: Outer, into: Tensor) -> None:
-    """Add Σ_i Σ_c G_ic² to ``into``, ``[g, O, I]``."""
-    if term.positions == 1:
-        d = sum((d.squeeze(2).square() for d in term.grads), start=term.inputs.new_zeros(()))
-        into += torch.einsum("bgo,bgi->goi", d, term.inputs.squeeze(2).square())
-        return
+    """Add Σ_i Σ_c G_ic² of terms of several positions to ``into``, ``[g, O, I]``."""
     for _, rows, part in _blocks(term):
         if len(part) * len(term.grads) == 1:
             into[:, rows].addcmul_(part[0, :, 0], part[0, :, 0])

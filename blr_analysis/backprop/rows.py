@@ -61,6 +61,9 @@ class Rows(Term):
     def part(self, chosen: slice) -> Rows:
         return replace(self, ids=self.ids[chosen], grads=[d[chosen] for d in self.grads])
 
+    def columns(self, chosen: slice) -> Rows:
+        return replace(self, grads=self.grads[chosen])
+
     @property
     def matrix(self) -> MatrixShape:
         return MatrixShape(1, *self.shape, self.shape)  # type: ignore[arg-type]

@@ -67,6 +67,10 @@ class Term(ABC):
         """The same for some of the examples."""
         return Dense({n: g[chosen] for n, g in self.jacobian().items()})
 
+    def columns(self, chosen: slice) -> Term:
+        """The same for some of the columns."""
+        return Dense({n: g[:, chosen] for n, g in self.jacobian().items()})
+
     @property
     def matrix(self) -> MatrixShape | None:
         """Of a weight that is one matrix ``[O, I]``, as it is stored: how; see :meth:`rows`."""
@@ -180,14 +184,14 @@ class Term(ABC):
 class Dense(Term):
     """G_c held as it is, ``[B, K, *shape]`` per name: small parameters and unknown modules."""
 
-    columns: Tree
+    held: Tree
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.columns)
+        return tuple(self.held)
 
     def jacobian(self) -> Tree:
-        return self.columns
+        return self.held
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,9 @@ class Apart(Term):
 
     def part(self, chosen: slice) -> Apart:
         return self._each(lambda part: part.part(chosen))
+
+    def columns(self, chosen: slice) -> Apart:
+        return self._each(lambda part: part.columns(chosen))
 
     @property
     def matrix(self) -> MatrixShape | None:

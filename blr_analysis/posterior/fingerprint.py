@@ -26,18 +26,21 @@ _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 
 def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
     """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
-    count, however they are padded. One by one, so that long ones need no room together."""
+    count, however they are padded. One by one, so that long ones need no room together, but for
+    rows of tensors."""
     kept: dict[str, list[float]] = {"outputs": [], "targets": [], "losses": []}
-    for chosen in torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique():
-        index = chosen.reshape(1)
+    chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
+    rows = task.examples.is_tensors and not task.likelihood.is_sequence
+    for indices in chosen.split(task.batch_size if rows else 1):
         with torch.no_grad(), task.evaluation():
-            f, y = task.run(task.fetch(index), mean, index)
-        losses, counted = task.likelihood.at(index).nll(f, y), task.likelihood.counted(y)
-        f, y = (f, y) if counted is None else (f[counted], y[counted])
+            f, y = task.run(task.fetch(indices), mean, indices)
+        losses, counted = task.likelihood.at(indices).nll(f, y), task.likelihood.counted(y)
+        if counted is not None:
+            f, y = f[counted].unsqueeze(0), y[counted].unsqueeze(0)
         for numbers, values in zip(kept.values(), (f, y, losses), strict=True):
-            flat = values.detach().cpu().double().flatten()
-            places = torch.arange(1.0, len(flat) + 1, dtype=torch.float64)
-            numbers.append(float(flat @ places.cos()))
+            flat = values.detach().cpu().double().reshape(len(values), -1)
+            places = torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64)
+            numbers += (flat @ places.cos()).tolist()
     return kept
 
 

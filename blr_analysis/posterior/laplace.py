@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
@@ -144,11 +145,30 @@ def fit_laplace(
         instance("generator", generator, torch.Generator, "a torch.Generator")
     chunking = Chunking(chunk_size, memory_budget, progress)
     columns, count = _columns(task, curvature, samples, generator, expected)
+    # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
+    measures = prior_precision is None or not (task.likelihood.is_sequence or memory_budget)
+    slope: dict[str, Tensor] = {}
 
     def passes(label: str, indices: Tensor | None = None) -> Iterator[list[Term]]:
+        """One sweep; the first over all data also sums the gradient, from one column more."""
+        first = measures and not slope and indices is None
+        more = int(first and curvature != "empirical_fisher")  # whose own column it is
         own = shared(task, params, indices)
-        swept = chunks(task, params, chunking, columns=count, indices=own, label=label)
-        return (chunk.terms(columns(chunk), last=True) for chunk in swept)
+        asked = (n_outputs(task, params) if count is None else count) + more
+        if first:
+            slope.update({n: torch.zeros_like(p) for n, p in params.items()})
+        for chunk in chunks(task, params, chunking, columns=asked, indices=own, label=label):
+            cotangents = columns(chunk)
+            if more:
+                error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+                cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
+            terms = chunk.terms(cotangents, last=True)
+            for term in terms if first else ():
+                for name, gradient in term.columns(slice(-1, None)).sum().items():
+                    slope[name] += gradient
+            yield [term.columns(slice(-1)) for term in terms] if more else terms
+        if first:
+            ranks.total(slope.values())
 
     fit = Fit(
         params,
@@ -166,10 +186,8 @@ def fit_laplace(
     )
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}
-    slope: dict[str, Tensor] | None = None
     if prior_precision is None and not kind.of_inputs:
         kronecker, _ = Kronecker.fitted(fit)
-        slope, _ = loss_and_gradient(task, params)
         delta, how = chosen_prior(kronecker, prior.gap(params), slope)
         prior = Prior({None: delta}, prior.mean)
         choice = {"prior_choice": {"delta": delta, **how}}
@@ -215,10 +233,8 @@ def fit_laplace(
         n_data=task.n_data,
         record=record | more | choice,
     )
-    # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
-    if not (slope or kind.of_inputs or task.likelihood.is_sequence or memory_budget):
-        slope, _ = loss_and_gradient(task, params)
-    if slope is not None:
+    if measures and not kind.of_inputs:
+        slope = slope or loss_and_gradient(task, params)[0]
         check_connected(task, params, slope)
         measured(task, q, slope)
     return q
