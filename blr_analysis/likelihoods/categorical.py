@@ -31,13 +31,15 @@ class Classes(Likelihood):
         return targets
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        kept = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+        ignored, c = self.ignore_index, outputs.shape[-1]
+        kept = targets if ignored is None else targets[targets != ignored]
         if kept.numel():
             low, high = (int(v) for v in torch.aminmax(kept))
-            if low < 0 or high >= outputs.shape[-1]:
+            if low < 0 or high >= c:
+                wanted = f"0 … {c - 1}" if ignored is None else f"0 … {c - 1}, or be {ignored}"
                 raise DataError(
-                    f"{self.name} targets must lie in 0 … {outputs.shape[-1] - 1} (the model has "
-                    f"{outputs.shape[-1]} logits), found {low if low < 0 else high}"
+                    f"{self.name} targets must lie in {wanted} (the model has {c} logits), "
+                    f"found {low if low < 0 else high}"
                 )
 
 

@@ -96,8 +96,17 @@ def go_on(model: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
-def test_a_run_of_ivon_opt_goes_on_here() -> None:
+def go_on_alike(model: nn.Module, whole: Any, other: nn.Module, resumed: Any) -> None:
     """Both draw the same noise, so that every later step is the same."""
+    draws = torch.get_rng_state()
+    go_on(model, whole, 3)
+    torch.set_rng_state(draws)
+    go_on(other, resumed, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_of_ivon_opt_goes_on_here() -> None:
     model, other = network(), network()
     torch.manual_seed(5)
     whole = theirs(model, 3)
@@ -106,12 +115,7 @@ def test_a_run_of_ivon_opt_goes_on_here() -> None:
     ours = blr.IVON(other.parameters(), lr=1.0, ess=1.0)
     ours.load_state_dict({**part.state_dict(), "current_step": part.current_step})
     assert ours.param_groups[0]["lr"] == 0.05 and ours.param_groups[0]["ess"] == N
-    draws = torch.get_rng_state()
-    go_on(model, whole, 3)
-    torch.set_rng_state(draws)
-    go_on(other, ours, 3)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    go_on_alike(model, whole, other, ours)
 
 
 def test_a_run_of_ours_goes_on_there() -> None:
@@ -128,12 +132,7 @@ def test_a_run_of_ours_goes_on_there() -> None:
     torch.testing.assert_close(
         there.param_groups[0]["hess"], whole.param_groups[0]["hess"], rtol=1e-5, atol=0
     )
-    draws = torch.get_rng_state()
-    go_on(model, whole, 2)
-    torch.set_rng_state(draws)
-    go_on(other, there, 2)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    go_on_alike(model, whole, other, there)
 
 
 def test_what_their_states_do_not_say() -> None:
