@@ -40,7 +40,8 @@ REPEATS = 8  # examples that are read twice to find out whether the data stand s
 class Examples:
     """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
     names of its inputs and the words of its classes too, in the order of their numbers. ``table``
-    are the inputs of the whole dataset by column as somebody reads them, where the model's differ.
+    are the inputs of the whole dataset by column as somebody reads them, where the model's differ;
+    ``labels`` are the rows' own, where pandas brought them.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
     >>> data.batch(torch.tensor([2, 0]))[1]
@@ -52,6 +53,7 @@ class Examples:
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
     table: Mapping[str, Any] | None = field(default=None, compare=False)
+    labels: tuple[Any, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,7 +83,8 @@ class Examples:
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
-        return replace(self, dataset=Subset(self.dataset, list(indices)))
+        labels = self.labels and tuple(self.labels[i] for i in indices)
+        return replace(self, dataset=Subset(self.dataset, list(indices)), labels=labels)
 
     def check_coded_as(self, others: Examples) -> None:
         """Raise :class:`InputError` where a column or a class has another number in the others."""
@@ -199,7 +202,12 @@ def _from_frame(frame: Any, target: str | None) -> tuple[Examples, Any]:
         raise DataError("the DataFrame has no column of numbers to predict from")
     x = torch.from_numpy(frame[numbers].to_numpy(dtype=np.float32, copy=True))
     y, classes = _labels(frame[target])
-    examples = replace(read_data((x, y)), columns=tuple(map(str, numbers)), classes=classes)
+    examples = replace(
+        read_data((x, y)),
+        columns=tuple(map(str, numbers)),
+        classes=classes,
+        labels=tuple(frame.index),
+    )
     return examples, frame[[name for name in rest if name not in numbers]]
 
 
@@ -238,7 +246,8 @@ def _examples(data: Any) -> Examples:
         return Examples(_examples(data.dataset).dataset, data.collate_fn)
     several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
     if several and any(hasattr(part, "__array__") for part in data):
-        return Examples(_pair(data))
+        pair = _pair(data)
+        return Examples(pair, labels=row_labels(dict(zip("Xy", data, strict=True)), len(pair)))
     lists = several and len(data) == 2 and all(type(part) is list for part in data)
     if lists and not any(hasattr(leaf, "__array__") for leaf in tree_leaves(data)):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
@@ -322,24 +331,58 @@ def _same(a: Any, b: Any) -> bool:
     return True  # nothing that could be compared without knowing it
 
 
+def row_labels(
+    given: Mapping[str, Any], n_data: int, known: tuple[Any, ...] | None = None
+) -> tuple[Any, ...] | None:
+    """The one index of all the pandas objects among these, which have a row for each example, and
+    of the data, where it is ``known``.
+
+    0 … N − 1 counts rows and goes with labels of every kind but those that are places themselves.
+
+    Raises:
+        InputError: they differ.
+    """
+    held = {} if known is None else {"the data": known}
+    held |= {
+        name: tuple(x.index)
+        for name, x in given.items()
+        if hasattr(x, "to_numpy") and hasattr(x, "index")
+    }
+    places = tuple(range(n_data))
+    first = next((name for name, own in held.items() if own != places), next(iter(held), None))
+    if first is None:
+        return None
+    labels = held[first]
+    for name, own in held.items():
+        if own != labels and (own != places or set(labels) == set(places)):
+            raise InputError(
+                f"the row labels of {first} and {name} differ; order them alike, or pass "
+                ".to_numpy()"
+            )
+    return labels
+
+
 def chosen_indices(
     indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
 ) -> list[int]:
     """Indices or a boolean mask as a list of indices, checked, in the order given.
 
-    A mask that is a pandas Series is read by its own index: the ``labels`` of the examples, or
-    0 … N − 1.
+    A mask that is a pandas Series is read by its own index, which must be 0 … N − 1 or hold the
+    ``labels`` of the examples; a pandas Index holds labels. Numbers in anything else are places.
 
     Raises:
         InputError: a mask of another length or index, an index out of range, or something else.
     """
-    if hasattr(indices, "to_numpy"):
-        if hasattr(indices, "reindex") and indices.dtype == bool:
-            indices = _by_label(indices, n_data, name, labels)
-        indices = indices.to_numpy()
-    if isinstance(indices, np.ndarray):
-        indices = np.require(indices, requirements="W")
+    if hasattr(indices, "get_indexer"):
+        return _labelled(indices, name, labels)
+    masked = hasattr(indices, "reindex") and indices.dtype.kind == "b"
+    if masked:
+        indices = _by_label(indices, n_data, name, labels)
     try:
+        if hasattr(indices, "to_numpy"):
+            indices = indices.to_numpy(dtype=bool) if masked else indices.to_numpy()
+        if isinstance(indices, np.ndarray):
+            indices = np.require(indices, requirements="W")
         values = torch.as_tensor(list(indices) if isinstance(indices, (range, set)) else indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
@@ -361,9 +404,11 @@ def chosen_indices(
     return chosen
 
 
-def distinct_indices(indices: Any, n_data: int, name: str = "indices") -> list[int]:
+def distinct_indices(
+    indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
+) -> list[int]:
     """The same, of which there must be one at least, and none twice."""
-    chosen = chosen_indices(indices, n_data, name)
+    chosen = chosen_indices(indices, n_data, name, labels)
     if not chosen or len(set(chosen)) < len(chosen):
         what = "an example more than once" if chosen else "no example"
         raise InputError(f"{name} names {what}; give each index once")
@@ -371,24 +416,36 @@ def distinct_indices(indices: Any, n_data: int, name: str = "indices") -> list[i
 
 
 def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
-    """A boolean Series in the order of the examples."""
-    own, numbers = list(mask.index), list(range(n_data))
-    if labels not in (None, own, numbers) and set(labels) == set(own) == set(numbers):
-        raise InputError(
-            f"{name} may name rows of the DataFrame, which are not in order, or places; "
-            "reset_index(drop=True) first"
-        )
-    for places in (labels, numbers):
+    """A boolean Series in the order of the examples, where it is certain."""
+    own, places = list(mask.index), list(range(n_data))
+    known = places if labels is None else list(labels)
+    if own == known or len(own) != n_data:
+        return mask
+    if set(known) != set(places):  # no label that may be meant as a place
         if own == places:
             return mask
-        if places is not None and mask.index.is_unique and set(own) == set(places):
-            return mask.reindex(places)
-    if len(own) != n_data:
-        return mask
+        if mask.index.is_unique and set(own) == set(known):
+            return mask.reindex(known)
     raise InputError(
         f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the {n_data} examples; "
         f"pass {name}.to_numpy() if it is in their order"
     )
+
+
+def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
+    """The places of a pandas Index of labels."""
+    if labels is None:
+        raise InputError(
+            f"{name} holds row labels, of which the task knows none; pass its mask as "
+            "mask.to_numpy(), or places"
+        )
+    places = {label: i for i, label in enumerate(labels)}
+    if len(places) < len(labels):
+        raise InputError(f"{name} holds row labels, which repeat here; pass a mask")
+    strange = [label for label in chosen if label not in places]
+    if strange:
+        raise InputError(f"{name} holds {strange[0]!r}, the label of no example; pass a mask")
+    return [places[label] for label in chosen]
 
 
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:

@@ -42,6 +42,7 @@ from blr_analysis.data import (
     opened,
     read_data,
     read_metadata,
+    row_labels,
     versions,
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
@@ -77,8 +78,9 @@ class Task:
         batch_size: examples in one forward pass.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
-            value per example; they come back in every table and can be selected by. Masks may have
-            the DataFrame's index.
+            value per example; they come back in every table and can be selected by. Where they,
+            ``weights`` or the data are of pandas, their one index is that of the examples: a mask
+            that is a Series is read by it, and a pandas Index selects by it.
         target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
             their order, its columns of words the metadata, and labels that are words count from 0
             in the order of their ``pd.Categorical``, else of the alphabet. Of a
@@ -130,9 +132,12 @@ class Task:
         self.forward: Forward = forward or default_forward
         metadata = described if metadata is None else metadata
         self.metadata = read_metadata(metadata, self.n_data)
+        given = {} if metadata is None else metadata
+        columns = {f"metadata {k!r}": given[k] for k in given}
+        labels = row_labels(columns | {"weights": weights}, self.n_data, self.examples.labels)
+        if labels != self.examples.labels:
+            self.examples = replace(self.examples, labels=labels)
         self.prior_precision: Any = None  # δ, where what was read names it
-        rows = getattr(metadata, "index", getattr(described, "index", None))
-        self.row_labels = None if rows is None else list(rows)  # pandas
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
@@ -171,9 +176,10 @@ class Task:
             ('categorical', 2.0)
         """
         read = read_estimator(estimator, X, y)
+        data = read_data((read.inputs, read.targets))
         task = cls(
             read.model,
-            (read.inputs, read.targets),
+            replace(data, labels=row_labels({"X": X, "y": y}, len(data))),
             likelihood=likelihood or read.likelihood,
             forward=centred if read.likelihood.name == "categorical" else None,
             weights=None if read.weights is None else torch.from_numpy(read.weights),
@@ -203,10 +209,10 @@ class Task:
         Raises:
             InputError: a mask of another length, or an index out of range.
         """
-        chosen = chosen_indices(indices, self.n_data, labels=self.row_labels)
+        chosen = chosen_indices(indices, self.n_data, labels=self.examples.labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
-        part = Task(
+        return Task(
             self.model,
             self.examples.subset(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
@@ -215,8 +221,6 @@ class Task:
             device=self.device,
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
         )
-        part.row_labels = self.row_labels and [self.row_labels[i] for i in chosen]
-        return part
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device; a noise
@@ -505,7 +509,8 @@ def _plain_recurrences(model: nn.Module) -> Iterator[None]:
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     try:
-        w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+        held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
+        w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"weights must be numbers, one per example: {error}") from error
     if likelihood.is_sequence:

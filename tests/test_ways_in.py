@@ -119,7 +119,7 @@ def test_masks_have_the_index_of_the_frame() -> None:
     cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
     assert {int(y) for _, y in cats.dataset} == {0} and cats.n_data == 8
     ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
-    with pytest.raises(InputError, match="reset_index"):
+    with pytest.raises(InputError, match="to_numpy"):
         ambiguous.subset(FRAME.label == "cat")
 
 

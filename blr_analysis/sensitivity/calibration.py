@@ -161,7 +161,7 @@ def calibrate(
         )
         chosen, weight = draw((loo.losses - loo.losses_before).double(), probe, generator)
     else:
-        chosen = torch.tensor(distinct_indices(indices, task.n_data))
+        chosen = torch.tensor(distinct_indices(indices, task.n_data, labels=task.examples.labels))
         weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
     exact = None
     if kind in ("auto", "descent"):

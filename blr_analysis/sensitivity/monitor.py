@@ -125,7 +125,7 @@ class Monitor(Plottable):
         self.task = task
         self.every = positive_int("every", every)
         self.test = None if test is None else _test_task(test, task)
-        self.indices = _watched(examples, task.n_data, seed)
+        self.indices = _watched(examples, task, seed)
         self.keep = _measures(keep)
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.rows: list[dict[str, float]] = []
@@ -423,8 +423,9 @@ def _measures(keep: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one_of("keep", name, MEASURES) for name in names))
 
 
-def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
+def _watched(examples: Any, task: Task, seed: int) -> Tensor:
     """The indices of the watched examples, sorted."""
+    n_data = task.n_data
     if examples is None:
         return torch.arange(n_data)
     if isinstance(examples, Integral) and not isinstance(examples, bool):
@@ -433,7 +434,8 @@ def _watched(examples: Any, n_data: int, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    return torch.tensor(distinct_indices(examples, n_data, "examples")).sort().values
+    chosen = distinct_indices(examples, n_data, "examples", task.examples.labels)
+    return torch.tensor(chosen).sort().values
 
 
 def _test_task(test: Any, task: Task) -> Task:

@@ -100,7 +100,7 @@ def select(
     if callable(selection):
         chosen = _asked(selection, Columns(task, posterior), n, name)
     else:
-        chosen = chosen_indices(selection, n, name, task.row_labels)
+        chosen = chosen_indices(selection, n, name, task.examples.labels)
     if not chosen:
         raise InputError(f"{name} selects none of the {n} examples")
     indices = torch.tensor(sorted(chosen))

@@ -85,9 +85,10 @@ def what_if(
             add=data, evaluate=data)``: its sites are subtracted, then come ``steps`` (10) of the
             rule on the changed data; ``error`` estimates how far that is from fitting again.
         remove: a boolean mask ``[N]``, indices, or a function of a row of the scores' table
-            (``lambda row: row.target == 3``; metadata columns included).
+            (``lambda row: row.target == 3``; metadata columns included). A pandas Series is a mask
+            by its own index, a pandas Index names rows; numbers in a list are places, 0 … N − 1.
         add: a task with examples to be added (its model is not used, its data and forward are).
-        relabel: index → new target.
+        relabel: index → new target; a pandas Series: row label → new target.
         evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step in the posterior's structure; where "auto" takes it for
@@ -301,14 +302,17 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
     if relabel is None:
         return {}
     try:
-        indices = list(relabel.keys())
-        labels = [relabel[index] for index in indices]
+        named = relabel.keys()
+        labels = [relabel[index] for index in named]
     except (AttributeError, TypeError, KeyError) as error:
         raise InputError(
             f"relabel must be a dict from index to new target, got {type(relabel).__name__}"
         ) from error
-    chosen = chosen_indices(indices, task.n_data, "relabel") if indices else []
-    if len(set(chosen)) < len(indices):
+    indices = named if hasattr(named, "get_indexer") else list(named)  # an Index holds row labels
+    chosen = []
+    if labels:
+        chosen = chosen_indices(indices, task.n_data, "relabel", task.examples.labels)
+    if len(set(chosen)) < len(labels):
         raise InputError("relabel names an example more than once, or by booleans; use its index")
     both = set(chosen) & set(leaving.tolist())
     if both:

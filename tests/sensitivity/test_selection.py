@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -46,7 +46,6 @@ MASK = [i in (1, 4, 8) for i in range(N)]
         torch.tensor(MASK),
         np.array(MASK),
         pd.Series(MASK),
-        pd.Series(MASK[::-1], index=range(N - 1, -1, -1)),
         [1, 4, 8],
         {4, 8, 1},
         torch.tensor([8, 4, 1]),
@@ -88,6 +87,99 @@ def test_a_series_is_read_by_its_index(audit) -> None:
     assert part.metadata == {"source": ["a", "c", "b"]}
     turned = pd.Series([True, False, False], index=[101, 104, 108])
     assert select(turned, part.subset([2, 0, 1]), q).tolist() == [1]
+
+
+SHUFFLED = pd.DataFrame({"source": list("aabbccaab")}).sample(frac=1, random_state=0)
+STRANGE = SHUFFLED.set_axis([f"row {i}" for i in SHUFFLED.index])
+WAYS = {
+    "metadata": lambda f, x, y: blr.Task(mlp(), (x, y), metadata={"source": f.source}),
+    "pair": lambda f, x, y: blr.Task(mlp(), (pd.DataFrame(x.numpy(), index=f.index), y)),
+    "weights": lambda f, x, y: blr.Task(mlp(), (x, y), weights=pd.Series(1.0, index=f.index)),
+    "frame": lambda f, x, y: blr.Task(
+        mlp(), pd.DataFrame(x.numpy(), index=f.index).assign(y=y.numpy()), target="y"
+    ),
+    "subset": lambda f, x, y: blr.Task(mlp(), (x.flip(0), y.flip(0)), metadata=f[::-1]).subset(
+        range(N - 1, -1, -1)
+    ),
+    "features": lambda f, x, y: blr.Task(mlp(), (x, y), metadata=f).on_features(),
+    "another model": lambda f, x, y: blr.Task(mlp(), (x, y), metadata=f).with_model(
+        blr.Task(mlp(), (x, y))
+    ),
+}
+
+
+@pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
+@pytest.mark.parametrize("way", WAYS)
+def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) -> None:
+    x, y = torch.randn(N, 4), torch.arange(N) % 3
+    task, q = WAYS[way](frame, x, y), cast(Any, None)
+    mask = frame.source == "b"
+    places = np.flatnonzero(mask).tolist()
+    assert select(mask, task, q).tolist() == places
+    assert select(mask.astype("boolean"), task, q).tolist() == places
+    assert select(frame.index[mask], task, q).tolist() == places
+    assert task.subset(frame.index[mask][::-1]).n_data == len(places)
+    assert task.subset(frame.index[mask][::-1]).examples.labels == tuple(frame.index[mask][::-1])
+    if frame is STRANGE:
+        assert select(mask.sort_index(), task, q).tolist() == places
+    else:  # of rows, or of places?
+        with pytest.raises(InputError, match="to_numpy"):
+            select(mask.sort_index(), task, q)
+
+
+@pytest.mark.parametrize("metadata", [None, {"source": list(SHUFFLED.source)}])
+def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
+    x, y = torch.randn(N, 4), torch.arange(N) % 3
+    task, mask = blr.Task(mlp(), (x, y), metadata=metadata), SHUFFLED.source == "b"
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    for chosen in (mask, SHUFFLED.index[mask]):
+        for ask in (
+            lambda given: task.subset(given),
+            lambda given: blr.what_if(task, q, remove=given, progress=False),
+            lambda given: blr.calibrate(task, q, indices=given, progress=False),
+            lambda given: blr.Monitor(task, examples=given),
+        ):
+            with pytest.raises(InputError, match="to_numpy"):
+                ask(chosen)
+    reset = blr.Task(mlp(), (x, y), metadata={"source": SHUFFLED.source.reset_index(drop=True)})
+    with pytest.raises(InputError, match="to_numpy"):
+        reset.subset(mask)
+
+
+def test_labels_are_one_index_and_each_names_one_row() -> None:
+    data = torch.randn(N, 4), torch.arange(N) % 3
+    source = STRANGE.source
+    for other in (source[::-1], source.set_axis(range(100, 100 + N))):
+        with pytest.raises(InputError, match="labels"):
+            blr.Task(mlp(), data, metadata={"source": source, "other": other})
+    places = blr.Task(mlp(), data, metadata={"a": source, "b": source.reset_index(drop=True)})
+    assert places.examples.labels == tuple(source.index)
+    twice = blr.Task(mlp(), data, metadata={"source": source.set_axis([0, *range(N - 1)])})
+    for task in (places, twice):
+        with pytest.raises(InputError, match="label"):
+            task.subset(pd.Index(["row 0", "nowhere"]))
+
+
+def test_a_series_relabels_the_rows_that_it_names() -> None:
+    task = WAYS["frame"](SHUFFLED, torch.randn(N, 4), torch.arange(N) % 3)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    new = pd.Series([2, 0], index=[4, 7])
+    by_place = {list(SHUFFLED.index).index(label): value for label, value in new.items()}
+    ours, theirs = (
+        blr.what_if(task, q, relabel=given, solver="posterior", progress=False)
+        for given in (new, by_place)
+    )
+    assert ours.nll == theirs.nll
+
+
+def test_scikit_learn_tasks_know_the_rows_of_their_frame() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    y = pd.Series(np.arange(N) % 2, index=SHUFFLED.index)
+    X = pd.DataFrame(np.random.default_rng(0).normal(size=(N, 2)), index=SHUFFLED.index)
+    task = blr.Task.from_sklearn(LogisticRegression().fit(X, y), X, y)
+    kept = task.subset(y == 1)
+    assert kept.n_data == N // 2 and {float(t) for _, t in kept.dataset} == {1.0}
 
 
 def test_one_index_and_a_range(audit) -> None:
