@@ -132,7 +132,7 @@ def posterior_quality(small: bool = False) -> tuple[Figure, Numbers]:
         ratio = (diagonal * curvature).sqrt()  # of conditional deviations to mean-field's
         numbers[name] = float(ratio.log().mean().exp())
         numbers[f"{name}: mean"] = float((q.mean["weight"][0] - mean).norm())
-    axes.set(xlim=(-0.5, 3), ylim=(-1, 2.5), xlabel="θ₁", ylabel="θ₂")
+    axes.set(xlim=(-0.5, 3.8), ylim=(-1, 2.5), xlabel="θ₁", ylabel="θ₂")
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     return figure, numbers
 

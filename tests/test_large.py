@@ -86,6 +86,12 @@ def run(what: str, folder: Path, out: Path, *more: str) -> None:
     large.main([*given, "--device", "cpu", *more], TOYS)
 
 
+def test_the_networks_are_those_of_the_papers() -> None:
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in r.model().parameters()) for r in large.RECIPES.values()]
+    assert sizes == [25_557_032, 124_439_808]
+
+
 def test_tokens_are_read_as_they_were_written(texts: Path) -> None:
     train, held_out = (Windows(texts / f"{part}.bin", 8) for part in ("train", "val"))
     assert len(train) == 3998 * 41 // 8 and len(held_out) == (3 * 41 - 1) // 8
