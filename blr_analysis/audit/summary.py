@@ -36,7 +36,7 @@ from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut, WhatIf
 from blr_analysis.task import Task
 
-SHOWN = 8
+SHOWN = 8  # examples in each list
 MOST_ROWS = 20
 NAMED = 5  # groups in a sentence
 EXCERPT = 48  # characters of a text
@@ -54,20 +54,17 @@ REGION_MEANS = {
 }
 
 
-def summary(
-    findings: Findings, *, shown: int = SHOWN, about_loo: str | None = None
-) -> RenderableType:
+def summary(findings: Findings, *, about_loo: str | None = None) -> RenderableType:
     """All sections that the findings allow, one below the other.
 
     Args:
-        shown: examples in each list.
         about_loo: a remark below the leave-one-out estimate.
     """
     table = findings.table
     parts = [
         trust_section(findings.task, findings.posterior, getattr(findings.loo, "leverage", None)),
-        influential_section(table, shown),
-        suspicious_section(table, shown),
+        influential_section(table),
+        suspicious_section(table),
         loo_section(findings.loo, findings.on_test),
         *([] if about_loo is None else [note(about_loo)]),
         map_section(findings.memory),
@@ -100,9 +97,9 @@ def trust_notes(task: Task, posterior: Posterior, leverage: Tensor | None = None
     return said
 
 
-def influential_section(table: pd.DataFrame, shown: int) -> RenderableType:
+def influential_section(table: pd.DataFrame) -> RenderableType:
     """The examples that shape the model most."""
-    worst = most_influential(table, shown)
+    worst = most_influential(table, SHOWN)
     measure = influence_column(worst)
     columns: dict[str, Iterable[Any]] = {"index": worst["index"], **_answers(worst)}
     columns[measure.replace("_", "-")] = [f"{v:.3g}" for v in worst[measure]]
@@ -114,9 +111,9 @@ def influential_section(table: pd.DataFrame, shown: int) -> RenderableType:
     return section("Most influential examples", said, grid(columns))
 
 
-def suspicious_section(table: pd.DataFrame, shown: int) -> RenderableType:
+def suspicious_section(table: pd.DataFrame) -> RenderableType:
     """The labels, or targets, that the model contradicts when it has not seen them."""
-    worst = most_suspicious(table, shown)
+    worst = most_suspicious(table, SHOWN)
     if "suspicious" not in table:
         measure = suspicion_column(worst)
         rows = grid(
@@ -233,9 +230,9 @@ def map_section(memory: MemoryMap) -> RenderableType:
     return section("Memory map", lead, rows)
 
 
-def extremes_section(memory: MemoryMap, shown: int = SHOWN) -> RenderableType:
+def extremes_section(memory: MemoryMap) -> RenderableType:
     """The examples with the largest error times variance, memorable ones first."""
-    rows = memory.table.iloc[extremes(memory, shown)]
+    rows = memory.table.iloc[extremes(memory, SHOWN)]
     columns: dict[str, Iterable[Any]] = {"index": rows["index"]}
     if "target" in rows:
         columns["label"] = rows["target"].map(plain)

@@ -27,6 +27,7 @@ FIELDS = (
     "model_sha256",
     "sample_sha256",
 )
+STRUCTURES = ("diag", "gram", "kron")
 SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
 EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 
@@ -56,9 +57,7 @@ def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
     return record
 
 
-def checked_record(
-    record: dict[str, Any], where: str, structures: tuple[str, ...] = ("diag", "gram", "kron")
-) -> dict[str, Any]:
+def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """The record of precisions for merging, complete: its kind by today's name, δ as floats.
 
     Raises:
@@ -66,9 +65,9 @@ def checked_record(
             entry per weight.
     """
     again = "Save it again with this release, or write it with write_precision."
-    if record.get("structure") not in structures:
+    if record.get("structure") not in STRUCTURES:
         raise StorageError(
-            f"{where!r} is of structure {record.get('structure')!r}: expected one of {structures}."
+            f"{where!r} is of structure {record.get('structure')!r}: expected one of {STRUCTURES}."
         )
     names = record.get("parameters")
     if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):

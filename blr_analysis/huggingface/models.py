@@ -119,10 +119,7 @@ def load_model(
 
 
 def load_language_model(
-    folder: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str] | None = None,
-    device: str | torch.device = "cpu",
+    folder: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
 ) -> Pretrained:
     """A causal language model with its tokenizer; or a LoRA adapter on its base, whose own weights
     alone are the parameters.
@@ -136,10 +133,10 @@ def load_language_model(
     """
     place = Path(path_of(folder)).expanduser()
     if not (place / ADAPTER).is_file():
-        return load_model(place, device=device)
+        return load_model(place)
     if find_spec("peft") is None:
         raise InputError(f"a LoRA adapter needs peft: {install('peft')}")
-    loaded = load_model(_base_of(place, base), device=device)
+    loaded = load_model(_base_of(place, base))
     with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is missing is raised below
         model = _adapted(loaded, place)

@@ -132,7 +132,7 @@ def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, floa
     return [own, *(family for family in tried if family != own)]
 
 
-def chosen_job(job: Job, validate: Any, *, criterion: str = "nll") -> tuple[Job, Choice]:
+def chosen_job(job: Job, validate: Any) -> tuple[Job, Choice]:
     """A merge of folders by the best of :func:`candidates`."""
     choice = chosen(
         job.base,
@@ -144,7 +144,7 @@ def chosen_job(job: Job, validate: Any, *, criterion: str = "nll") -> tuple[Job,
         n_data=[m.n_data for m in job.members],
         tasks=None,
         validate=validate,
-        criterion=criterion,
+        criterion="nll",
     )
     how = choice.settings
     weights = how.get("weights") or [m.weight for m in job.members]

@@ -301,9 +301,7 @@ def conjugate_gradients(
     right: Tensor,
     precondition: Callable[[Tensor], Tensor],
     *,
-    tolerance: float = TOLERANCE,
     rounding: float = 0.0,
-    most: int = MOST,
 ) -> tuple[Tensor, float, int, bool]:
     """H⁻¹ R from 0, as far as R is more than ``rounding``: the solution, its relative residual, the
     iterations, and whether H was positive along all of them."""
@@ -313,9 +311,9 @@ def conjugate_gradients(
         return x, 0.0, 0, True
     z = precondition(r)
     p, rz = z, (r * z).sum()
-    for k in range(most):
+    for k in range(MOST):
         size = float(r.norm())
-        if size <= tolerance * goal:
+        if size <= TOLERANCE * goal:
             return x, size / goal, k, True
         q = times(p)
         curved = (p * q).sum()
@@ -326,4 +324,4 @@ def conjugate_gradients(
         z = precondition(r)
         rz, last = (r * z).sum(), rz
         p = z + (rz / last) * p
-    return x, float(r.norm()) / goal, most, True
+    return x, float(r.norm()) / goal, MOST, True

@@ -15,6 +15,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 
 STRAIGHT = 0.9995  # a cosine above it: the arc is a line
+TINY = 1e-5  # lengths and angles below it are none
 
 
 def slerp(gram: Tensor, weights: Tensor) -> Tensor:
@@ -46,11 +47,11 @@ def multislerp(gram: Tensor, weights: Tensor) -> Tensor:
     return karcher(gram, weights, steps=0)
 
 
-def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10, tolerance: float = 1e-5) -> Tensor:
+def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     """The weighted mean of the directions on the sphere, times the mean length.
 
     From u = Σ α v/|v|, made a unit vector: the tangents Σ α φ/sin φ (v/|v| − cos φ u), with φ
-    the angle between v and u, are walked along as an arc until they are shorter than ``tolerance``.
+    the angle between v and u, are walked along as an arc until they are shorter than 1e-5.
 
     Source: Karcher, "Riemannian center of mass and mollifier smoothing", 1977.
 
@@ -59,28 +60,28 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10, tolerance: float 
     tensor([0.5303, 1.0607], dtype=torch.float64)
     """
     lengths = gram.diagonal().sqrt()
-    there = lengths > tolerance
+    there = lengths > TINY
     shares = torch.where(there, weights, 0.0)
     if not float(shares.sum()):
         return torch.zeros_like(weights)
     shares = shares / shares.sum()
     per_length = torch.where(there, 1 / lengths, 0.0)
-    at = _unit(shares * per_length, gram, tolerance)
+    at = _unit(shares * per_length, gram)
     for _ in range(steps):
         cosines = (gram @ at * per_length).clamp(-1, 1)
         angles = cosines.acos()
-        pull = shares * torch.where(angles > tolerance, angles / angles.sin(), 0.0)
+        pull = shares * torch.where(angles > TINY, angles / angles.sin(), 0.0)
         tangent = pull * per_length - (pull @ cosines) * at
         size = float((tangent @ gram @ tangent).clamp_min(0).sqrt())
-        if size < tolerance:
+        if size < TINY:
             break
-        at = _unit(math.cos(size) * at + math.sin(size) / size * tangent, gram, tolerance)
+        at = _unit(math.cos(size) * at + math.sin(size) / size * tangent, gram)
     return (weights @ lengths) / weights.sum() * at
 
 
-def _unit(at: Tensor, gram: Tensor, tolerance: float) -> Tensor:
+def _unit(at: Tensor, gram: Tensor) -> Tensor:
     length = float((at @ gram @ at).clamp_min(0).sqrt())
-    if length < tolerance:
+    if length < TINY:
         raise InputError("the models point opposite ways: there is no spherical mean of them")
     return at / length
 

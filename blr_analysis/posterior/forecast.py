@@ -85,15 +85,15 @@ class Timings:
     sides: tuple[int, ...] = ()
 
 
-def fit_stages(task: Task, structure: str, samples: int = 1, *, found: bool = False) -> list[Stage]:
+def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage]:
     """The sweeps of :func:`blr_analysis.fit_laplace`; ``found``: of one that finds δ."""
-    n, each = task.n_data, float(samples)
+    n = task.n_data
     few = sampled_examples(task)
     kron = [
-        Stage("Kronecker factors", n if few is None else len(few), each),
-        Stage("eigenvalues", n, each, rotated=True),
+        Stage("Kronecker factors", n if few is None else len(few)),
+        Stage("eigenvalues", n, rotated=True),
     ]
-    own = kron if structure == "kron" else [Stage("precision", n, each)]
+    own = kron if structure == "kron" else [Stage("precision", n)]
     if not found:
         return own
     single = Stage("gradients of some", min(n, 256))

@@ -450,7 +450,7 @@ class Index:
         return exact.gather(0, places.view_as(names))
 
 
-def build_cost(task: Task, fit: Sequence[Stage], rank: int, dtype: str = "float16") -> Forecast:
+def build_cost(task: Task, fit: Sequence[Stage], rank: int) -> Forecast:
     """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any."""
     n, probe = task.n_data, sum(min(task.n_data, count) for count in PROBE)
     stages = [
@@ -460,7 +460,7 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, dtype: str = "float1
         Stage("error", probe, rotated=True),
     ]
     parameters = task.parameters().values()
-    each = min(rank, sum(p.numel() for p in parameters)) * DTYPES[dtype].itemsize
+    each = min(rank, sum(p.numel() for p in parameters)) * torch.float16.itemsize
     posterior = 2 * sum(p.nbytes for p in parameters)
     return Forecast.of(task, stages, disk=n * each + posterior)
 
