@@ -29,6 +29,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import BY_NAME, Categorical, Gaussian, Likelihood
 
 FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
+ROWS = 4096  # examples whose Λ are held at once
 RANK = 1e-7  # of the largest singular value: a smaller one is rounding
 LEAST = 1e-14  # of the largest curvature: a smaller δ is lost in rounding
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "logistic": nn.Sigmoid, "identity": nn.Identity}
@@ -103,15 +104,15 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     model = _linear(estimator, x)
     places, labels = _classes(estimator.classes_, y)
     binary = len(estimator.coef_) == 1
-    targets = torch.from_numpy(places)
+    targets = torch.from_numpy(places).double() if binary else torch.from_numpy(places)
     kind = BY_NAME["bernoulli" if binary else "categorical"]()
     shrunk = delta if estimator.solver == "liblinear" else 0.0
     return Estimator(
         model,
         x,
-        targets.double() if binary else targets,
+        targets,
         kind,
-        _linear_prior(model, x, kind, delta, bias=shrunk),
+        _linear_prior(model, x, targets, kind, delta, bias=shrunk),
         _class_weights(estimator.class_weight, estimator.classes_, places),
         labels,
     )
@@ -132,14 +133,15 @@ def _least_squares(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
         raise InputError("one alpha per target has no single δ; fit the targets one by one")
     noise = Gaussian(variance)
     noise.estimated = True
-    prior = _linear_prior(model, x, noise, float(alpha[0]) / variance)
+    prior = _linear_prior(model, x, targets, noise, float(alpha[0]) / variance)
     return Estimator(model, x, targets, noise, prior)
 
 
 def _poisson(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     model, kind = _linear(estimator, x), BY_NAME["poisson"]()
-    prior = _linear_prior(model, x, kind, float(estimator.alpha) * len(x))
-    return Estimator(model, x, torch.from_numpy(y.astype(np.float64)), kind, prior)
+    targets = torch.from_numpy(y.astype(np.float64))
+    prior = _linear_prior(model, x, targets, kind, float(estimator.alpha) * len(x))
+    return Estimator(model, x, targets, kind, prior)
 
 
 def _perceptron(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
@@ -214,7 +216,12 @@ def _layer(coef: Any, intercept: Any) -> nn.Linear:
 
 
 def _linear_prior(
-    model: nn.Linear, x: Tensor, likelihood: Likelihood, weight: float, bias: float = 0.0
+    model: nn.Linear,
+    x: Tensor,
+    y: Tensor,
+    likelihood: Likelihood,
+    weight: float,
+    bias: float = 0.0,
 ) -> dict[str, float]:
     """δ by name: the penalties, and FREE of the data's least curvature where there is none."""
     inputs = x if model.bias is None else torch.cat([x, x.new_ones(len(x), 1)], dim=1)
@@ -225,8 +232,9 @@ def _linear_prior(
         free = max(free, LEAST * float(sizes[0] ** 2))
     with torch.no_grad():
         f = model(x)
-    curved = likelihood.hessian(f, likelihood.prediction(f)).diagonal(dim1=1, dim2=2).mean()
-    free = free * float(curved) or FREE
+    parts = zip(f.split(ROWS), likelihood.prepare_targets(y, f).split(ROWS), strict=True)
+    curved = sum(float(likelihood.hessian(*p).diagonal(dim1=1, dim2=2).sum()) for p in parts)
+    free = free * curved / f.numel() or FREE
     prior = {"weight": weight or free}
     return prior if model.bias is None else prior | {"bias": bias or free}
 

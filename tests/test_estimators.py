@@ -73,6 +73,16 @@ def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(na
     assert where.residual < 1e-4 or name == "least squares"  # only with the right δ, if any
 
 
+def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
+    x = np.linspace(-2, 2, 20_000)[:, None]
+    y = (x[:, 0] + RNG.normal(size=len(x)) > 0).astype(int)
+    estimator = LogisticRegression(C=np.inf).fit(x, y)
+    p = estimator.predict_proba(x)[:, 1]
+    least = np.linalg.svd(np.c_[x, np.ones(len(x))], compute_uv=False)[-1] ** 2
+    prior = blr.Task.from_sklearn(estimator, x, y).prior_precision
+    assert prior["bias"] == pytest.approx(1e-6 * least * (p * (1 - p)).mean(), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["logistic, 3 classes", "network, 3 classes"])
 def test_what_no_probability_depends_on_has_no_variance(name: str) -> None:
     """One number added to all logits is free, and its variance of 1e6 would hide all others."""

@@ -18,6 +18,7 @@ from blr_analysis.likelihoods import (
     Categorical,
     Gaussian,
     Likelihood,
+    MeanAndVariance,
     Poisson,
     resolve,
 )
@@ -120,6 +121,28 @@ def test_everything_keeps_the_outputs_dtype(likelihood: Likelihood, dtype: torch
         likelihood.mean(f),
     ):
         assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("ask", ["nll", "error", "hessian", "hessian_times"])
+@pytest.mark.parametrize("likelihood", KINDS[1:], ids=repr)
+def test_targets_that_would_broadcast_are_refused(likelihood: Likelihood, ask: str) -> None:
+    f = normal(N, 1)
+    vectors = [f] if ask == "hessian_times" else []
+    getattr(likelihood, ask)(f, torch.ones(N, 1).double(), *vectors)
+    with pytest.raises(DataError, match="alike"):
+        getattr(likelihood, ask)(f, torch.ones(N).double(), *vectors)
+
+
+@pytest.mark.parametrize("ask", ["nll", "error"])
+def test_so_are_those_of_means_and_variances(ask: str) -> None:
+    with pytest.raises(DataError, match="alike"):
+        getattr(MeanAndVariance(), ask)(normal(N, 2).abs(), torch.ones(N).double())
+
+
+def test_a_column_of_classes_is_not_taken_for_shares() -> None:
+    for ask in (Categorical().error, Categorical().hessian, Categorical(label_smoothing=0.1).error):
+        with pytest.raises(DataError, match="alike"):
+            ask(normal(N, C), torch.ones(N, 1, dtype=torch.long))
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)

@@ -164,6 +164,15 @@ class Likelihood(ABC):
         return targets
 
 
+def check_alike(outputs: Tensor, targets: Tensor) -> None:
+    """Refuse targets ``[B]`` beside outputs ``[B, 1]``, which would broadcast to ``[B, B]``."""
+    if targets.shape != outputs.shape:
+        raise DataError(
+            f"targets of shape {tuple(targets.shape)} beside outputs of shape "
+            f"{tuple(outputs.shape)}; likelihood.prepare_targets makes them alike"
+        )
+
+
 def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:
     """A setting of a loss: one finite number for all outputs or one for each; None stays None.
 

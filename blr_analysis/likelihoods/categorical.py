@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr_analysis.checks import tolerance, whole
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.likelihoods.base import Likelihood, numbers
+from blr_analysis.likelihoods.base import Likelihood, check_alike, numbers
 
 SHORT = 16  # numbers of a row from which on torch goes through it by vectors
 
@@ -136,6 +136,7 @@ class Categorical(Classes):
         ignored = self._ignored(targets)
         known = targets if ignored is None else targets.masked_fill(ignored, 0)
         if known.ndim == 2:
+            check_alike(outputs, known)
             t = known.to(outputs.dtype)
         else:
             t = torch.zeros_like(outputs).scatter_(1, known.unsqueeze(1), 1)

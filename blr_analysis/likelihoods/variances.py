@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import DataError, ModelError
-from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.base import Likelihood, check_alike
 
 
 class MeanAndVariance(Likelihood):
@@ -78,6 +78,7 @@ class MeanAndVariance(Likelihood):
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
+        check_alike(mean, targets)
         rest = mean - targets
         return torch.cat((rest / v, (v - rest.square()) / (2 * v.square())), -1)
 
@@ -87,6 +88,7 @@ class MeanAndVariance(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
+        check_alike(mean, targets)
         constant = math.log(2 * math.pi) if self.full else 0.0
         return 0.5 * (v.log() + (mean - targets).square() / v + constant).sum(-1)
 
