@@ -7,6 +7,7 @@ makes of a batch is checked here too, before a likelihood sees it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,6 +81,14 @@ class Examples:
                 f"the collate function failed on examples {some(indices.tolist())}: "
                 f"{_said(error)}; pass a DataLoader with its collate_fn"
             ) from error
+
+    def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
+        """Of every example, each as a batch of its own, and of what describes them."""
+        digest = hashlib.sha256()
+        for i in range(len(self)):
+            _digest(digest, self.batch(torch.tensor([i])))
+        _digest(digest, metadata)
+        return digest.hexdigest()
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
@@ -360,6 +369,24 @@ def row_labels(
                 ".to_numpy()"
             )
     return labels
+
+
+def _digest(digest: Any, part: Any) -> None:
+    """Add what can be told of a batch without knowing it: numbers, texts, their names."""
+    if isinstance(part, Mapping):
+        for name in sorted(part, key=str):
+            digest.update(f"{name}:".encode())
+            _digest(digest, part[name])
+    elif isinstance(part, (list, tuple)):
+        digest.update(f"{len(part)};".encode())
+        for each in part:
+            _digest(digest, each)
+    elif isinstance(part, (Tensor, np.ndarray)) and part.dtype != object:
+        x = part.to_dense().detach().cpu() if isinstance(part, Tensor) else torch.tensor(part)
+        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
+    elif isinstance(part, (str, bytes, bool, int, float, np.generic)) or part is None:
+        digest.update(f"{part!r};".encode())
 
 
 def chosen_indices(

@@ -259,9 +259,14 @@ def test_audit_by_a_metadata_column_and_by_none(
     assert "the training data themselves" in " ".join(out.split())
     assert "This posterior is diagonal" in out
     assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
+    Path("audit/leave_one_out.png").touch()  # as of an audit with test data
+    Path("audit/mine.png").touch()
     code, out, _ = run(capsys, *argv, "--by", "none")
     assert code == 0
     assert "What if" not in out
+    files = {path.name for path in Path("audit").iterdir()}
+    assert not files & {"removals.csv", "removals.parquet", "removals.png", "leave_one_out.png"}
+    assert {"table.csv", "mine.png"} <= files
 
 
 def test_map(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,10 +242,15 @@ def test_dry_runs_write_nothing(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "the", "answer": ""}], "row 1 .* empty prompt or answer"),
+        ([{"prompt": "the", "answer": ""}], "row 1 .* no answer"),
+        ([{"prompt": 4, "answer": " book"}], "row 1 .* has 4 for its prompt: write it as text"),
+        ([{"prompt": 4, "answer": 5}], "has 4"),
+        ([{"text": 12345}], "12345 for its text: write it as text"),
+        ([{"text": "the book"}, {"source": "a"}], "row 2 .* no text"),
+        ([{"messages": 4}], "no list of messages"),
         ([{"prompt": " ".join(["the"] * 16), "answer": " book"}], "17 tokens"),
         ([{"text": "the"}], "leaves nothing to predict"),
-        ([{"text": "the book"}, {"text": " "}], "row 2 .* empty text"),
+        ([{"text": "the book"}, {"text": " "}], "row 2 .* an empty one"),
         ([{"text": " ".join(["the"] * 40)}], "max_length"),
         ([{"other": "the"}], "no column of a usual name"),
         ([{"messages": "the"}], "no list of messages"),

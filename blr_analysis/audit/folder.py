@@ -15,16 +15,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# What only some audits find, by its files.
+SOMETIMES = (
+    *("removals.csv", "removals.parquet", "removals.png"),
+    *("leave_one_out.png", "suspicious.png"),
+)
+
+
 def write(
     findings: Findings, folder: Path, *, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Write tables, posterior and pictures; the paths come back in the order of reading.
+    """Write tables, posterior and pictures; the paths come back in the order of reading. What an
+    earlier audit wrote there, and this one did not find, is removed.
 
     Raises:
         StorageError: a file cannot be written; what was there before stays.
     """
     if say is not None:
         say(f"writing tables and pictures to {folder}")
+    earlier = (folder / "table.parquet").is_file()
     files = [*write_table(findings.table, folder, "table")]
     files += write_table(findings.loo.table, folder, "leave_one_out")
     if findings.removals is not None:
@@ -33,6 +42,9 @@ def write(
     findings.posterior.save(posterior)
     files.append(posterior)
     files += [write_picture(figure, folder, stem) for stem, figure in pictures(findings)]
+    if earlier:
+        for name in set(SOMETIMES) - {file.name for file in files}:
+            (folder / name).unlink(missing_ok=True)
     return files
 
 

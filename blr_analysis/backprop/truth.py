@@ -112,7 +112,8 @@ def check_independent(
     again = [(part - together[: len(part)]) for part in larger.split(len(together))]
     gaps = [gap.abs().amax() for gap in (first - single, *again)]
     if bool(torch.stack(gaps).amax() > min(30 * eps**0.5, 0.1) * scale):
+        padding = "" if counted is None else "pad on the right, or with mask and position_ids; "
         raise ModelError(
             "an example's output changes with its batch, its place there, or from call to call; "
-            "make dataset and model deterministic, example by example"
+            f"{padding}make dataset and model deterministic, example by example"
         )

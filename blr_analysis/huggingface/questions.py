@@ -8,7 +8,8 @@ template, those of every assistant's turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,18 +137,24 @@ def _reader(
 
 
 def _text(loaded: Pretrained, text: Any, place: str) -> Encoded:
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{place} has an empty text ({text!r}): drop it")
-    return text, *_labelled(loaded, text, "")
+    words = _words(text, "text", place)
+    return words, *_labelled(loaded, words, "")
+
+
+def _words(value: Any, name: str, place: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    if value is None or isinstance(value, str) or (isinstance(value, float) and math.isnan(value)):
+        raise DataError(f"{place} has no {name}, or an empty one: drop it")
+    raise DataError(f"{place} has {value!r} for its {name}: write it as text, in quotes")
 
 
 def _answered(
     loaded: Pretrained, row: tuple[Any, ...], names: tuple[str, ...], place: str
 ) -> Encoded:
-    if any(isinstance(value, str) for value in row):
-        if not all(isinstance(value, str) and value.strip() for value in row):
-            raise DataError(f"{place} has an empty {' or '.join(names)}")
-        return row[0] + row[1], *_labelled(loaded, row[0] + row[1], row[0])
+    if any(isinstance(value, str) or not isinstance(value, Iterable) for value in row):
+        asked, answer = (_words(*pair, place) for pair in zip(row, names, strict=True))
+        return asked + answer, *_labelled(loaded, asked + answer, asked)
     asked, answers = (_turns(value, place) for value in row)
     return _chat(loaded, [*asked, *answers], len(asked), place)
 
@@ -163,7 +170,7 @@ def _labelled(loaded: Pretrained, whole: str, prompt: str) -> tuple[dict[str, Id
 
 def _turns(value: Any, place: str) -> list[dict[str, Any]]:
     """The messages of a row, as JSON or Parquet give them."""
-    turns = [] if value is None or isinstance(value, str | float) else list(value)
+    turns = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if not turns or not all(isinstance(t, Mapping) and "role" in t for t in turns):
         raise DataError(f"{place} holds no list of messages with role and content")
     return [dict(turn) for turn in turns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,32 @@ def test_a_full_disk_is_said_before_anything_is_computed(
         blr.Index.open(tmp_path / "i")
 
 
+@pytest.mark.parametrize("what", ["input", "target", "metadata"])
+def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) -> None:
+    """As it stands among those that nobody looks at, in data that are read in another way."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(N, 3, generator=generator), torch.arange(N) % 3
+    model, source = torch.nn.Linear(3, 3), [*"ab"] * (N // 2)
+
+    def task() -> blr.Task:
+        rows = list(zip(x.clone(), y.clone(), strict=True))
+        return blr.Task(model, rows, metadata={"source": list(source)})
+
+    q = posterior(blr.Task(model, (x, y)))
+    blr.Index.build(
+        blr.Task(model, (x, y), metadata={"source": source}), q, tmp_path / "i", **QUIET
+    )
+    blr.Index.build(task(), q, tmp_path / "i", **QUIET)
+    if what == "input":
+        x[5, 1] += 1
+    elif what == "target":
+        y[5] = (y[5] + 1) % 3
+    else:
+        source[5] = "c"
+    with pytest.raises(StorageError, match="another data"):
+        blr.Index.build(task(), q, tmp_path / "i", **QUIET)
+
+
 def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     task = language()
     q = posterior(task)
@@ -199,6 +226,13 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "foreign" / "notes.txt").touch()
     with pytest.raises(StorageError, match=r"notes\.txt"):
         blr.Index.build(task, q, tmp_path / "foreign")
+    plan = tmp_path / "i" / module.PLAN
+    plan.write_text(
+        json.dumps({k: v for k, v in json.loads(plan.read_text()).items() if k != "data"})
+    )
+    with pytest.raises(StorageError, match="earlier version"):
+        blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
+    blr.Index.open(tmp_path / "i", task=task)
     next((tmp_path / "i").glob("gradients-*")).unlink()
     with pytest.raises(StorageError, match="lacks gradients-"):
         blr.Index.open(tmp_path / "i")

@@ -201,7 +201,7 @@ class Index:
         """Visit the training data once, and keep ``rank`` numbers of every example.
 
         A build that was killed goes on where it was, file by file, and ends in the same bits; one
-        that is there already is opened.
+        of the same data (all are read, and compared by their sha256) that is there is opened.
 
         Args:
             task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
@@ -246,6 +246,8 @@ class Index:
             "likelihood": task.likelihood.recorded,
             "last_loss": _last_loss(task, q),
         }
+        if ranks.first():
+            described["data"] = task.examples.sha256(task.metadata)
         chunking = Chunking(memory_budget=memory_budget, progress=False)
         leads = ranks.first()
         shared(task, q.mean)  # refuses ranks that differ
@@ -505,10 +507,11 @@ def _claim(place: Path, described: dict[str, Any]) -> None:
         before = _read_json(place / PLAN)
         differs = [n for n, value in described.items() if before.get(n) != value]
         if differs:
-            raise StorageError(
-                f"{str(place)!r} holds an index with another {', '.join(differs)}: name a new "
-                "folder."
-            )
+            if differs == ["data"] and "data" not in before:
+                what = "an index of an earlier version, which does not say of what data"
+            else:
+                what = f"an index with another {', '.join(differs)}"
+            raise StorageError(f"{str(place)!r} holds {what}: name a new folder.")
         return
     foreign = sorted(p.name for p in place.iterdir())
     if foreign:
