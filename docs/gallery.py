@@ -64,7 +64,7 @@ def world() -> dict[str, object]:
 
 def memory_map(task, posterior) -> Axes:
     """The memory map: what is learned by rule, and what by heart."""
-    return blr.memory_map(blr.sensitivity(task, posterior)).plot()
+    return blr.memory_map(blr.sensitivity(task, posterior)).plot(images=task.dataset)
 
 
 def deviations(task, posterior) -> Axes:
@@ -73,7 +73,7 @@ def deviations(task, posterior) -> Axes:
 
 
 def suspicious(task, posterior) -> Axes:
-    """Labels that look false, with the images."""
+    """Labels that look false, and strangers among the inputs."""
     return blr.suspicious(task, posterior).plot()
 
 
