@@ -168,6 +168,8 @@ def show_plan(plan: MergePlan, recipe: Recipe, console: Console, *, tensors: boo
         rows.append(("base precision", plan.base_precision.name))
     if plan.method.uses_base_precision:
         rows.append(("delta", f"{plan.delta:g}"))
+    if job.scale != 1:
+        rows.append(("lambda", repr(job.scale)))
     rows += [
         ("to read", size(plan.bytes_read)),
         ("to write", size(plan.bytes_written)),

@@ -279,6 +279,8 @@ def _settings(report: MergeReport) -> Iterable[str]:
     if plan.method.thinned:
         shares = ", ".join(repr(member.density) for member in job.members)
         yield f"* densities: `{markdown_code(shares)}`, λ = `{markdown_code(repr(job.scale))}`"
+    elif job.scale != 1:
+        yield f"* λ = `{markdown_code(repr(job.scale))}`"
     if plan.method.thinned == "chance":
         divided = "" if job.rescale else ", not divided by its share"
         yield f"* what stays was drawn with seed {job.seed}{divided}"

@@ -15,8 +15,8 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
-from blr_analysis.merging.in_memory import ARGUMENTS, merged
-from blr_analysis.merging.methods import Method, method_of
+from blr_analysis.merging.in_memory import ARGUMENTS, merged, refuse_idle
+from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.weighting import default_weights, in_order
 from blr_analysis.progress import track
@@ -300,7 +300,7 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
             mergers[label] = Merger(kind)
             continue
         row = method_of(kind)
-        own = {k: v for k, v in inputs.items() if _used(k, row)}
+        own = {k: v for k, v in inputs.items() if row.takes(k)}
         missing = inputs.get("missing_precision", "error") == "error"
         if row.uses_precisions and missing and own.get("precisions") is None:
             raise InputError(f"method {row.name!r} weighs by precisions: pass precisions=")
@@ -315,14 +315,6 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
     if not mergers or len(mergers) != len(given):
         raise InputError("method must name at least one merge method, each once")
     return mergers
-
-
-def _used(argument: str, row: Method) -> bool:
-    if argument in ("precisions", "n_data", "missing_precision"):
-        return row.uses_precisions
-    if argument in ("base_precision", "delta"):
-        return row.uses_base_precision
-    return True
 
 
 @dataclass
@@ -432,7 +424,7 @@ def merge_curve(
         max_sweeps: of the coordinate search.
         budget: merges that a front runs.
         options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
-            ``missing_precision``, ``n_data``, ``dtype``.
+            ``missing_precision``, ``n_data``, ``dtype``; each goes to the methods that it is for.
 
     Where H_0 + δ is small beside the H_t, only the ratios of the α_t matter to gradient matching
     (as to "fisher" and "linear" anyhow): one α for all draws a flat line, and there is nothing to
@@ -481,9 +473,11 @@ def merge_curve(
     grid = read_grid(weights, names, search=search == "coordinates")
     grid = Grid("front") if search == "front" else grid
     curved = None if precisions is None else in_order(precisions, names)
-    mergers = read_mergers(
-        method, {"precisions": curved, "base_precision": base_precision, **options}
-    )
+    inputs = {"precisions": curved, "base_precision": base_precision, **options}
+    mergers = read_mergers(method, inputs)
+    rows = [method_of(m.row) for m in mergers.values() if m.row is not None]
+    if rows and search != "front":  # which predicts by the precisions, whatever the method
+        refuse_idle(rows, options)
     trial = Trial(start, list(states.values()), judges, mergers)
     trial.check()
     points: list[MergePoint] = []

@@ -166,6 +166,9 @@ def _item(
         # average must stand where nobody has a precision.
         divided = settings.divides or (method.uses_precisions and not based)
         alphas = [a / total for a in alphas] if divided else alphas
+    if method.takes("scale") and not method.thinned:
+        factor = number(settings.scale, name, "scale")
+        alphas = [a * factor for a in alphas]
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
 

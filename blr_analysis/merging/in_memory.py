@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.checks import some
 from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.fates import OpenModel
 from blr_analysis.merging.job import MergeSettings, Weight
+from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.propagated import propagated
@@ -88,6 +90,22 @@ def merged(
 
 SETTINGS = frozenset(f.name for f in fields(MergeSettings))
 ARGUMENTS = SETTINGS.union(signature(merged).parameters) - {"settings"}
+DEFAULTS = {f.name: f.default for f in fields(MergeSettings)} | {
+    p.name: p.default for p in signature(merged).parameters.values()
+}
+
+
+def refuse_idle(rows: Sequence[Method], given: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` where an argument that is not its default is for none of these."""
+    for name, value in given.items():
+        usual = DEFAULTS.get(name)
+        if any(row.takes(name) for row in rows) or value is usual or value == usual:
+            continue
+        others = [row.name for row in METHODS.values() if row.takes(name)]
+        raise InputError(
+            f"{name}= has no effect on {some([row.name for row in rows])}: leave it out, or use "
+            f"{some(others)}"
+        )
 
 
 def one_each(name: str, given: Any, count: int, default: Any) -> list[Any]:

@@ -63,7 +63,8 @@ class MergeSettings:
         out_dtype: in which the merged tensors are written; None: each as in the base.
         shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`.
         trust: take precisions that were recorded for other weights.
-        scale: λ of methods that leave a part of θ_t − θ_0 out, a number or a function of the name.
+        scale: λ of task arithmetic and of methods that leave a part of θ_t − θ_0 out, a number or a
+            function of the name.
         seed: of what is left out by chance.
         rescale: what stays by chance is divided by its share.
     """

@@ -13,7 +13,9 @@ solved by conjugate gradients with the average factors as preconditioner. Of one
 * power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues;
 * damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is next to
   singular in a network that is sure of its data, and a sum of such H, turned against each other, is
-  no matrix to divide by: d is 1 for "kron" unless given, and 0 for "gram".
+  no matrix to divide by: d is 1 for "kron" unless given, and 0 for "gram". Where "kron" has no
+  damping and H̄ is singular, 1e-6 of its mean is added on the left alone: of the solutions the one
+  nearest to W_r + Σ_t α_t (W_t − W_r), task arithmetic or the average.
 
 Along directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0)
 W_r + Σ_t α_t (W_t − W_r) stands, task arithmetic or the average, and they are counted.
@@ -244,7 +246,11 @@ def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> So
     stands = sum(alpha for alpha, _, s in parts if s)
     weighted = [(alpha, h) for alpha, h, _ in parts if h is not None]
     weighted += [] if first is None else [(1 + stands, first)]
-    precondition = _preconditioner(weighted, delta * (1 + stands))
+    lowest = delta * (1 + stands)
+    floor = SINGULAR * sum(alpha * float(h.values.mean()) for alpha, h in weighted)
+    least = lowest + sum(alpha * float(h.values.min()) for alpha, h in weighted)
+    ridge = floor if positive and least < floor else 0.0  # the nearest solution, where several are
+    precondition = _preconditioner(weighted, lowest + ridge)
 
     def solve(base: Tensor | None, models: Sequence[Tensor]) -> tuple[Tensor, Solved]:
         base, steps, plain = _steps(parts, base, models)
@@ -255,7 +261,10 @@ def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> So
             right += pull
             size += float(pull.norm())
         x, residual, iterations, definite = conjugate_gradients(
-            total, right, precondition, rounding=1e-14 * size
+            (lambda w: total(w) + ridge * w) if ridge else total,
+            right,
+            precondition,
+            rounding=1e-14 * size,
         )
         if not definite and not positive:  # H̄ is negative somewhere: there is no such step
             return base + plain, Solved(0.0, iterations, plain.numel())

@@ -15,9 +15,10 @@ from blr_analysis.checks import at_least
 from blr_analysis.errors import InputError
 from blr_analysis.merging.auto import COMMON, Merged, chosen
 from blr_analysis.merging.folders import MergeReport, execute
-from blr_analysis.merging.in_memory import ARGUMENTS, SETTINGS, merged, one_each
+from blr_analysis.merging.in_memory import ARGUMENTS, SETTINGS, merged, one_each, refuse_idle
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.lora.adapters import merge_adapters
+from blr_analysis.merging.methods import method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD, plan_folders
 from blr_analysis.task import Task
 
@@ -94,11 +95,13 @@ def merge(
         out_dtype: of the result; None: each tensor as in the base.
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
         power: of "kron" A ⊗ G, the power of G, 0 to 1.
-        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram".
+        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,
+            what no precision decides stays at the average (with a base, at task arithmetic).
         trust: take precisions that were recorded for other weights than the model's.
         density: of "ties", "fisher_ties", "dare_linear" and "dare_ties", the share of each
             θ_t − θ_0 that stays, above 0; given like ``weights``.
-        scale: λ, what their step is multiplied by; a number or a function of the name.
+        scale: λ, what their step is multiplied by, and that of "task_arithmetic"; a number or a
+            function of the name.
         rescale: what "dare_linear" and "dare_ties" leave by chance is divided by its share.
         seed: of that chance; the same seed leaves the same entries, whatever the shards.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
@@ -121,6 +124,7 @@ def merge(
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
             :func:`~blr_analysis.merging.plan.plan_folders`; nothing half-written is left behind.
+            An argument that has no effect on the method is refused.
 
     Source: Daheim et al., "Model merging by uncertainty-based gradient matching", ICLR 2024.
 
@@ -139,7 +143,11 @@ def merge(
     except TypeError as error:
         raise InputError(f"models must be a list of models, got {models!r:.60}") from error
     at_least(0, "seed", seed)
-    if method == "auto":
+    auto = method == "auto"
+    if not auto and (validate is not None or criterion != "nll"):
+        raise InputError('validate= and criterion= are for method="auto"')
+    refuse_idle([widest(based=base is not None) if auto else method_of(method)], given)
+    if auto:
         return _by_choice(given)
     every = models if base is None else [*models, base]
     on_disk = [isinstance(m, str | os.PathLike) for m in every]

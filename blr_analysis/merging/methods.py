@@ -49,6 +49,21 @@ class Method:
         """Whether α_t H_t divide without H_0: then the weights must not sum to 0."""
         return self.uses_precisions and not self.uses_base_precision
 
+    def takes(self, option: str) -> bool:
+        """Whether an argument of :func:`blr_analysis.merge` has an effect."""
+        thins, draws = bool(self.thinned), self.thinned == "chance"
+        return {
+            **dict.fromkeys(CURVED, self.uses_precisions),
+            "base_precision": self.uses_base_precision,
+            "delta": self.uses_base_precision,
+            "density": thins,
+            "scale": thins or self.name == "task_arithmetic",
+            "seed": draws,
+            "rescale": draws,
+        }.get(option, True)
+
+
+CURVED = ("precisions", "n_data", "missing_precision", "shrink", "power", "damping")
 
 METHODS = {
     row.name: row
@@ -99,6 +114,11 @@ METHODS = {
         ),
     )
 }  # fmt: skip
+
+
+def widest(*, based: bool) -> Method:
+    """Of those that "auto" chooses among, the one that takes most."""
+    return METHODS["gradient_matching" if based else "fisher"]
 
 
 def method_of(name: str) -> Method:

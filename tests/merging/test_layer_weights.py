@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from blr_analysis.errors import InputError
 from blr_analysis.merging.recipe.layer_weights import (
     LayerWeights,
     Rule,
-    Scaled,
     depth_of,
     depths,
-    scaled,
     varies,
     weight_by_layer,
 )
@@ -117,22 +114,6 @@ def test_a_weight_is_a_number_where_no_name_matters(
     assert callable(found) if expected is None else found == expected
 
 
-def test_lambda_scales_and_normalizes_by_the_sum_before_it() -> None:
-    one, two = weight(Rule((1.0,), "mlp"), Rule((3.0,))), 1.0
-    first, second = scaled([one, two], 0.5, normalize=True)
-    assert callable(first)
-    assert callable(second)
-    assert (first("a.mlp"), second("a.mlp")) == (0.25, 0.25)  # 0.5 · 1/2
-    assert (first("b"), second("b")) == (0.375, 0.125)  # 0.5 · 3/4, 0.5 · 1/4
-    assert scaled([1.0, 3.0], 2.0, normalize=False) == (2.0, 6.0)
-
-
-def test_weights_that_sum_to_nothing_cannot_be_normalized() -> None:
-    with pytest.raises(InputError, match="sum to 0"):
-        scaled([1.0, -1.0], 0.5, normalize=True)
-
-
 def test_a_weight_shows_what_it_is() -> None:
     assert repr(weight(Rule((0.0, 1.0), "mlp"), Rule((2.0,)))) == "mlp: [0.0, 1.0]; 2.0"
     assert repr(weight(Rule((0.5,), "mlp"))) == "mlp: 0.5; 1.0"
-    assert repr(Scaled(weight(Rule((0.5,), "a")), 0.3)) == "0.3 × (a: 0.5; 1.0)"

@@ -37,8 +37,9 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def arguments(family: dict[str, Any], method: str) -> dict[str, Any]:
-    more = {"delta": 0.01} if method == "gradient_matching" else {}
-    return {**family, "method": method, **more}
+    row = METHODS[method]
+    more = {"delta": 0.01} if row.uses_base_precision else {}
+    return {**{k: v for k, v in family.items() if row.takes(k)}, "method": method, **more}
 
 
 @pytest.mark.parametrize("method", PLAIN)
@@ -273,7 +274,8 @@ def test_running_statistics_are_averaged(method: str, weights: list[float], tmp_
         model[1].num_batches_tracked += t
     curved = [{n: torch.ones_like(p) for n, p in m.named_parameters()} for m in models]
     how: dict[str, Any] = {"method": method, "weights": weights}
-    own = blr.merge(base, models, **how, precisions=curved)
+    weighed = METHODS[method].uses_precisions
+    own = blr.merge(base, models, **how, precisions=curved if weighed else None)
     shares = torch.tensor(weights if min(weights) > 0 else [1.0] * 3)
     for name in ("1.running_var", "1.running_mean"):
         each = torch.stack([m.state_dict()[name] for m in models])

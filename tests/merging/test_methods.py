@@ -17,6 +17,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging import stream as streaming
 from blr_analysis.merging.folders import execute
+from blr_analysis.merging.methods import METHODS
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
 
@@ -160,6 +161,40 @@ def test_the_mean_of_directions_has_the_mean_length() -> None:
         torch.testing.assert_close(found[name], BASE[name] + length * unit(mean))
 
 
+def test_scale_multiplies_the_steps_of_task_arithmetic() -> None:
+    found = merged("task_arithmetic", scale=lambda name: 0.5 if "norm" in name else 2.0)
+    for name, start in BASE.items():
+        step = sum(a * (m[name] - start) for a, m in zip(WEIGHTS, MODELS, strict=True))
+        expected = start + (0.5 if "norm" in name else 2.0) * step
+        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+    halved = merged("task_arithmetic", normalize=True, scale=0.5, weights=[1.0, 2.0, 1.0])
+    mean = sum(a * m["scale"] for a, m in zip([0.25, 0.5, 0.25], MODELS, strict=True))
+    torch.testing.assert_close(halved["scale"], (BASE["scale"] + mean) / 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("linear", {"scale": 0.5}),
+        ("gradient_matching", {"scale": 0.5, "precisions": CURVED}),
+        ("task_arithmetic", {"density": 0.5}),
+        ("linear", {"precisions": CURVED}),
+        ("fisher", {"delta": 1.0, "precisions": CURVED}),
+        ("ties", {"seed": 1}),
+        ("linear", {"seed": 1}),
+        ("ties", {"rescale": False}),
+        ("linear", {"shrink": 0.9}),
+        ("linear", {"validate": []}),
+        ("linear", {"criterion": "accuracy"}),
+        ("auto", {"scale": 0.5, "precisions": CURVED}),
+        ("auto", {"delta": 1.0, "precisions": CURVED, "base": None}),
+    ],
+)
+def test_an_argument_without_effect_is_refused(method: str, more: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(more))}="):
+        merged(method, **more)
+
+
 def test_model_stock_trusts_what_the_steps_share() -> None:
     found = merged("model_stock")
     for name in ("embed.weight", "layers.0.mlp.weight"):
@@ -172,12 +207,13 @@ def test_model_stock_trusts_what_the_steps_share() -> None:
 
 @pytest.mark.parametrize("method", ["ties", "fisher_ties", "dare_ties", "karcher", "model_stock"])
 def test_pieces_do_not_matter(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"precisions": CURVED} if method == "fisher_ties" else {}
+    more: dict[str, Any] = {"density": 0.5} if METHODS[method].thinned else {}
+    more |= {"precisions": CURVED} if method == "fisher_ties" else {}
     base = None if method == "karcher" else BASE
     weights = [0.5, 0.3, 0.2]
-    whole = merged(method, density=0.5, weights=weights, base=base, **more)
+    whole = merged(method, weights=weights, base=base, **more)
     monkeypatch.setattr(streaming.sparse, "BLOCK", 7)
-    small = merged(method, density=0.5, weights=weights, base=base, **more)
+    small = merged(method, weights=weights, base=base, **more)
     if method != "dare_ties":  # whose blocks are part of its chance
         close(whole, small)
     assert all(bool(t.isfinite().all()) for t in small.values())

@@ -106,7 +106,7 @@ def test_every_point_by_hand(method: str) -> None:
         weights=rows,
         precisions=S.precisions,
         base_precision=S.prior,
-        delta=0.1,
+        **({"delta": 0.1} if method == "gradient_matching" else {}),
         **DOUBLE,
     )
     assert curve.models == ("news", "books", "films") and curve.tasks == ("news", "books")
@@ -243,8 +243,15 @@ def test_several_methods_in_one_call() -> None:
     methods = {"matching": "gradient_matching", "sum": "task_arithmetic", "mine": halved}
     curve = merge_curve(S.base, S.models, S.tasks, method=methods, delta=0.2, **given, **DOUBLE)
     assert curve.methods == ("matching", "sum", "mine") and len(curve) == 9
-    for name, method in (("matching", "gradient_matching"), ("sum", "task_arithmetic")):
-        alone = merge_curve(S.base, S.models, S.tasks, method=method, delta=0.2, **given, **DOUBLE)
+    with pytest.raises(InputError, match="delta= has no effect"):
+        merge_curve(S.base, S.models, S.tasks, method="task_arithmetic", delta=0.2, **given)
+    for name, method, own_delta in (
+        ("matching", "gradient_matching", {"delta": 0.2}),
+        ("sum", "task_arithmetic", {}),
+    ):
+        alone = merge_curve(
+            S.base, S.models, S.tasks, method=method, **own_delta, **given, **DOUBLE
+        )
         own = [p for p in curve.points if p.method == name]
         assert [p.nlls for p in own] == [p.nlls for p in alone.points]
         assert curve.best_of(name).nll == alone.best.nll

@@ -183,7 +183,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "out in memory": ({"out": "somewhere"}, "are for folders"),
     "paths and tensors": ({"base": "base"}, "all models as folders"),
     "weights that sum to 0": (
-        {"method": "linear", "weights": [1.0, -1.0]},
+        {
+            "method": "linear",
+            "weights": [1.0, -1.0],
+            "precisions": None,
+            "base_precision": None,
+        },
         "sum to 0",
     ),
     "foreign precisions": (

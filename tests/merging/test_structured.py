@@ -155,6 +155,24 @@ def test_regmean() -> None:
         assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-5
 
 
+def test_without_damping_the_solution_nearest_to_the_average() -> None:
+    """Logits of a softmax are known up to a constant, so that G is singular."""
+    model, x, classes = CASES["mlp"]()
+    tasks = tasks_of(model, x, classes)
+    fitted = [fit_laplace(t, structure="kron", prior_precision=1.0) for t in tasks]
+    models, names = [weights_of(t) for t in tasks], ("2.weight", "2.bias")
+    merged = merge(
+        None, models, precisions=fitted, method="fisher", damping=0.0, dtype=torch.float64
+    )
+    size = sum(merged[n].numel() for n in names)
+    held = [data_part(q)[-size:, -size:] for q in fitted]
+    rows = [torch.cat([m[n].flatten() for n in names]).double() for m in models]
+    average = torch.stack(rows).mean(0)
+    pull = sum(h @ (w - average) for h, w in zip(held, rows, strict=True))
+    nearest = average + torch.linalg.pinv(sum(held), rtol=1e-6, hermitian=True) @ pull
+    assert relative(torch.cat([merged[n].flatten() for n in names]), nearest) < 1e-4
+
+
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 def test_equal_precisions_are_the_average(family: tuple[State, list[Task]], structure: str) -> None:
     """Also where they are singular: fewer examples than inputs."""

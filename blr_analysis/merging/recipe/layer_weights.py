@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blr_analysis.errors import InputError
 from blr_analysis.merging.job import Weight
 
 # Modules that stand before the layers, beside those called embed…
@@ -145,48 +144,6 @@ class SliceWeights:
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.weights))
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A weight times a factor, over the sum of all weights if those are given.
-
-    >>> Scaled(1.0, 0.5, (1.0, 3.0))("any"), Scaled(LayerWeights((Rule((2.0,), "a"),), {}), 0.5)
-    (0.125, 0.5 × (a: 2.0; 1.0))
-    """
-
-    weight: Weight
-    factor: Weight
-    among: tuple[Weight, ...] = ()
-
-    def __call__(self, name: str) -> float:
-        """λ α_t, or λ α_t / Σ_s α_s, of one tensor."""
-        total = sum(_at(weight, name) for weight in self.among) if self.among else 1.0
-        if abs(total) < 1e-8:
-            raise InputError(f"the weights{name and f' of {name!r}'} sum to 0: cannot normalize")
-        return _at(self.weight, name) * _at(self.factor, name) / total
-
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """The filters of the weight that no tensor's name holds."""
-        unused = getattr(self.weight, "unused", None)
-        return [] if unused is None else unused(names)
-
-    def __repr__(self) -> str:
-        shown = [f"({w!r})" if callable(w) else repr(w) for w in (self.factor, self.weight)]
-        share = f" / sum of {len(self.among)} weights" if self.among else ""
-        return f"{' × '.join(shown)}{share}"
-
-
-def scaled(weights: Sequence[Weight], factor: Weight, *, normalize: bool) -> tuple[Weight, ...]:
-    """λ α_t of each model, or λ α_t / Σ_s α_s; numbers where all of them are.
-
-    >>> scaled([1.0, 3.0], 0.5, normalize=True)
-    (0.125, 0.375)
-    """
-    products = tuple(Scaled(w, factor, tuple(weights) if normalize else ()) for w in weights)
-    if any(callable(weight) for weight in (*weights, factor)):
-        return products
-    return tuple(product("") for product in products)
 
 
 def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:

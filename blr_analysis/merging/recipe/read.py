@@ -23,13 +23,12 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, LayerSlice, Member, Weight
 from blr_analysis.merging.lora import is_adapter
-from blr_analysis.merging.methods import METHODS, Method
+from blr_analysis.merging.methods import CURVED, METHODS, Method, widest
 from blr_analysis.merging.recipe.layer_weights import (
     Rule,
     SliceWeights,
     depths,
     rest,
-    scaled,
     varies,
     weight_by_layer,
 )
@@ -207,7 +206,7 @@ class _RecipeReader:
             out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
             tokenizer_source=tokenizer,
             vocabulary=tokens,
-            scale=self._by_layer("lambda_", None, 1.0) if method.thinned else 1.0,
+            scale=self._by_layer("lambda_", None, 1.0) if method.takes("scale") else 1.0,
             seed=self._first("seed", 0),
             rescale=self._first("rescale", True),
             slices=self.layers,
@@ -263,7 +262,7 @@ class _RecipeReader:
     def _method(self) -> Method:
         name = self.text.merge_method
         if name == AUTO:  # read as the method that takes most
-            return METHODS["gradient_matching" if self.text.base_model else "fisher"]
+            return widest(based=bool(self.text.base_model))
         if name in METHODS:
             return METHODS[name]
         near = difflib.get_close_matches(name, METHODS, n=1)
@@ -407,18 +406,14 @@ class _RecipeReader:
         """Parameters without effect: a note where mergekit ignores them too, else an error."""
         method = self.method
         idle = {
-            "lambda": method.name != "task_arithmetic" and not method.thinned,
-            "delta": not method.uses_base_precision,
-            "density": not method.thinned,
+            "lambda": not method.takes("scale"),
             "t": method.name != "slerp",
             "scale": method.name != "passthrough",
             "weight": method.name in ("slerp", "passthrough", "model_stock"),
-            "seed": method.thinned != "chance",
-            "rescale": method.thinned != "chance",
             "embed_slerp": True,
         }
-        curved = ("missing_precision", "shrink", "power", "damping")
-        idle |= dict.fromkeys(curved, not method.uses_precisions) | dict.fromkeys(FOREIGN, True)
+        taken = ("delta", "density", "seed", "rescale", *CURVED)
+        idle |= {key: not method.takes(key) for key in taken} | dict.fromkeys(FOREIGN, True)
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
         if len(self.slices) > 1:
             parts += [
@@ -434,7 +429,7 @@ class _RecipeReader:
                     harmless = key == "rescale" and not part.rescale
                     if (
                         own
-                        and key not in ("delta", "weight", "seed", "embed_slerp", *curved)
+                        and key not in ("delta", "weight", "seed", "embed_slerp", *CURVED)
                         and not harmless
                     ):
                         raise self.page.wrong((*way, key), f"{said}: take it out")
@@ -465,12 +460,7 @@ class _RecipeReader:
                 ("models",), f"no weights: {usual:g} for each model, one over their number"
             )
         weights = [self._by_layer(key, model, usual) for model in models]
-        normalize = self._first("normalize")
-        times = self._by_layer("lambda_", None, 1.0)
-        if method.name != "task_arithmetic" or times == 1.0:
-            return weights, normalize
-        with self.page.naming(("parameters", "normalize")):
-            return scaled(weights, times, normalize=bool(normalize)), False
+        return weights, self._first("normalize")
 
     def _stored(self, way: Way, text: str | None) -> Path | None:
         if text is None:
