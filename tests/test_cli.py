@@ -20,6 +20,7 @@ from commands import run
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
+from safetensors.torch import save_file
 
 import blr_analysis as blr
 from blr_analysis.audit import folder as folder_module
@@ -267,6 +268,28 @@ def test_audit_by_a_metadata_column_and_by_none(
     files = {path.name for path in Path("audit").iterdir()}
     assert not files & {"removals.csv", "removals.parquet", "removals.png", "leave_one_out.png"}
     assert {"table.csv", "mine.png"} <= files
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_posterior_around_the_first_weights(
+    here: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    task, _, _ = inputs()
+    weights = {n: p + 0.5 for n, p in task.parameters().items()}
+    write = torch.save if suffix == "pt" else save_file
+    write(weights, Path(f"first.{suffix}"))
+    argv = ("what-if", "script.py:TASK", "--remove", "3", "--initial", f"first.{suffix}")
+    code, _, err = run(capsys, *argv, "--fit", "diag", "--out", "w", "--solver", "posterior")
+    assert code == 0, err
+    q = blr.fit_laplace(task, structure="diag", initial=weights)
+    truth = blr.what_if(task, q, remove=[3], solver="posterior").parameters
+    saved = blr.Posterior.load("w/perturbed.safetensors").mean
+    torch.testing.assert_close(saved, truth)
+    code, _, err = run(capsys, *argv, "-p", "d.safetensors")
+    assert code == 2 and "--initial" in err
+    Path("first.pt").write_bytes(b"no weights")
+    code, _, err = run(capsys, *argv[:-1], "first.pt", "--fit", "diag")
+    assert code != 0 and "weights_only" in err
 
 
 def test_map(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from blr_analysis.cli.options import (
     Data,
     DryRun,
     Fit,
+    Initial,
     Length,
     Out,
     Passes,
@@ -112,6 +113,7 @@ def audit(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    initial: Initial = None,
     calibrate: Calibrate = None,
     test: Test = None,
     by: By = "auto",
@@ -139,7 +141,7 @@ def audit(
     from blr_analysis.report import write_report
 
     column = None if by == "none" else by
-    way = Way(posterior, fit, prior_precision, calibrate)
+    way = Way(posterior, fit, prior_precision, calibrate, initial)
     texts = TextOptions.of(task, data, base, text, max_length)
     if dry_run:
         show_forecast(audit_forecast(task, way, texts))
@@ -169,6 +171,7 @@ def report(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    initial: Initial = None,
     calibrate: Calibrate = None,
     test: Test = None,
     by: By = "auto",
@@ -184,7 +187,7 @@ def report(
     from blr_analysis.report import write_report
 
     column = None if by == "none" else by
-    way = Way(posterior, fit, prior_precision, calibrate)
+    way = Way(posterior, fit, prior_precision, calibrate, initial)
     check_file(out)
     with held(out), job(task, way, test, check=lambda ours: check_column(column, ours)) as at:
         findings = investigate(
@@ -289,6 +292,7 @@ def what_if_(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    initial: Initial = None,
     test: Test = None,
     solver: Annotated[
         Solver,
@@ -318,7 +322,7 @@ def what_if_(
     chosen: dict[str, Any] = {} if decisions is None else read_decisions(decisions)
     for text in remove or ():
         check(text)
-    with job(task, Way(posterior, fit, prior_precision), test, out) as at:
+    with job(task, Way(posterior, fit, prior_precision, initial=initial), test, out) as at:
         if remove:
             chosen = {"remove": selected(remove, at.task, at.posterior)}
         at.say(f"what if: {_asked(chosen)} of {at.task.n_data:,} examples")

@@ -18,6 +18,8 @@ from tqdm import tqdm
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    from torch import Tensor
+
     from blr_analysis.posterior import Forecast, Posterior, Stage
     from blr_analysis.task import Task
 
@@ -88,6 +90,15 @@ PriorPrecision = Annotated[
         "a mean loss). Left out: found in the weights and the data.",
     ),
 ]
+Initial = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="WEIGHTS",
+        help="For --fit: what the training began with: a state dict (.safetensors, or of "
+        "torch.save), or the folder of the model that was fine-tuned. The prior's mean, and where "
+        "short trainings without a group begin.",
+    ),
+]
 Test = Annotated[
     str | None,
     typer.Option(
@@ -156,6 +167,7 @@ class Way:
     fit: StructureName | None
     prior_precision: float | None
     calibrate: int | None = None
+    initial: Path | None = None
 
     def check(self) -> None:
         """Raise :class:`InputError` unless exactly one way to a posterior is named."""
@@ -168,6 +180,8 @@ class Way:
             )
         if self.fit is None and self.prior_precision is not None:
             raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
+        if self.fit is None and self.initial is not None:
+            raise InputError("--initial belongs to --fit; a saved posterior knows its own")
 
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
@@ -198,10 +212,33 @@ class Way:
                 structure=structure,
                 curvature=curvature,
                 prior_precision=self.prior_precision,
+                initial=None if self.initial is None else read_weights(self.initial),
             )
             if choice := q.record.get("prior_choice"):
                 say(f"prior precision {in_words(choice)}")
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A state dict from a file, or from the folder of a Hugging Face model.
+
+    Raises:
+        StorageError: it is not there, or holds more than tensors.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from blr_analysis.errors import StorageError
+    from blr_analysis.huggingface.models import load_language_model
+    from blr_analysis.posterior.capture.saved import read_state_dict
+
+    place = path.expanduser()
+    if place.is_dir():
+        return load_language_model(place).model.state_dict()
+    try:
+        return load_file(place) if place.suffix == ".safetensors" else read_state_dict(place)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error}.") from error
 
 
 def say_cut(say: Callable[[str], None], task: Task, path: Path, most: int | None) -> None:

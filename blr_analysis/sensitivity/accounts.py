@@ -28,8 +28,12 @@ SPREADS = {
     "one class": (0.5, 0.0),
     "one class, kind of steps unclear": (1.5, 0.0),
     "posterior": (1.0, 0.05),
+    "replay, some weights shuffled": (1.0, 0.1),
+    "replay, most weights shuffled": (2.0, 0.1),
     "calibrated": (0.12, 0.12),
 }
+CHANCES = 64  # examples that say what equal chances cost
+WORST = 3.0  # of an example, times the largest loss of now or of equal chances for all classes
 NOISE = 0.5  # of a replay, in standard errors of the loss before
 NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
 LARGE = 0.25  # of the data: what as many epochs of the rest lack in steps counts
@@ -54,8 +58,13 @@ class References:
             solver=moved.solver,
             passes=moved.passes,
             damping=moved.damping,
+            converged=not moved.note,
             note=moved.note,
         )
+        if moved.undamped is not None:
+            low, high = answer.interval
+            high = max(high, self._at_most(moved.undamped))
+            return replace(answer, interval=(low, high))
         if moved.descent is None:
             return answer
         missing = self._further(moved.descent, after)
@@ -84,6 +93,8 @@ class References:
             kind, steps = "one class", 0.0
             if not replay.clear:
                 kind = "one class, kind of steps unclear"
+        elif replay.shuffled:
+            kind = f"replay, {'most' if replay.shuffled > 0.5 else 'some'} weights shuffled"
         low, high = self._range(after, kind, missing, steps)
         high = max(high, plain.nll)
         note = ""
@@ -91,6 +102,11 @@ class References:
             note = (
                 "only one class remains: what the other loses grows with every step, and how "
                 "many and how large yours were is not known; solver='retrain' tells"
+            )
+        elif replay.shuffled:
+            note = (
+                f"{replay.shuffled:.0%} of its weights cannot be drawn anew and began as they "
+                "are, shuffled; give the first ones as initial= to the posterior (--initial)"
             )
         elif after.nll < plain.nll:
             note = (
@@ -118,8 +134,22 @@ class References:
             interval=(low, high),
             solver=moved.solver,
             passes=moved.passes,
+            converged=not replay.shuffled,
             note=note,
         )
+
+    def _at_most(self, undamped: Tree) -> float:
+        """The nll where the whole of a step leads, no example's above WORST."""
+        try:
+            after = evaluated(self.where, undamped, progress=False)[0]
+        except ModelError:  # it breaks down there
+            after = replace(self.before, losses=torch.full_like(self.before.losses, math.inf))
+        some = torch.arange(min(len(after.losses), CHANCES))
+        with torch.no_grad(), self.where.evaluation():
+            f, y = self.where.run(self.where.fetch(some), self.where.parameters(), some)
+        chances = self.where.likelihood.at(some).nll(torch.zeros_like(f), y)
+        most = WORST * float(torch.maximum(self.before.losses.max(), chances.max().cpu()))
+        return replace(after, losses=after.losses.clamp(max=most)).nll
 
     def _range(
         self, after: Evaluation, kind: str, missing: float, steps: float = 0.0

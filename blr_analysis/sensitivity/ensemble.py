@@ -26,7 +26,7 @@ from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.sensitivity.replay import PROBES, RATES, prepare
 from blr_analysis.sensitivity.scores import fitted
-from blr_analysis.sensitivity.solving import FAMILIES, GroupSolver, checked_plan
+from blr_analysis.sensitivity.solving import FAMILIES, GIVE, GroupSolver, checked_plan
 from blr_analysis.task import Task
 
 
@@ -85,7 +85,8 @@ def replays(
     networks = []
     for k in range(number, number + count):
         start = dict(q.initial or {}) or first_weights(task, seed=k)
-        assert start is not None
+        if start is None:
+            raise InputError(f"replays: some of its weights cannot be drawn anew; {GIVE}")
         parts = 2 + (1 + PROBES) * (1 if family else len(RATES))  # see prepare()
         replay = prepare(task, q.mean, start, passes=epochs * parts, family=family, seed=k)
         family = replay.recipe.family

@@ -4,23 +4,32 @@ On a copy of the model every weight that is trained is set to NaN; what is still
 layer, and each model that initialises its own layers, has done so cannot be drawn. Layers that only
 normalise, y = w ∘ x̂ + b, begin with w = 1 and b = 0 whatever they are called (w = 0 where they
 scale by 1 + w). A LoRA adapter begins with B = 0; what peft trains beside it, as the base has it.
+
+What cannot be drawn may begin with its own trained numbers in another order, which know their size
+and nothing of the data. A model that transformers loaded may have begun with another model's
+weights; that it did not, the rows of words tell that no text holds: they are as they were drawn.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.minimise import on_a_copy
 from blr_analysis.task import Task
 
 RESETS = ("_reset_parameters", "reset_parameters")
+UNREAD = 8  # rows of a word table, at least, that tell how it was drawn
+AS_DRAWN = (0.5, 1.15)  # how large they are then, against new ones: weight decay may shrink them
 FLAG = "_is_hf_initialized"  # by which transformers knows what it need not draw
 WIDE = 10.0  # the inputs that a norm is tried on: its eps is nothing beside them
 CLOSE = 1e-3  # how nearly it must normalise them
@@ -34,6 +43,52 @@ def first_weights(task: Task, seed: int) -> Tree | None:
     """
     weights = redrawn(task, seed)
     return None if weights is None or undrawn(weights) else weights
+
+
+@dataclass(frozen=True)
+class Start:
+    """Weights to begin with, and the part of their numbers that only were put in another order."""
+
+    weights: Tree
+    shuffled: float = 0.0
+
+
+def start_of(task: Task, seed: int) -> Start | None:
+    """The weights drawn anew, shuffled where nothing draws them; None where the model's code fails.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+    weights = redrawn(task, seed)
+    if weights is None:
+        return None
+    own, names = task.parameters(), undrawn(weights)
+    generator = torch.Generator().manual_seed(seed)
+    for name in names:
+        order = torch.randperm(own[name].numel(), generator=generator).to(own[name].device)
+        weights[name] = own[name].flatten()[order].view_as(own[name]).clone()
+    count = sum(own[name].numel() for name in names)
+    return Start(weights, count / sum(w.numel() for w in own.values()))
+
+
+def may_be_tuned(task: Task, drawn: Tree) -> bool:
+    """Whether the model may have begun with another's weights, as far as can be told."""
+    modules = dict(task.model.named_modules())
+    loaded = any(
+        hasattr(m, "_init_weights") and getattr(m, "name_or_path", "") for m in modules.values()
+    )
+    if not loaded or any(hasattr(m, "peft_config") for m in modules.values()):
+        return False
+    own = task.parameters()
+    slope = loss_and_gradient(task, own)[0]
+    for place, module in modules.items():
+        name = f"{place}.weight"
+        if isinstance(module, nn.Embedding) and name in drawn:
+            unread = ~slope[name].any(1) & own[name].any(1)
+            size = own[name][unread].square().mean().sqrt() / drawn[name].square().mean().sqrt()
+            if int(unread.sum()) >= UNREAD:
+                return not AS_DRAWN[0] < float(size) < AS_DRAWN[1]
+    return True
 
 
 def undrawn(weights: Tree) -> list[str]:
@@ -70,6 +125,7 @@ def _draw(model: nn.Module) -> None:
         for name in RESETS:
             if callable(reset := getattr(module, name, None)):
                 reset()
+    owner: Any
     for owner in _owners(model):
         if hasattr(owner, "initialize_weights") and hasattr(owner, "config"):  # of transformers
             for module in owner.modules():
@@ -98,17 +154,18 @@ def _owners(model: nn.Module) -> Iterator[nn.Module]:
             yield from _owners(child)
 
 
-def _draw_adapter(model: nn.Module, name: str, config: object) -> None:
+def _draw_adapter(model: nn.Module, name: str, config: Any) -> None:
     """The weights of one adapter of peft."""
     start = getattr(config, "init_lora_weights", None)
     if start not in (True, False, "gaussian"):
         raise NotImplementedError("only LoRA, begun as it is by default")
+    module: Any
     for module in model.modules():
         if hasattr(module, "reset_lora_parameters"):
             module.reset_lora_parameters(name, start)
         copies = getattr(module, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict) and name in copies:  # frozen below, and not redrawn
-            copies[name].load_state_dict(module.original_module.state_dict())  # type: ignore[operator]
+            copies[name].load_state_dict(module.original_module.state_dict())
 
 
 def _of_a_norm(module: nn.Module, own: dict[str, Tensor]) -> dict[str, float]:

@@ -96,8 +96,8 @@ class WhatIf(Answer, Plottable):
         solver: what was used, "posterior", "cg", "replay" or "retrain".
         passes: over the changed data, in forward-and-backward passes: 0 for "posterior"; for
             "cg" one for each gradient, two for each product with the Gauss–Newton matrix.
-        converged: whether nothing was left to gain (always True for "posterior", which makes its
-            one step); where False, ``error`` says how much.
+        converged: whether nothing was left to gain; of "cg" ``error`` says how much. False of
+            "posterior" and "replay" where they stand in for a training that cannot be replayed.
         error: by how many nats one more step would change the nll on ``evaluate``, up or down;
             several more add up to more: the size of what is missing, no bound on it. None for
             "posterior".
@@ -159,9 +159,10 @@ class WhatIf(Answer, Plottable):
         )
         if self.solver == "posterior":
             taken = "" if self.damping == 1 else f", damped to {self.damping:.2g}"
-            how = f"; one step{taken}"
+            how = f"; one step{taken}" + ("" if self.converged else ", not converged")
         elif self.solver != "cg":
             spent = f", {self.passes:.0f} passes" if self.solver == "replay" else ""
+            spent += "" if self.converged else ", not converged"
             how = f"; {self.solver}{spent}"
         else:
             left = "" if self.converged else f", not converged: one more step {self.error:.1g} nats"

@@ -79,6 +79,7 @@ class Replay:
         each: passes of one more training.
         unlike: how unlike each kind's weights are to the model's, the spread of
             :func:`shortfall`, by name.
+        shuffled: the part of the first weights that could not be drawn anew.
     """
 
     start: Tree
@@ -87,6 +88,7 @@ class Replay:
     passes: float
     each: float
     unlike: dict[str, float]
+    shuffled: float = 0.0
 
     @property
     def clear(self) -> bool:
@@ -118,6 +120,7 @@ def prepare(
     groups: int = 1,
     family: str | None = None,
     seed: int = 0,
+    shuffled: float = 0.0,
 ) -> Replay:
     """Find the kind of steps and their size, and train on all data.
 
@@ -157,7 +160,7 @@ def prepare(
             break
         recipe, reference, short = tried(replace(recipe, lr=recipe.lr / 2))
         spent += each
-    return Replay(start, recipe, reference, spent / groups, each, unlike)
+    return Replay(start, recipe, reference, spent / groups, each, unlike, shuffled)
 
 
 def enough(n_data: int, *, groups: int = 1, family: str | None = None) -> int:

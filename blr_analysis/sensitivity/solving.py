@@ -22,7 +22,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import bar
-from blr_analysis.sensitivity.first_weights import first_weights
+from blr_analysis.sensitivity.first_weights import Start, may_be_tuned, start_of
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import Objective, changed
 from blr_analysis.sensitivity.replay import Replay, enough, prepare
@@ -41,6 +41,7 @@ TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
 FEWEST = 32  # examples for a replay
 SEEN = 2000  # examples that stay, at most, that say whether it does
+GIVE = "give the first weights as initial= to the posterior (--initial)"
 FAMILIES = {"adam_v": "adam", "rmsprop_v": "adam", "vadam": "adam", "ivon": "sgd", "vogn": "sgd"}
 
 
@@ -125,6 +126,7 @@ class Moved:
         descent: of "cg".
         replay: of "replay", what its mean is to be compared with.
         damping: the part of the posterior's step that was taken.
+        undamped: of a step that was shortened, where the whole of it leads.
         note: why not to trust it, in one line.
         alone: whether a replay saw one class only.
     """
@@ -136,6 +138,7 @@ class Moved:
     descent: Descent | None = None
     replay: Replay | None = None
     damping: float = 1.0
+    undamped: Tree | None = None
     note: str = ""
     alone: bool = False
 
@@ -203,8 +206,10 @@ class GroupSolver:
         return Moved(moved, floored, "cg", descent.passes, descent=descent)
 
     @cached_property
-    def _start(self) -> Tree | None:
-        return dict(self.q.initial or {}) or first_weights(self.task, self.seed)
+    def _start(self) -> Start | None:
+        if self.q.initial:
+            return Start(dict(self.q.initial))
+        return start_of(self.task, self.seed)
 
     @cached_property
     def no_replay(self) -> str:
@@ -214,7 +219,9 @@ class GroupSolver:
         if any(isinstance(m, _BatchNorm) for m in self.task.model.modules()):
             return "its BatchNorm statistics belong to the trained weights"
         if self._start is None:
-            return "some of its weights cannot be drawn anew; give initial= to the posterior"
+            return f"its weights cannot be drawn anew; {GIVE}"
+        if not self.q.initial and may_be_tuned(self.task, self._start.weights):
+            return f"it may have been fine-tuned from another model, or trained anew; {GIVE}"
         return ""
 
     @cached_property
@@ -230,7 +237,8 @@ class GroupSolver:
             replay = prepare(
                 self.task,
                 dict(self.q.mean),
-                self._start,
+                self._start.weights,
+                shuffled=self._start.shuffled,
                 passes=passes,
                 groups=self.groups,
                 seed=self.seed,
@@ -286,8 +294,9 @@ class GroupSolver:
             return Moved(moved, floored, "posterior", note=note)
         sizes = (0.5**halving for halving in range(1, HALVINGS))
         size = next((size for size in sizes if not rises(size)), 0.0)
+        whole = dict(moved.mean)
         moved = made_of(moved, add(dict(q.mean), size, move), damping=size)
-        return Moved(moved, floored, "posterior", damping=size, note=note)
+        return Moved(moved, floored, "posterior", damping=size, undamped=whole, note=note)
 
 
 def _descended(

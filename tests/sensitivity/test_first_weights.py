@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blr_analysis as blr
-from blr_analysis.sensitivity.first_weights import first_weights, redrawn, undrawn
+from blr_analysis.backprop.engine import QUIET
+from blr_analysis.sensitivity.first_weights import first_weights, may_be_tuned, redrawn, undrawn
+from blr_analysis.sensitivity.solving import GroupSolver, checked_plan
 
 WIDTH = 16
-TOKENS = torch.randint(48, (8, 6), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(30, (32, 6), generator=torch.Generator().manual_seed(0))
 
 
 def llama() -> nn.Module:
@@ -152,3 +154,18 @@ def test_an_adapter_begins_without_effect(start: bool | str) -> None:
             assert 0 < float(w.std()) < 1
         else:
             assert torch.equal(w, head)
+
+
+def test_a_loaded_model_tells_by_the_words_of_no_text_whether_it_was_fine_tuned() -> None:
+    model = llama()
+    task = of_texts(model)
+    drawn = first_weights(task, 0)
+    assert not may_be_tuned(task, drawn)  # made here
+    model.name_or_path = "somewhere"
+    assert not may_be_tuned(task, drawn)
+    unread = [k for k in range(48) if not bool((k == TOKENS).any())]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unread] *= 3
+    assert may_be_tuned(task, drawn)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    assert "--initial" in GroupSolver(task, q, checked_plan("auto", None, None), QUIET).no_replay

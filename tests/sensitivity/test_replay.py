@@ -340,13 +340,30 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10)).eval()
 
 
-@pytest.mark.parametrize("build", [Bare, normed])
-def test_a_training_that_cannot_be_replayed_is_not(build: type[nn.Module]) -> None:
+def test_what_cannot_be_drawn_begins_shuffled_and_says_so() -> None:
+    """Of a removed class nearer to retraining than no change, within the range, not converged."""
+    task = blr.Task(trained(Bare, X[TRAIN], Y[TRAIN], 0), (X[TRAIN], Y[TRAIN]))
+    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    kept, test = Y[TRAIN] != 3, blr.Task(task.model, (X[TEST], Y[TEST]))
+    result = blr.what_if(task, q, remove=~kept, evaluate=test, progress=False)
+    again = trained(Bare, X[TRAIN][kept], Y[TRAIN][kept], 1)
+    truth = nn.functional.cross_entropy(again(X[TEST]), Y[TEST]).item()
+    assert result.solver == "replay" and not result.converged and "shuffled" in repr(result)
+    assert abs(result.nll - truth) < 0.5 * abs(result.before.nll - truth)
+    low, high = result.interval
+    assert low < truth < high
+
+
+def test_a_training_that_cannot_be_replayed_is_not() -> None:
     torch.manual_seed(0)
-    task = blr.Task(build(), (X[TRAIN], Y[TRAIN]))
+    task = blr.Task(normed(), (X[TRAIN], Y[TRAIN]))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
     result = blr.what_if(task, q, remove=Y[TRAIN] == 3, progress=False)
     assert result.solver == "posterior" and result.note and result.note in repr(result)
+    assert not result.converged and "not converged" in repr(result)
+    whole = blr.what_if(task, q, remove=Y[TRAIN] == 3, solver="posterior", progress=False)
+    most = 3 * max(float(result.before.losses.max()), np.log(10))  # of any example
+    assert result.interval[1] >= float(whole.after.losses.clamp(max=most).mean()) - 1e-5
     with pytest.raises(InputError, match="replay"):
         blr.what_if(task, q, remove=Y[TRAIN] == 3, solver="replay", progress=False)
 
@@ -429,7 +446,7 @@ def test_bad_settings_are_named(settings, word: str) -> None:
 
 def test_a_step_that_overshoots_is_shortened_unless_it_was_asked_for() -> None:
     torch.manual_seed(0)
-    task = blr.Task(nn.Sequential(Bare()), (X[TRAIN], Y[TRAIN]))
+    task = blr.Task(normed(), (X[TRAIN], Y[TRAIN]))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1e-3, progress=False)
     chosen = dict(remove=(Y[TRAIN] < 5).nonzero().flatten().tolist(), progress=False)
     asked = blr.what_if(task, q, solver="posterior", **chosen)

@@ -100,6 +100,15 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """The state dict that ``torch.save`` wrote.
+
+    Raises:
+        StorageError: it is not there, or holds more than tensors by name.
+    """
+    return _tensors(_torch_load(path), path)
+
+
 def _torch_load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
