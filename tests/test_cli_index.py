@@ -76,6 +76,37 @@ def test_the_loss_of_a_question_is_that_of_its_answer(model: Path) -> None:
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("row", "words", "counted"),
+    [
+        ({"input": "a book"}, "the film\n\na book was good", 2),
+        ({"input": ""}, "the film was good", 2),
+        ({"input": None}, "the film was good", 2),
+        ({"input": "a book", "text": "a dull book"}, "a dull book", 3),
+    ],
+)
+def test_an_instruction_is_followed_by_its_input(
+    model: Path,
+    tmp_path: Path,
+    row: dict[str, Any],
+    words: str,
+    counted: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load_model(model)
+    kind, read = type(loaded.tokenizer), []
+    plain = kind.__call__
+    monkeypatch.setattr(
+        kind, "__call__", lambda own, text, **how: read.append(text) or plain(own, text, **how)
+    )
+    file = written(tmp_path, [{"instruction": "the film", "output": " was good", **row}])
+    task = language_task(loaded, file)
+    batch = task.fetch(torch.arange(1))
+    assert read[0] == words
+    assert batch["input_ids"].shape[1] == len(words.split())
+    assert int((batch["labels"] != -100).sum()) == counted
+
+
 def test_messages_count_in_every_answer(model: Path, tmp_path: Path) -> None:
     loaded = load_model(model)
     loaded.tokenizer.chat_template = TEMPLATE

@@ -173,7 +173,9 @@ def _separated(path: Path, sep: str, quoting: int) -> pd.DataFrame:
 
 
 def _json(path: Path, lines: bool) -> pd.DataFrame:
-    how: Any = {"dtype": False, "convert_axes": False, "convert_dates": False}  # as they stand
+    how: Any = {"dtype": False, "convert_axes": False}  # as they stand
+    if tuple(map(int, pd.__version__.split(".")[:2])) < (3, 1):  # which dtype=False tells all
+        how["convert_dates"] = False
     return pd.read_json(path, lines=lines, encoding=ENCODING, **how)
 
 

@@ -74,9 +74,11 @@ def language_task(
     """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
     Columns "messages" (conversations) hold lists of {"role": …, "content": …}; "prompt" (question,
-    instruction) and "answer" (completion, response, output) are texts, or both such lists;
-    otherwise the texts are read as :func:`blr_analysis.huggingface.data.read_texts` does. Other
-    columns of words and numbers are the task's metadata.
+    instruction) and "answer" (completion, response, output) are texts, or both such lists; an
+    "instruction" is followed by a blank line and its "input", where that is not empty, unless the
+    rows have a "text" of their own, which is read then; otherwise the texts are read as
+    :func:`blr_analysis.huggingface.data.read_texts` does. Other columns of words and numbers are
+    the task's metadata.
 
     Args:
         data: a file, a folder of ``Dataset.save_to_disk``, or a ``datasets.Dataset``.
@@ -128,8 +130,10 @@ def _reader(
         if held is not None:
             return (held,), lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
         pair = tuple(next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
-        if all(pair):
-            return pair, lambda row, place: _answered(loaded, row, pair, place)
+        instructed = pair[0] == "instruction" and "input" in table
+        if all(pair) and not (instructed and "text" in table):
+            columns = (*pair, "input") if instructed else pair
+            return columns, lambda row, place: _answered(loaded, _joined(row, place), pair, place)
     columns = text_columns(table, where, text)
     if len(columns) > 1:
         raise DataError(f"a language model reads one text, not {', '.join(columns)}: name it")
@@ -144,9 +148,22 @@ def _text(loaded: Pretrained, text: Any, place: str) -> Encoded:
 def _words(value: Any, name: str, place: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
-    if value is None or isinstance(value, str) or (isinstance(value, float) and math.isnan(value)):
+    if _empty(value):
         raise DataError(f"{place} has no {name}, or an empty one: drop it")
     raise DataError(f"{place} has {value!r} for its {name}: write it as text, in quotes")
+
+
+def _empty(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _joined(row: tuple[Any, ...], place: str) -> tuple[Any, Any]:
+    """Prompt and answer; after an instruction its input, where that is there and not empty."""
+    prompt, answer, *more = row
+    given = [_words(value, "input", place) for value in more if not _empty(value)]
+    return "\n\n".join((_words(prompt, "instruction", place), *given)) if given else prompt, answer
 
 
 def _answered(

@@ -6,14 +6,17 @@ import math
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
 from blr_analysis.errors import InputError
+from blr_analysis.huggingface.tokens import IGNORED
 from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.posterior import Posterior
 
 SMALL = 1e-3
+BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
 
 
 class VariationalSteps:
@@ -54,9 +57,10 @@ class IVONTrainer(VariationalSteps, Trainer):
     """``Trainer`` that trains with IVON: two lines of a script change, this name and the rate.
 
     The optimizer is made from the arguments: ``lr=learning_rate`` (as SGD's: 0.01 to 0.5, not the
-    default of 5e-5), ``ess`` the number of training examples, ``weight_decay``, or 1/ess where it
-    is 0, ``hess_init="weights"``, so that few examples suffice to fine-tune, and ``steps`` the
-    length of the training, see the guide to IVON.
+    default of 5e-5), ``ess`` the number of training examples, or of the tokens that count where the
+    loss is a mean over tokens (one pass over the data counts them), ``weight_decay``, or 1/ess
+    where it is 0, ``hess_init="weights"``, so that few examples suffice to fine-tune, and ``steps``
+    the length of the training, see the guide to IVON.
 
         from blr_analysis.huggingface import IVONTrainer
         trainer = IVONTrainer(model, TrainingArguments(out, learning_rate=0.1), train_dataset=data)
@@ -67,6 +71,17 @@ class IVONTrainer(VariationalSteps, Trainer):
         InputError: when training begins, of data without a length.
     """
 
+    _best: str | None = None
+    _counted: int | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; the best checkpoint is remembered where its weights are taken."""
+        self._best = self._counted = None
+        done = super().train(*args, **kwargs)
+        if self.args.load_best_model_at_end:
+            self._best = self.state.best_model_checkpoint
+        return done
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """IVON over the parameters that are trained, unless an optimizer was given."""
         if self.optimizer is not None:
@@ -76,6 +91,7 @@ class IVONTrainer(VariationalSteps, Trainer):
         except TypeError as error:
             given = "optimizers=(IVON(..., ess=N), None)"
             raise InputError(f"the training data have no length: give {given}") from error
+        n = self._tokens() or n
         args: Any = self.args
         if args.learning_rate < SMALL:
             warnings.warn(
@@ -102,7 +118,32 @@ class IVONTrainer(VariationalSteps, Trainer):
         each = math.ceil(len(self.get_train_dataloader()) / args.gradient_accumulation_steps)
         return max(1, math.ceil(args.num_train_epochs * each))
 
+    def _tokens(self) -> int | None:
+        """How many labels the mean of the loss is over; None where it is over examples."""
+        first = BY_TOKEN.get(getattr(self.accelerator.unwrap_model(self.model), "loss_type", ""))
+        if first is None or not hasattr(self.train_dataset, "__len__"):
+            return None
+        if self._counted is None:
+            count = torch.zeros((), dtype=torch.long, device=self.args.device)
+            with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
+                for batch in self.get_eval_dataloader(self.train_dataset):  # type: ignore[arg-type]
+                    count += (batch["labels"][:, first:] != IGNORED).sum()
+            self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
+        return self._counted
+
     def posterior(self) -> Posterior:
-        """The diagonal posterior that training has learned."""
-        own = getattr(self.optimizer, "optimizer", self.optimizer)
-        return Posterior.from_optimizer(own, self.accelerator.unwrap_model(self.model))
+        """The diagonal posterior that training has learned; after ``load_best_model_at_end`` that
+        of the best checkpoint.
+
+        Raises:
+            StorageError: that checkpoint has no optimizer's state any more.
+        """
+        own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        model = self.accelerator.unwrap_model(self.model)
+        size, tokens = own.param_groups[0].get("ess"), self._tokens()
+        by: dict[str, Any] = {}
+        if tokens is not None and size is not None and math.isclose(size, tokens, rel_tol=1e-6):
+            by = {"n_data": len(self.train_dataset), "tokens": tokens}  # type: ignore[arg-type]
+        if self._best is not None:
+            return Posterior.from_checkpoint(self._best, model, **by)
+        return Posterior.from_optimizer(own, model, **by)

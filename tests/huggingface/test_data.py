@@ -13,7 +13,7 @@ import torch
 from pyarrow import parquet
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
-from blr_analysis.huggingface.data import class_indices, read_texts
+from blr_analysis.huggingface.data import class_indices, read_file, read_texts
 from blr_analysis.huggingface.models import checkpoint_names, load_model
 from blr_analysis.huggingface.tokens import encode
 
@@ -311,3 +311,10 @@ def test_other_faults_of_loading(
     monkeypatch.setattr("blr_analysis.huggingface.models.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
         load_model(bert)
+
+
+@pytest.mark.filterwarnings("error")
+def test_dates_stand_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "dated.jsonl"
+    file.write_text('{"text": "a", "date": "2020-01-01", "timestamp": 1600000000}\n')
+    assert read_file(file).iloc[0].tolist() == ["a", "2020-01-01", 1600000000]

@@ -10,7 +10,13 @@ import torch
 from optimizers import ROWS, float16_on_a_cpu, make
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 import blr_analysis as blr
 from blr_analysis import IVON
@@ -51,6 +57,7 @@ def trainer(folder: Path, model: Any, optimizer: Any = None, **settings: Any) ->
         model,
         TrainingArguments(str(folder), **arguments),
         train_dataset=Alike(),
+        eval_dataset=Alike(),
         optimizers=(optimizer, None),
     )
 
@@ -132,6 +139,67 @@ def test_steps_are_counted_where_only_epochs_are_given(tmp_path: Path) -> None:
     options: Any = {"weight_decay": 1 / N, "hess_init": "weights", "steps": 6}
     expected = IVON(bert().parameters(), lr=0.1, ess=N, **options)
     assert run.optimizer.param_groups[0]["beta2"] == expected.param_groups[0]["beta2"]
+
+
+class Sentences(Alike):
+    """Each with a label that does not count, beside the first, which nothing predicts."""
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        ids = torch.arange(4) + i % 3
+        return {"input_ids": ids, "labels": torch.where(torch.arange(4) == 2, -100, ids)}
+
+
+TOKENS = 2 * N
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=8,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> None:
+    model = llama()
+    own = IVON(model.parameters(), lr=0.1, ess=TOKENS, weight_decay=1 / TOKENS) if given else None
+    run = trainer(tmp_path, model, own, save_strategy="no")
+    run.train_dataset = Sentences()
+    run.train()
+    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
+    assert optimizer.param_groups[0]["ess"] == TOKENS
+    posterior = run.posterior()
+    assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
+    task = blr.Task(
+        model, torch.utils.data.DataLoader(Sentences(), batch_size=3), likelihood="causal_lm"
+    )
+    assert bool(blr.sensitivity(task, posterior, progress=False).self_influence.isfinite().all())
+
+
+def test_counting_tokens_leaves_the_draws_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, llama())
+    run.train_dataset = Sentences()
+    before = torch.get_rng_state()
+    run.create_optimizer()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_best_checkpoint_brings_its_own_precision(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    run = trainer(
+        tmp_path, bert(), metric_for_best_model="loss", greater_is_better=True, **settings
+    )
+    run.train()
+    best = run.state.best_model_checkpoint
+    assert best is not None and best.endswith("-2")
+    ours, theirs = run.posterior(), blr.Posterior.from_checkpoint(best, bert())
+    last = blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model)
+    for name in ours.mean:
+        assert torch.equal(ours.mean[name], theirs.mean[name])
+        assert torch.equal(ours.precision(name), theirs.precision(name))
+    assert any(not torch.equal(ours.precision(n), last.precision(n)) for n in ours.mean)
 
 
 def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
