@@ -30,6 +30,7 @@ BLOCK = 2**18  # numbers of G of one column that are made and used at once: they
 STACKED = 2**19  # numbers of output gradients of several columns that are put side by side at once
 CACHED = 2**18  # numbers that are made and used at once, so that they stay in the cache
 TURNED = 2**19  # the same of inputs turned into a basis: products of few rows are slow
+TALL = 512  # rows of output gradients: from them on columns are multiplied one by one
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
 
@@ -265,10 +266,8 @@ class Outer(Term):
         if self.weight is None:
             a = a[..., -1:]
         right = a.mT @ a
-        left = sum(
-            (m.mT @ m for m in (d.transpose(0, 1).reshape(g, -1, d.shape[-1]) for d in self.grads)),
-            start=a.new_zeros(()),
-        )
+        parts = (part.movedim(2, 0).flatten(1, 3) for part in _together(self.grads))
+        left = sum((m.mT @ m for m in parts), start=a.new_zeros(()))
         return right, left
 
 
@@ -335,18 +334,35 @@ def _one_position_gram(term: Outer, scale: Tensor, left: Tensor | None = None) -
     # Autograd expands what all examples have alike: of the layer that gives the outputs, unit rows.
     same = all(d.stride(0) == 0 for d in term.grads)
     columns = [d[:1] for d in term.grads] if same else term.grads  # [B or 1, g, 1, O] each
-    if same and left is None and scale.shape[1] == 1 and _is_identity(torch.cat(columns)[:, 0, 0]):
-        return torch.diag_embed(scale.squeeze(1))
-    turned = (d if left is None else d @ left for d in columns)
+    if same and scale.shape[1] == 1:
+        rows = torch.cat(columns)[:, 0, 0]  # [K, O]
+        unit = _is_identity(rows)
+        if left is None and unit:
+            return torch.diag_embed(scale.squeeze(1))
+        turned = rows if left is None else left if unit else rows @ left
+        half = turned * scale.sqrt_()
+        return torch.bmm(half, half.mT)
     scale = scale.unsqueeze(2)
     if len(columns) == 1:
-        return (next(turned).square() * scale).sum((1, 2, 3)).view(-1, 1, 1)
+        d = columns[0] if left is None else columns[0] @ left
+        return (d.square() * scale).sum((1, 2, 3)).view(-1, 1, 1)
     root = scale.sqrt_()
     half = root.new_empty(len(columns), *root.shape)
-    for column, d in zip(half, turned, strict=True):
-        torch.mul(d, root, out=column)
+    start = 0
+    for part in _together(columns):
+        part = part if left is None else part @ left
+        torch.mul(part, root, out=half[start : start + len(part)])
+        start += len(part)
     half = half.transpose(0, 1).flatten(2)
     return torch.bmm(half, half.mT)
+
+
+def _together(columns: list[Tensor]) -> Iterator[Tensor]:
+    """Output gradients ``[k, B, g, T, O]`` of one column, or of several where each has few rows."""
+    rows = columns[0][..., 0].numel()
+    for at in slices(len(columns), TALL // rows):
+        part = columns[at]
+        yield part[0].unsqueeze(0) if len(part) == 1 else torch.stack(part)
 
 
 def _is_identity(matrix: Tensor) -> bool:
@@ -493,7 +509,12 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     else:
         a = term.inputs @ right[:, :i]
         a = a if joint == i else a + right[:, -1:]
-    d = term.grads if left is None else [grad @ left for grad in term.grads]
+    if left is None:
+        d = term.grads
+    elif t == g == 1:
+        d = [x for part in _together(term.grads) for x in (part @ left[0]).unbind()]
+    else:
+        d = [grad @ left for grad in term.grads]
     return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)
 
 
