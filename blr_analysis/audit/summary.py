@@ -32,8 +32,9 @@ from blr_analysis.checks import printable
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.posterior.stationarity import caveat_of, stationarity
 from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut, WhatIf
+from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.task import Task
 
 SHOWN = 8  # examples in each list
@@ -62,7 +63,7 @@ def summary(findings: Findings, *, about_loo: str | None = None) -> RenderableTy
     """
     table = findings.table
     parts = [
-        trust_section(findings.task, findings.posterior, getattr(findings.loo, "leverage", None)),
+        trust_section(findings.task, findings.posterior, findings.loo),
         influential_section(table),
         suspicious_section(table),
         loo_section(findings.loo, findings.on_test),
@@ -79,21 +80,26 @@ def summary(findings: Findings, *, about_loo: str | None = None) -> RenderableTy
 
 
 def trust_section(
-    task: Task, posterior: Posterior, leverage: Tensor | None = None
+    task: Task, posterior: Posterior, loo: PerExample | None = None
 ) -> RenderableType:
     """What the model's distance from its minimum means for the numbers that follow."""
-    said, *more = trust_notes(task, posterior, leverage)
+    said, *more = trust_notes(task, posterior, loo)
     return section("How far to trust it", said, *map(note, more))
 
 
-def trust_notes(task: Task, posterior: Posterior, leverage: Tensor | None = None) -> list[str]:
+def trust_notes(task: Task, posterior: Posterior, loo: PerExample | None = None) -> list[str]:
     """The sentences of :func:`trust_section`."""
     said = [f"The model is {stationarity(task, posterior).verdict}."]
+    if loo is None:
+        return said
+    leverage = getattr(loo, "leverage", None)
     if leverage is not None and (many := int((leverage >= 1).sum())):
         said.append(
             f"{many:,} of {len(leverage):,} examples have a leverage of 1 or more: their own "
             "estimates are rough; leave_one_out(refine=) takes them out by a descent."
         )
+    if further := loo.note.removeprefix(caveat_of(posterior)).removeprefix("; "):
+        said.append(f"Leave-one-out: {further}.")
     return said
 
 

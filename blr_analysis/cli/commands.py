@@ -245,7 +245,7 @@ def loo(
             min=0,
             help="Leave the N examples out by a descent on the others whose loss is estimated to "
             "change most: 12 passes over the data each, close to retraining. Unasked for those "
-            "of high leverage, where the posterior is full.",
+            "of high leverage, where the curvature is whole.",
         ),
     ] = None,
     out: Out = None,
@@ -267,7 +267,7 @@ def loo(
             write_table(left_out.table, at.out, "leave_one_out")
             if on_test is not None and targets is not None:
                 write_picture(loo_picture(left_out, on_test, targets), at.out, "leave_one_out")
-    show(trust_section(at.task, at.posterior, getattr(left_out, "leverage", None)), paper())
+    show(trust_section(at.task, at.posterior, left_out), paper())
     show(loo_section(left_out, on_test), paper())
 
 

@@ -148,8 +148,7 @@ def trust(
     findings: Findings, removals: pd.DataFrame | None, names: Sequence[str] | None = None
 ) -> list[str]:
     """How far the answers hold: what the reader must know before the first number."""
-    leverage = getattr(findings.loo, "leverage", None)
-    said = trust_notes(findings.task, findings.posterior, leverage)
+    said = trust_notes(findings.task, findings.posterior, findings.loo)
     record = findings.posterior.record
     calibration = record.get("calibration")
     if calibration is None:

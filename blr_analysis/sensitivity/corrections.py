@@ -7,10 +7,11 @@ With Λ_i = L Lᵀ and Lᵀ V_i L = Q diag(λ) Qᵀ the cavity moves the output 
 which has a pole at a leverage λ of 1. The exact precision never gets there: it contains the
 example's own share. A structure that overstates V_i does, and near the pole the estimate says
 more about that error than about the example. Beyond a bound b (0.999 for structures that hold the
-exact curvature, 0.9 for the others) the row is therefore "bounded": g(λ) = b² / (λ² (1 − b)),
-so that what the cavity adds to the first order, in units of e, stays what it is at b. The move is
-continuous and grows with λ, is never more than 1/(1 − b) times the first order, and comes close
-to it for λ ≫ 1, where V_i can only be read as the variance without the example.
+exact curvature, in float64 1 − 1e-6 for a fit of all of it, 0.9 for the others) the row is
+therefore "bounded": g(λ) = b² / (λ² (1 − b)), so that what the cavity adds to the first order, in
+units of e, stays what it is at b. The move is continuous and grows with λ, is never more than
+1/(1 − b) times the first order, and comes close to it for λ ≫ 1, where V_i can only be read as
+the variance without the example.
 """
 
 from __future__ import annotations
@@ -20,17 +21,26 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk
+from blr_analysis.backprop.engine import Chunk, Chunking, n_outputs
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.task import Task
 
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1
+FITTED_LEVERAGE = 1 - 1e-6  # the same for a fit of the whole Gauss–Newton matrix in float64
 MANY = 128  # classes from which on the leverage comes from products with V_i and Λ_i
 STEPS = 48  # of the Lanczos iteration at most
 BOUND = 1e-3  # on its relative error
 OVERSTATED = 0.9  # the same for structures whose V_i may be overstated
+HIGH = 0.5  # a leverage from which on first order and linearisation are off by a third and more
+DENSE = 4096  # parameters: up to here the whole curvature may be held as a matrix
+FEWEST_ROWS = 1500  # N·C: up to here it is whole in the span of so many gradients
+AFFORDABLE = 1e11  # multiplications to build it: a few seconds
+EXACT = 1e-6  # of tr(ΛV), that the span may leave out
 WORDS = ("first_order", "cavity", "bounded", "descent")
 
 
@@ -51,8 +61,50 @@ def taken(q: Posterior, correction: str) -> str:
     return "cavity" if bears_cavity(q) else "first_order"
 
 
+def exact_structure(task: Task) -> str | None:
+    """The structure that holds the whole Gauss–Newton matrix within seconds: "lowrank" of few rows
+    of the J_i, "full", or None."""
+    params = task.parameters()
+    size = sum(p.numel() for p in params.values())
+    if task.likelihood.is_sequence or not size:
+        return None
+    rows = task.n_data * n_outputs(task, params)
+    if rows < size and rows <= FEWEST_ROWS and size * rows**2 <= AFFORDABLE:
+        return "lowrank"
+    return "full" if size <= DENSE and rows * size**2 <= AFFORDABLE else None
+
+
+def fitted_to(q: Posterior) -> bool:
+    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that."""
+    fitted = q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
+    return fitted and not q.record.keys() & {"calibration", "expected"}
+
+
+def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
+    """The same Laplace posterior with the whole Gauss–Newton matrix, for a model at the minimum
+    that is small enough; None else. (Off the minimum it is no nearer to retraining.)"""
+    params = task.parameters()
+    same = all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
+    if q.structure == "full" or not (fitted_to(q) and same):
+        return None
+    structure = exact_structure(task)
+    if structure is None or not stationarity(task, q).near:
+        return None
+    return fit_laplace(
+        task,
+        structure=structure,
+        prior_precision=q.prior,
+        tolerance=EXACT if structure == "lowrank" else None,
+        **vars(chunking.quiet),
+    )
+
+
 def bound_of(q: Posterior) -> float:
     """The leverage up to which this posterior's cavity is taken."""
+    explained = 1.0 if q.structure == "full" else float(q.record.get("explained", 0.0))
+    if explained >= 1 - EXACT and fitted_to(q):
+        double = next(iter(q.mean.values())).dtype == torch.float64
+        return FITTED_LEVERAGE if double else HIGHEST_LEVERAGE
     return HIGHEST_LEVERAGE if bears_cavity(q) else OVERSTATED
 
 

@@ -28,8 +28,10 @@ from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
+    HIGH,
     WORDS,
     bound_of,
+    exactly,
     left_out_by,
     prediction_variance,
     prediction_variances,
@@ -43,7 +45,6 @@ from blr_analysis.sensitivity.sites import site_leave_one_out, sum_of_sites
 from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
-HIGH = 0.5  # a leverage from which on single examples are off by a third and more
 MOST = 32  # examples that are refined unasked
 ROWS = 4096  # of ready scores at a time
 Known = tuple[Tensor, Tensor, Tensor, Likelihood]
@@ -128,9 +129,13 @@ def leave_one_out(
             ``leave_one_out(fitted)`` or ``leave_one_out(None, fitted)``: its sites are subtracted.
         correction: "first_order", "cavity", or "auto": what the posterior was calibrated for
             (:func:`blr_analysis.calibrate`); else the cavity for structures that can bear it
-            ("full", "lowrank"), first order for those that overstate V_i ("diag", "kron"). Where
-            the leverage is too close to 1 for the cavity (0.999, or 0.9 for "diag" and "kron"),
-            the row is "bounded"; the table's ``correction`` column says so.
+            ("full", "lowrank"), first order for those that overstate V_i ("diag", "kron"). First
+            order is far too low at leverages above 0.5: where there are any, of a Laplace
+            posterior at the model's minimum, the cavity of the whole Gauss–Newton matrix is taken
+            instead, if it costs seconds (up to 4,096 parameters, or N·C of 1,500); ``note`` says
+            that it was, or that it would be needed. Where the leverage is too close to 1 for the
+            cavity (0.999, of a fit of the whole matrix in float64 1 − 1e-6, or 0.9 for "diag" and
+            "kron"), the row is "bounded"; the table's ``correction`` column says so.
         scores: what ``sensitivity(task, posterior)`` gave for the same posterior, with its
             variance (of sequences with or without); V_i is then not computed again.
         refine: how many examples, those whose loss is estimated to change most, are left out by
@@ -179,25 +184,18 @@ def leave_one_out(
         if refine:
             raise InputError("refine= leaves single examples out, not sequences; use refine=0")
         return sequence_leave_one_out(task, q, correction, chunking, scores)
-    word = taken(q, correction)
-    likelihood = task.likelihood
-    if scores is None:
-        own = shared(task, q.mean)
-        known = _computed(task, q, chunking, own)
-    else:
-        own = torch.arange(task.n_data)
-        known = _ready(task, q, scores)
-    parts = [(f, y, *left_out_by(word, f, y, v, own, bound_of(q))) for f, y, v, own in known]
-    before, targets, after, levers, used = (
-        torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
-    )
-    if len(own) < task.n_data:
-        before, targets, after, levers, used = (
-            ranks.gathered(t, own, task.n_data) for t in (before, targets, after, levers, used)
-        )
+    likelihood, approximate = task.likelihood, ""
+    before, targets, after, levers, used = _moved(task, q, correction, chunking, scores)
+    high = int((levers > HIGH).sum()) if correction == "auto" else 0
+    if high and (exact := exactly(task, q, chunking)) is not None:
+        approximate = f"of the whole curvature: {high} leverages under {q.structure} above {HIGH}"
+        q = exact
+        before, targets, after, levers, used = _moved(task, q, correction, chunking)
     change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
     if refine is None:
-        wanted = MOST if correction == "auto" and _curved(q, likelihood) else 0
+        whole = q.structure == "full" or bool(approximate)
+        curved = whole and not isinstance(likelihood.kind, Gaussian)  # far from linear, V_i exact
+        wanted = MOST if correction == "auto" and curved else 0
         change = change.masked_fill(~_too_high(used, levers), -1.0)
         wanted = min(wanted, int((change >= 0).sum()))
     else:
@@ -227,7 +225,9 @@ def leave_one_out(
         correction=[WORDS[k] for k in used.tolist()],
         likelihood=likelihood,
         metadata=task.metadata,
-        note="; ".join(filter(None, (caveat_of(q), _averaged(task, q), _rough(used, levers)))),
+        note="; ".join(
+            filter(None, (caveat_of(q), _averaged(task, q), approximate, _rough(q, used, levers)))
+        ),
     )
 
 
@@ -240,20 +240,39 @@ def _averaged(task: Task, q: Posterior) -> str:
     )
 
 
-def _curved(q: Posterior, likelihood: Likelihood) -> bool:
-    """Whether the move without an example may be far from linear, and V_i is exact."""
-    return q.structure == "full" and not isinstance(likelihood.kind, Gaussian)
-
-
 def _too_high(used: Tensor, levers: Tensor) -> Tensor:
     """Which examples shape their own prediction too much for a cavity, ``[N]``."""
     return (used == WORDS.index("cavity")) & (levers > HIGH)
 
 
-def _rough(used: Tensor, levers: Tensor) -> str:
+def _rough(q: Posterior, used: Tensor, levers: Tensor) -> str:
     """What to do about them."""
+    count = int(((used == WORDS.index("first_order")) & (levers > HIGH)).sum())
+    elsewhere = q.stationarity is not None and not q.stationarity.near
+    if count and not elsewhere and "calibration" not in q.record:
+        return (
+            f"{count} leverages above {HIGH}, where first order is far off: "
+            "structure='full' or 'lowrank', or calibrate"
+        )
     count = int(_too_high(used, levers).sum())
     return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
+
+
+def _moved(
+    task: Task, q: Posterior, correction: str, chunking: Chunking, scores: Any = None
+) -> Iterator[Tensor]:
+    """f_i, y_i, f_i^{\\i}, leverages and places in WORDS of all examples, on the CPU."""
+    word, own = taken(q, correction), torch.arange(task.n_data)
+    if scores is None:
+        own = shared(task, q.mean)
+        known = _computed(task, q, chunking, own)
+    else:
+        known = _ready(task, q, scores)
+    parts = [(f, y, *left_out_by(word, f, y, v, at, bound_of(q))) for f, y, v, at in known]
+    joined = (torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True))
+    if len(own) == task.n_data:
+        return joined
+    return (ranks.gathered(t, own, task.n_data) for t in joined)
 
 
 def _computed(task: Task, q: Posterior, chunking: Chunking, own: Tensor) -> Iterator[Known]:

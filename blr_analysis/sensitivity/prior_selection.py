@@ -23,13 +23,14 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.corrections import EXACT, HIGH, exact_structure
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
 from blr_analysis.sensitivity.scores import check_outputs, check_test
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
-SMALL = 2_000  # parameters: up to here "auto" takes the full structure
+SMALL = 2_000  # parameters: up to here "auto" takes the full structure, whatever the data
 Fit = Callable[[Task, float], "Posterior | tuple[nn.Module, Posterior]"]
 
 
@@ -44,8 +45,9 @@ class PriorSelection(Tabular, Plottable):
             better one.
         rows: one mapping per δ, rising; losses in nats per example.
         table: the rows as a DataFrame: prior_precision, train_nll, train_accuracy, loo_nll,
-            loo_accuracy, max_leverage, test_nll, test_accuracy, seconds, and for the default fit
-            residual and converged.
+            loo_accuracy, max_leverage, rough (how many examples' estimates are of first order at a
+            leverage above 0.5: far off), test_nll, test_accuracy, seconds, and for the default
+            fit residual and converged.
     """
 
     best: float
@@ -69,9 +71,11 @@ class PriorSelection(Tabular, Plottable):
         edge = "; at the edge of the grid: try a wider one" if self.at_edge else ""
         stuck = sum(r.get("converged") is False for r in self.rows)
         unfinished = f"; {stuck} of the fits did not converge" if stuck else ""
+        rough = sum(r["rough"] > 0 for r in self.rows)
+        unsure = f"; leverages too high for first order at {rough} of them" if rough else ""
         return (
             f"PriorSelection(best {self.best:g} of {len(self)}: LOO NLL {row['loo_nll']:.4f}"
-            f"{tested}{edge}{unfinished})"
+            f"{tested}{edge}{unfinished}{unsure})"
         )
 
 
@@ -112,8 +116,9 @@ def select_prior_precision(
             downhill.
         initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
             None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
-        structure: of the default fit's posterior: "diag", "kron", "full", or "auto": full up to
-            2,000 parameters, else kron.
+        structure: of the default fit's posterior: "diag", "kron", "lowrank", "full", or "auto":
+            where seconds give it the whole curvature, "full" (up to 2,000 parameters, or 4,096 of
+            few data) or "lowrank" (up to 1,500 examples times outputs), else "kron".
         test: further examples, for comparison; nothing is chosen by them.
         correction: as in :func:`blr_analysis.leave_one_out`.
         tolerance: of the default fit: ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖) to reach; None: 1e-8 in float64,
@@ -199,13 +204,15 @@ def _default(
     positive_number("tolerance", tolerance)
     positive_int("max_steps", max_steps)
     if structure == "auto":
-        structure = "full" if sum(p.numel() for p in params.values()) <= SMALL else "kron"
+        small = sum(p.numel() for p in params.values()) <= SMALL
+        structure = "full" if small else exact_structure(task) or "kron"
+    whole = {"tolerance": EXACT} if structure == "lowrank" else {}
     under = on_a_copy(task)
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         prior = Prior({None: delta}, initial)
         end = train(under, prior, structure=structure, tolerance=tolerance, max_steps=max_steps)
-        q = fit_laplace(under, structure=structure, prior_precision=prior, **settings)
+        q = fit_laplace(under, structure=structure, prior_precision=prior, **whole, **settings)
         residual = end.point.residual
         return under, q, {"residual": residual, "converged": residual <= tolerance}
 
@@ -242,6 +249,7 @@ def _measured(
     under: Task, q: Posterior, test: Task | None, correction: str, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     loo = leave_one_out(under, q, correction=correction, refine=0, **settings)
+    first = torch.tensor([word == "first_order" for word in loo.correction])
     mean = q.on(under).mean
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}
     if test is not None:
@@ -251,6 +259,7 @@ def _measured(
         "loo_nll": loo.nll,
         "loo_accuracy": math.nan if loo.accuracy is None else loo.accuracy,
         "max_leverage": float(loo.leverage.max()),
+        "rough": int((first & (loo.leverage > HIGH)).sum()),
         **tested,
     }
 

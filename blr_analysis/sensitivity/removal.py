@@ -28,6 +28,7 @@ from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Full, Structure, Tree
 from blr_analysis.progress import track
+from blr_analysis.sensitivity.corrections import DENSE
 from blr_analysis.sensitivity.curvature import Precision, cg
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import changed, whole
@@ -39,7 +40,6 @@ ENOUGH = 1e-4  # of the first decrement, in the whole curvature: the rest is 1e-
 LITTLE = 1e-6  # the same in a posterior's precision, which may see some directions badly
 ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale
 VECTORS = 8  # of the size of the parameters, per example: what conjugate gradients hold
-DENSE = 4096  # parameters: up to here the whole curvature may be held as a matrix
 SAVED = 500  # gradients per example and parameter that a matrix for preconditioner may cost
 
 

@@ -53,6 +53,22 @@ def press(x: Tensor, y: Tensor, delta: float) -> tuple[Tensor, float, float]:
     return w, float(((y - x @ w) / (1 - hat)).square().mean()), float(hat.max())
 
 
+def test_more_inputs_than_examples_are_press_too() -> None:
+    g = torch.Generator().manual_seed(0)
+    u = torch.randn(40, 30, generator=g, dtype=torch.float64)
+    x = u @ torch.randn(30, 2100, generator=g, dtype=torch.float64)
+    y = u[:, 0] + torch.randn(40, generator=g, dtype=torch.float64)
+    grid = [1.0, 1e3, 1e4, 1e5]
+    found = select(ridge(x, y), grid)
+    truth = []
+    for delta in grid:
+        kernel = x @ x.T
+        hat = kernel @ torch.linalg.inv(kernel + delta * torch.eye(40, dtype=x.dtype))
+        truth.append(float(((y - hat @ y) / (1 - hat.diagonal())).square().mean()))
+    said = [2 * row["loo_nll"] - math.log(2 * math.pi) for row in found.rows]
+    assert said == pytest.approx(truth, rel=1e-4)
+
+
 def test_ridge_regression_is_press_and_chooses_what_ridge_cv_chooses() -> None:
     x, y = diabetes()
     found = select(ridge(x, y), structure="full")
@@ -184,8 +200,9 @@ def test_a_fit_that_does_not_converge_is_said() -> None:
 def test_the_structure_follows_the_size_unless_it_is_named() -> None:
     assert select(network(), [1.0]).posterior.structure == "full"
     assert select(network(), [1.0], structure="diag").posterior.structure == "diag"
-    wide = blr.Task(nn.Linear(40, 51), (torch.randn(4, 40), torch.arange(4)))  # 2,091 weights
-    assert select(wide, [100.0]).posterior.structure == "kron"
+    for n, structure in ((4, "lowrank"), (500, "kron")):  # of 2,091 weights
+        wide = blr.Task(nn.Linear(40, 51), (torch.randn(n, 40), torch.arange(n) % 51))
+        assert select(wide, [100.0], max_steps=1).posterior.structure == structure
 
 
 # One's own training.
@@ -297,7 +314,7 @@ def test_the_test_loss_stands_beside_the_estimate() -> None:
     table = found.table
     assert list(table)[:2] == ["prior_precision", "train_nll"]
     assert list(table)[2:5] == ["train_accuracy", "loo_nll", "loo_accuracy"]
-    assert list(table)[5:8] == ["max_leverage", "test_nll", "test_accuracy"]
+    assert list(table)[5:9] == ["max_leverage", "rough", "test_nll", "test_accuracy"]
     assert table.loo_nll.idxmin() == GRID.index(found.best)
     curves = {line.get_label(): list(line.get_ydata()) for line in found.plot().lines}
     assert curves["leave-one-out, from training data"] == table.loo_nll.tolist()
