@@ -13,7 +13,7 @@ weights; that it did not, the rows of words tell that no text holds: they are as
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -168,7 +168,7 @@ def _draw_adapter(model: nn.Module, name: str, config: Any) -> None:
             copies[name].load_state_dict(module.original_module.state_dict())
 
 
-def _of_a_norm(module: nn.Module, own: dict[str, Tensor]) -> dict[str, float]:
+def _of_a_norm(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, float]:
     """0 or 1 for each parameter of a layer that then does nothing but normalise; none for others.
 
     To normalise is to give numbers of mean square 1, f(x) = f(c x) and f(−x) = −f(x).

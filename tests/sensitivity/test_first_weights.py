@@ -167,5 +167,6 @@ def test_a_loaded_model_tells_by_the_words_of_no_text_whether_it_was_fine_tuned(
     with torch.no_grad():
         model.model.embed_tokens.weight[unread] *= 3
     assert may_be_tuned(task, drawn)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    how = dict(curvature="empirical_fisher", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", **how)
     assert "--initial" in GroupSolver(task, q, checked_plan("auto", None, None), QUIET).no_replay
