@@ -200,11 +200,16 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
             yield _read(plan, item, start, stop, scratch)
 
     if plan.method.span is not None:
-        gram = torch.zeros(len(plan.parts), len(plan.parts), dtype=torch.float64)
+        count = len(plan.parts)
+        gram = torch.zeros(count, count, dtype=torch.float64)
         for given in walk():
-            rows = torch.stack([m.to("cpu", torch.float64) for m in given.models])
-            rows -= 0.0 if given.base is None else given.base.to("cpu", torch.float64)
-            gram += rows @ rows.T
+            size = len(given.models[0])
+            rows = scratch.array("rows", count * size, torch.float64).view(count, size)
+            for row, model in zip(rows, given.models, strict=True):
+                row.copy_(model)
+                if given.base is not None:
+                    row.sub_(given.base.cpu())
+            gram.addmm_(rows, rows.T)
         weights = torch.tensor(item.weights, dtype=torch.float64)
         return plan.method.span(gram, weights).tolist()
 
