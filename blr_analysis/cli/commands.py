@@ -298,7 +298,7 @@ def what_if_(
         Solver,
         typer.Option(
             help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
-            "auto: the first for up to 1 % of the data, else the second."
+            "auto: the first for one example, off a minimum for up to 1 % of the data."
         ),
     ] = Solver.auto,
     passes: Passes = None,

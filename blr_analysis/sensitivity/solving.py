@@ -35,7 +35,8 @@ REPLAY_PASSES = 6  # of "replay": where nobody says how many, and its training c
 REACHED = 0.75  # of the way from the first weights' loss to the model's is near …
 DOUBLINGS = 2  # … and as often, at most, its passes are doubled until it is
 MOST_PASSES = 10_000  # of steps="converge"
-FEW = 0.01  # of the data: up to there the posterior's one step is taken by solver="auto"
+FEW = 0.01  # of the data: up to there solver="auto" takes one step, off the minimum
+SETTLED = 1e-8  # of the first decrement: what a descent for so few may leave
 LEAST_PASSES = 8  # with fewer a descent is not worth its start
 TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
@@ -71,7 +72,7 @@ class SolverPlan:
     passes: int | None
 
     def short(self, change: Change, n_data: int) -> bool:
-        """Whether the posterior's one step will do, by the size of the change."""
+        """Whether the posterior's one step may do, by the size of the change."""
         if self.solver != "auto":
             return self.solver == "posterior"
         if change.labels and change.count > 1:  # wrong by nats: a step for each leads far out
@@ -169,7 +170,8 @@ class GroupSolver:
             shares.append((1, share(change.new, q, None, self.chunking)))
         labels = [(1, relabelled(task, q, change.labels, self.chunking))] if change.labels else []
         note = ""
-        if plan.short(change, task.n_data):
+        short = plan.short(change, task.n_data)
+        if short and not (plan.solver == "auto" and self._descends(change, [*shares, *labels])):
             return self._one_step(change, [*shares, *labels])
         solver = plan.solver
         if solver == "auto":
@@ -200,7 +202,7 @@ class GroupSolver:
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = made_of(preconditioner, weights, solver="replay", passes=spent, replay=about)
             return Moved(moved, floored, "replay", spent, replay=self.replay, alone=alone)
-        descent = _descended(data, q, preconditioner, plan, self.chunking)
+        descent = _descended(data, q, preconditioner, plan, self.chunking, SETTLED * short)
         there = descent.point.params
         moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)
         return Moved(moved, floored, "cg", descent.passes, descent=descent)
@@ -259,6 +261,12 @@ class GroupSolver:
         )
         return first - last >= REACHED * (first - model)
 
+    def _descends(self, change: Change, changes: list[tuple[int, Share]]) -> bool:
+        """Whether a few examples of a model at its minimum are several all the same: they may be
+        the whole of a class, whose loss one step mistakes by nats."""
+        unknown = self.task.likelihood.is_sequence and self.q.stationarity is None
+        return change.count > 1 and not unknown and not self._drifts(changes)
+
     def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
         """Whether a descent would show more of the training that goes on than of the change; one
         answer for all changes of a model that is far from its minimum."""
@@ -300,13 +308,22 @@ class GroupSolver:
 
 
 def _descended(
-    data: Objective, q: Posterior, preconditioner: Posterior, plan: SolverPlan, chunking: Chunking
+    data: Objective,
+    q: Posterior,
+    preconditioner: Posterior,
+    plan: SolverPlan,
+    chunking: Chunking,
+    enough: float,
 ) -> Descent:
     steps = None if isinstance(plan.steps, str) else plan.steps
     bound = MOST_PASSES if plan.steps is not None else PASSES
     passes = plan.passes or bound
     descent = Descent.start(
-        data, dict(q.mean), preconditioner.form, memory_budget=chunking.memory_budget
+        data,
+        dict(q.mean),
+        preconditioner.form,
+        memory_budget=chunking.memory_budget,
+        enough=enough,
     )
     total = None if passes == MOST_PASSES else passes
     label = "what if: passes over the changed data"

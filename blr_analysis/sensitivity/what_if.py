@@ -96,9 +96,10 @@ def what_if(
             (a descent on the changed data), "replay" (a short training from the first weights,
             with and without the change, see
             :mod:`blr_analysis.sensitivity.replay`), "retrain" (``train``), or "auto": "posterior"
-            for up to 1 % of the data (a single one where labels are new); above, "cg" for a model
-            that minimises its own F (checked by one pass over the data) and "replay" for one that
-            does not (stopped early, trained in minibatches, the mean of IVON).
+            for a single example; for more "cg" for a model that minimises its own F (checked by
+            one pass over the data); for one that does not (stopped early, trained in minibatches,
+            the mean of IVON) "posterior" up to 1 % of the data (where no labels are new) and
+            "replay" above.
             ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned

@@ -297,3 +297,24 @@ def test_sequences_converge_to_what_retraining_gives() -> None:
     every = torch.arange(6)[None]  # the two layers may turn against each other, the outputs not
     found = torch.func.functional_call(model, result.parameters, (every,))
     assert relative(found, model(every).detach()) < 1e-4
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_a_rare_class_is_more_than_one_step(structure: str) -> None:
+    """One step falls nats short of retraining, which the descent is."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 4, generator=g, dtype=torch.float64)
+    y = torch.zeros(1000, dtype=torch.long)
+    y[:300], y[300:308] = 1, 2
+    x[y == 1, 0] += 2
+    x[y == 2, 1] += 4
+    task = blr.Task(trained("categorical", x, y, 0.1, 3), (x, y))
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.1, progress=False)
+    test = blr.Task(task.model, (x[300:308], y[300:308]))
+    result = blr.what_if(task, q, remove=y == 2, evaluate=test, progress=False)
+    without = trained("categorical", x[y != 2], y[y != 2], 0.1, 3)
+    truth = nn.functional.cross_entropy(without(x[y == 2]), y[y == 2]).item()
+    assert result.solver == "cg"
+    assert result.nll == pytest.approx(truth, rel=1e-2)
+    alone = blr.what_if(task, q, remove=[300], evaluate=test, progress=False)
+    assert alone.solver == "posterior"
