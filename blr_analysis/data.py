@@ -8,6 +8,7 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,6 +35,7 @@ from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
+LEVELS = 256  # steps of a dtype that a column must span
 REPEATS = 8  # examples that are read twice to find out whether the data stand still
 
 
@@ -169,8 +171,14 @@ def read_data(data: Any) -> Examples:
     return examples
 
 
-def opened(data: Any, target: str | None = None) -> tuple[Any, Mapping[str, Any] | None]:
-    """What pandas and ``datasets`` hand out, as data that can be read, and what describes them.
+def opened(
+    data: Any, target: str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
+    numbers of a DataFrame in the model's ``dtype``.
+
+    Warns:
+        UserWarning: values of a column of the DataFrame that differ are one number in it.
 
     Raises:
         DataError: a DataFrame without target=, no column of numbers, a row without a label,
@@ -188,7 +196,7 @@ def opened(data: Any, target: str | None = None) -> tuple[Any, Mapping[str, Any]
         raise InputError(f"target={target!r} is no column of the data; columns: {known}")
     if hub:
         return _from_hub(data, target)
-    return _from_frame(data, target) if framed else (data, None)
+    return _from_frame(data, target, dtype) if framed else (data, None)
 
 
 def by_column(X: Any) -> dict[str, Any]:
@@ -199,18 +207,22 @@ def by_column(X: Any) -> dict[str, Any]:
     return {f"input {k}": X[:, k] for k in range(X.shape[1])} if few else {}
 
 
-def _from_frame(frame: Any, target: str | None) -> tuple[Examples, Any]:
+def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Examples, Any]:
     if target is None:
         raise DataError("a DataFrame needs target=, the column to predict")
     if not frame.columns.is_unique:
         twice = frame.columns[frame.columns.duplicated()][0]
         raise InputError(f"two columns of the DataFrame are called {twice!r}; rename one")
+    frame = frame.infer_objects()  # numbers among them
     rest = [name for name in frame.columns if name != target]
     numbers = [name for name in rest if frame[name].dtype.kind in "biuf"]
     if not numbers:
         raise DataError("the DataFrame has no column of numbers to predict from")
-    x = torch.from_numpy(frame[numbers].to_numpy(dtype=np.float32, copy=True))
-    y, classes = _labels(frame[target])
+    real = np.float64 if dtype == torch.float64 else np.float32
+    x = torch.from_numpy(frame[numbers].to_numpy(dtype=real, copy=True))
+    y, classes = _labels(frame[target], real)
+    for name in numbers if classes or not y.is_floating_point() else [*numbers, target]:
+        _check_told_apart(name, frame[name].to_numpy(dtype=np.float64, na_value=np.nan), real)
     examples = replace(
         read_data((x, y)),
         columns=tuple(map(str, numbers)),
@@ -220,17 +232,32 @@ def _from_frame(frame: Any, target: str | None) -> tuple[Examples, Any]:
     return examples, frame[[name for name in rest if name not in numbers]]
 
 
-def _labels(column: Any) -> tuple[Tensor, tuple[str, ...]]:
+def _check_told_apart(name: Any, values: Any, real: Any) -> None:
+    """Warn of values far from 0 whose differences are lost in rounding."""
+    if not len(values) or not np.isfinite(values).all():
+        return
+    step = float(np.spacing(real(np.abs(values).max())))
+    if np.ptp(values) > LEVELS * step:
+        return
+    before, after = (len(np.unique(v)) for v in (values, values.astype(real)))
+    if after < before:
+        warnings.warn(
+            f"{before} values of the column {name!r} become {after} in {real.__name__}; subtract "
+            "their mean, or take model.double()",
+            stacklevel=4,
+        )
+
+
+def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     """A column to predict, words as the numbers of their classes, and the words."""
     missing = column.index[column.isna()]
     if len(missing):
         raise DataError(f"row {missing[0]!r} of the DataFrame has no {column.name}; drop it")
-    column = column.infer_objects()
     kind, classes = column.dtype.kind, ()
     if kind not in "biuf":
         coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
         column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
-    y = column.to_numpy(dtype=np.float32 if kind == "f" else np.int64, copy=True)
+    y = column.to_numpy(dtype=real if kind == "f" else np.int64, copy=True)
     return torch.from_numpy(y), classes
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods import BY_NAME, Categorical, Gaussian, Likelihood
+from blr_analysis.likelihoods import BY_NAME, Bernoulli, Categorical, Gaussian, Likelihood
 
 FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
 ROWS = 4096  # examples whose Λ are held at once
@@ -49,9 +49,9 @@ class Estimator:
     Attributes:
         model: the estimator as it predicts, in float64.
         inputs, targets: the data as the estimator sees them: transformed, labels as 0 … C−1.
-        likelihood: what it was fitted to.
+        likelihood: what it was fitted to, with its ``class_weight``; "balanced" ones are read
+            from these labels, so that test data take those of the training data.
         prior_precision: δ by parameter name.
-        weights: of the examples, by ``class_weight``; None: 1.
         labels: each example's label by its own name, where that is no number; None.
     """
 
@@ -60,7 +60,6 @@ class Estimator:
     targets: Tensor
     likelihood: Likelihood
     prior_precision: dict[str, float]
-    weights: np.ndarray | None = None
     labels: list[str] | None = None
 
 
@@ -105,7 +104,7 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     places, labels = _classes(estimator.classes_, y)
     binary = len(estimator.coef_) == 1
     targets = torch.from_numpy(places).double() if binary else torch.from_numpy(places)
-    kind = BY_NAME["bernoulli" if binary else "categorical"]()
+    kind = _by_class(estimator.class_weight, estimator.classes_, places)
     shrunk = delta if estimator.solver == "liblinear" else 0.0
     return Estimator(
         model,
@@ -113,7 +112,6 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
         targets,
         kind,
         _linear_prior(model, x, targets, kind, delta, bias=shrunk),
-        _class_weights(estimator.class_weight, estimator.classes_, places),
         labels,
     )
 
@@ -247,10 +245,18 @@ def _classes(classes: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, list[str] 
     return places, None if classes.dtype.kind in "biuf" else [str(v) for v in y]
 
 
-def _class_weights(weight: Any, classes: np.ndarray, places: np.ndarray) -> np.ndarray | None:
+def _by_class(weight: Any, classes: np.ndarray, places: np.ndarray) -> Likelihood:
+    """The likelihood of these classes, each with its weight; a balanced one has n / (C n_k)."""
+    kind = Bernoulli if len(classes) == 2 else Categorical
     if weight is None:
-        return None
+        return kind()
     if weight == "balanced":
         counts = np.bincount(places, minlength=len(classes))
-        return (len(places) / (len(classes) * counts))[places]
-    return np.array([weight.get(c, 1.0) for c in classes.tolist()])[places]
+        w = len(places) / (len(classes) * np.maximum(counts, 1))
+    else:
+        w = np.array([float(weight.get(c, 1.0)) for c in classes.tolist()])
+    if not (w > 0).all():
+        raise InputError(f"class_weight of {classes[w <= 0][0]!r} must be above 0; leave it out")
+    made = Bernoulli(w[1] / w[0], w[0]) if kind is Bernoulli else Categorical(w)
+    made.estimated = weight == "balanced"
+    return made

@@ -209,7 +209,8 @@ def leave_one_out_table(loo: Any) -> pd.DataFrame:
 @make_table.register(Predictions)
 def predictions_table(predictions: Predictions) -> pd.DataFrame:
     """One row per example: index, target, mean (one probability per class, or the mean or rate),
-    loss in nats. Of sequences one row per token: index and loss."""
+    loss (−log p in nats, or what ``predictions.measure`` names). Of sequences one row per token:
+    index and loss."""
     columns = {"index": np.arange(len(predictions.losses)), "loss": predictions.losses}
     if predictions.mean is not None:
         columns |= {"target": predictions.targets, "mean": predictions.mean}

@@ -48,6 +48,7 @@ from blr_analysis.data import (
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
+from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.sharded import whole_model
 
 HALF = (torch.bfloat16, torch.float16)
@@ -82,10 +83,10 @@ class Task:
             ``weights`` or the data are of pandas, their one index is that of the examples: a mask
             that is a Series is read by it, and a pandas Index selects by it.
         target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
-            their order, its columns of words the metadata, and labels that are words count from 0
-            in the order of their ``pd.Categorical``, else of the alphabet. Of a
-            ``datasets.Dataset``, the column that the model calls ``labels``, where it is called
-            neither so nor ``label``; words are metadata there too.
+            their order and the model's dtype, its columns of words the metadata, and labels that
+            are words count from 0 in the order of their ``pd.Categorical``, else of the alphabet.
+            Of a ``datasets.Dataset``, the column that the model calls ``labels``, where it is
+            called neither so nor ``label``; words are metadata there too.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -122,9 +123,11 @@ class Task:
             )
         self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
+        self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
         self.batch_size = positive_int("batch_size", batch_size)
         self.device = _device(device, model)
-        data, described = opened(data, target)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        data, described = opened(data, target, dtype)
         self.examples = read_data(data)
         self.n_data = len(self.examples)
         if weights is not None:
@@ -160,8 +163,8 @@ class Task:
         :mod:`blr_analysis.estimators` for the formulas.
 
         Args:
-            likelihood: in place of what is read. Test data of a regression are judged with the
-                noise of the training data.
+            likelihood: in place of what is read. Beside a task of the training data, test data
+                are judged with its noise, of a regression, and its weights, of "balanced" classes.
             metadata: as for :class:`Task`; labels that are words come along as ``label``.
 
         Raises:
@@ -179,14 +182,12 @@ class Task:
         data = read_data((read.inputs, read.targets))
         task = cls(
             read.model,
-            replace(data, labels=row_labels({"X": X, "y": y}, len(data))),
+            replace(data, labels=row_labels({"X": X, "y": y}, len(data)), table=by_column(X)),
             likelihood=likelihood or read.likelihood,
             forward=centred if read.likelihood.name == "categorical" else None,
-            weights=None if read.weights is None else torch.from_numpy(read.weights),
             metadata={"label": read.labels} if metadata is None and read.labels else metadata,
         )
         task.prior_precision = read.prior_precision
-        task.examples = replace(task.examples, table=by_column(X))
         return task
 
     def __len__(self) -> int:
@@ -223,8 +224,8 @@ class Task:
         )
 
     def with_model(self, task: Task) -> Task:
-        """These examples, read as they are here, under another task's model and device; a noise
-        that was estimated from them is the other's.
+        """These examples, read as they are here, under another task's model and device; a noise,
+        or weights of classes, that were estimated from them are the other's.
 
         Raises:
             InputError: DataFrames with other columns, or with other words for their classes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -689,6 +690,13 @@ def program(*argv: str, **options: object) -> subprocess.Popen[str]:
         env=environment,
         **options,  # type: ignore[call-overload]
     )
+
+
+def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["blr-analysis", "--help"])
+        runpy.run_module("blr_analysis", run_name="__main__")
+    assert ended.value.code == 0 and "what-if" in capsys.readouterr().out
 
 
 @pytest.mark.slow

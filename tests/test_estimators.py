@@ -73,6 +73,25 @@ def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(na
     assert where.residual < 1e-4 or name == "least squares"  # only with the right δ, if any
 
 
+@pytest.mark.parametrize("y", [YES, WORDS], ids=["two classes", "three"])
+def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> None:
+    train = np.arange(N) < 32
+    estimator = LogisticRegression(class_weight="balanced", **TIGHT).fit(X[train], y[train])
+    task = blr.Task.from_sklearn(estimator, X[train], y[train])
+    q = blr.fit_laplace(task, structure="full", progress=False)
+    assert stationarity(task, q).at_minimum
+    seen, counts = np.unique(y[train], return_counts=True)
+    weight = dict(zip(seen, train.sum() / (len(seen) * counts), strict=True))
+    for kept in (~train, ~train & (y == seen[0])):  # of one class alone as well
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            test = blr.Task.from_sklearn(estimator, X[kept], y[kept])
+        told = blr.what_if(task, q, remove=[0], evaluate=test, solver="posterior", progress=False)
+        p = estimator.predict_proba(X[kept])[np.arange(kept.sum()), np.searchsorted(seen, y[kept])]
+        truth = -np.log(p) * [weight[label] for label in y[kept]]
+        assert told.before.nll == pytest.approx(truth.mean(), rel=1e-6)
+
+
 def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
     x = np.linspace(-2, 2, 20_000)[:, None]
     y = (x[:, 0] + RNG.normal(size=len(x)) > 0).astype(int)

@@ -39,6 +39,7 @@ LAYERS = (
     {"report"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,36 @@ def test_masks_have_the_index_of_the_frame() -> None:
     ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
     with pytest.raises(InputError, match="to_numpy"):
         ambiguous.subset(FRAME.label == "cat")
+
+
+def test_a_frame_is_read_in_the_models_dtype(model: nn.Module) -> None:
+    far = 1e10 + np.arange(24.0)
+    frame = FRAME.assign(c=far, label=FRAME.index % 2)
+    with pytest.warns(UserWarning, match="24 values of the column 'c' become 1 "):
+        of(frame, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of(FRAME, model)
+        x, _ = of(frame, copy.deepcopy(model).double()).dataset.tensors
+        assert torch.equal(x[:, 2], torch.from_numpy(far))
+        values = blr.Task(
+            nn.Linear(2, 1).double(), frame[["a", "b", "c"]], target="c", likelihood="gaussian"
+        )
+        assert torch.equal(values.dataset.tensors[1], torch.from_numpy(far))
+
+
+def test_numbers_of_object_dtype_are_inputs(model: nn.Module) -> None:
+    task = of(FRAME.astype({"b": object}), model)
+    assert torch.equal(task.dataset.tensors[0], of(FRAME, model).dataset.tensors[0])
+    assert list(task.metadata) == ["source"]
+
+
+def test_weights_of_a_train_split() -> None:
+    weights = pd.Series(np.arange(24.0), index=np.arange(24) * 3 + 7)
+    task = blr.Task(nn.Linear(3, 2), (X, Y), weights=weights)
+    same = blr.Task(nn.Linear(3, 2), (X, Y), weights=torch.arange(24.0))
+    f = torch.ones(24, 2)
+    assert torch.equal(task.likelihood.nll(f, Y), same.likelihood.nll(f, Y))
 
 
 class Dictionary(nn.Module):

@@ -298,7 +298,8 @@ def what_if_(
         Solver,
         typer.Option(
             help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
-            "auto: the first for one example, off a minimum for up to 1 % of the data."
+            "replay: a short training with and without, from first weights; auto: posterior for "
+            "one example, off a minimum for up to 1 % of the data, else one of the others."
         ),
     ] = Solver.auto,
     passes: Passes = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
 StructureName = StrEnum("StructureName", "diag kron lowrank full")
 Correction = StrEnum("Correction", "auto first_order cavity")
-Solver = StrEnum("Solver", "auto posterior cg")
+Solver = StrEnum("Solver", "auto posterior cg replay")
 TaskName = Annotated[
     str,
     typer.Argument(

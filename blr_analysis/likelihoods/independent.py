@@ -57,7 +57,8 @@ class Bernoulli(_Independent):
         self.weight = numbers("weight", weight)
 
     def __repr__(self) -> str:
-        given = ((n, v) for n, v in vars(self).items() if v is not None)
+        settings = {"pos_weight": self.pos_weight, "weight": self.weight}
+        given = ((n, v) for n, v in settings.items() if v is not None)
         return f"Bernoulli({', '.join(f'{n}={list(v)}' for n, v in given)})"
 
     def check_outputs(self, outputs: Tensor) -> None:

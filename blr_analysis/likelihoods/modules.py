@@ -50,6 +50,17 @@ def read_module(loss: nn.Module) -> Likelihood:
     return summed(loss) if known is None else known(loss)
 
 
+def is_mean_over_outputs(loss: object) -> bool:
+    """Whether this is a loss of torch.nn that divides by N·C, as it was trained with.
+
+    >>> is_mean_over_outputs(nn.MSELoss()), is_mean_over_outputs(nn.CrossEntropyLoss())
+    (True, False)
+    """
+    mean = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean"
+    own = type(loss).__module__ == "torch.nn.modules.loss"
+    return mean and own and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
 def summed(loss: nn.Module) -> Function:
     """A module's loss of every example: without its reduction, summed over the outputs; torch's
     own take targets [B] for outputs [B, 1]."""

@@ -104,6 +104,8 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
     if (said := _differs(known, seen)) or (own_weights and (said := _elsewhere(task, q))):
         warnings.warn(said, PosteriorWarning, stacklevel=5)
+    if said := _too_few_terms(task, posterior):
+        warnings.warn(said, PosteriorWarning, stacklevel=5)
 
 
 def _differs(known: Any, seen: dict[str, list[float]]) -> str:
@@ -115,6 +117,22 @@ def _differs(known: Any, seen: dict[str, list[float]]) -> str:
                 "pass the task that it was fitted to"
             )
     return ""
+
+
+def _too_few_terms(task: Task, q: Posterior) -> str:
+    """A mean over N·C losses that was taken for one over N: an optimizer does not know C."""
+    if not task.mean_over_outputs or "scaling" not in q.record:
+        return ""
+    n = q.n_data
+    told = q.record.get("tokens") or min(q.record.get("ess") or [n])
+    with torch.no_grad(), task.evaluation():
+        _, y = task.run(task.fetch(torch.zeros(1, dtype=torch.long)), q.mean)
+    if y.numel() == 1 or told > n:
+        return ""
+    return (
+        f"the loss is a mean over {n} · {y.numel()} numbers, the precision is of {told:g}; capture "
+        f"with n_data={n}, tokens={n * y.numel()} (which IVON takes as its ess)"
+    )
 
 
 def _elsewhere(task: Task, q: Posterior) -> str:

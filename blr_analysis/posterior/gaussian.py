@@ -367,8 +367,9 @@ class Posterior:
 
         Returns:
             ``mean`` ``[N, C]``, ``losses``, ``nll``, ``accuracy``, ``calibration_error``. Class
-            weights and smoothing are no part of the loss here; of sequences there are losses per
-            token alone.
+            weights and smoothing are no part of the loss here, constants that ``GaussianNLLLoss``
+            and ``PoissonNLLLoss`` leave out are; a loss that is no −log p (``MSELoss``) stays
+            itself, and the repr names it. Of sequences there are losses per token alone.
 
         Raises:
             InputError: ``draws`` or ``chunk_size`` is no count.

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood, TokenCategorical
+from blr_analysis.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Function,
+    Gaussian,
+    Likelihood,
+    MeanAndVariance,
+    Poisson,
+    TokenCategorical,
+)
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
@@ -23,8 +32,10 @@ class Predictions(Tabular):
 
     Attributes:
         mean: E[y | x], probabilities, means or rates ``[N, C]``; None for sequences.
-        losses: −log p(y_i | x_i) in nats, ``[N]``; of sequences one per token, ``[tokens]``. NaN
-            where the target is ignored.
+        losses: −log p(y_i | x_i) in nats, with the constants that ``GaussianNLLLoss`` and
+            ``PoissonNLLLoss`` leave out, ``[N]``; of sequences one per token, ``[tokens]``. NaN
+            where the target is ignored. Of losses that are no −log p (``MSELoss``, the square;
+            functions), −log E[exp(−ℓ)] of that loss; the repr calls it by its name.
         targets: ``[N]`` or ``[N, C]``; None for sequences.
         draws: how many networks were averaged; 0: one, at the posterior's mean.
     """
@@ -38,23 +49,37 @@ class Predictions(Tabular):
     def __repr__(self) -> str:
         said = {"accuracy": self.accuracy, "calibration_error": self.calibration_error}
         more = "".join(f", {name}={x:.4g}" for name, x in said.items() if x is not None)
-        return f"Predictions({len(self.losses):,}, draws={self.draws}, nll={self.nll:.4g}{more})"
+        size = f"{len(self.losses):,}, draws={self.draws}"
+        return f"Predictions({size}, {self.measure}={self.nll:.4g}{more})"
+
+    @property
+    def measure(self) -> str:
+        """What ``losses`` are: "nll", or the loss that is no −log p."""
+        kind = self.likelihood
+        if isinstance(kind, Gaussian) and not kind.normalized:
+            return "squared error" if kind.variance == 0.5 else f"loss of {kind!r}"
+        return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
 
     @property
     def nll(self) -> float:
-        """The mean of ``losses``, in nats per example (of sequences: per token)."""
+        """The mean of ``losses``, in nats per example (of sequences: per token). Leaving one out
+        and what-ifs state the loss of training: with weights and without those constants."""
         return float(self.losses.double().nanmean())
 
     @property
     def accuracy(self) -> float | None:
-        """Of the most probable answers; None for regression and sequences."""
+        """Of the most probable answers; of several labels, of examples with all of them right;
+        None for regression and sequences."""
         judged = self._judged()
-        return None if judged is None else float(judged[1].mean())
+        if judged is None or self.mean is None:
+            return None
+        labels = self.mean.shape[-1] if isinstance(self.likelihood, Bernoulli) else 1
+        return float(judged[1].view(-1, labels).amin(-1).mean())
 
     @property
     def calibration_error(self) -> float | None:
         """ECE = Σ_b (n_b / n) |accuracy_b − confidence_b| over 15 equal bins of confidence, the
-        probability of the answer; None for regression and sequences."""
+        probability of the answer, label by label; None for regression and sequences."""
         judged = self._judged()
         if judged is None:
             return None
@@ -128,13 +153,17 @@ def averaged(
 
 
 def _scored_by(likelihood: Likelihood) -> Likelihood:
-    """Without weights and smoothing, which are how a model is trained and not what it predicts."""
+    """Without weights and smoothing, which are how a model is trained and not what it predicts,
+    and with the constants that make a loss −log p."""
     kind = likelihood.kind
     if isinstance(kind, Categorical):
         return Categorical(ignore_index=kind.ignore_index)
     if isinstance(kind, TokenCategorical):
         return type(kind)(kind.ignore_index)
-    return Bernoulli() if isinstance(kind, Bernoulli) else kind
+    if isinstance(kind, MeanAndVariance):
+        return MeanAndVariance(full=True, eps=kind.eps)
+    whole = next((k for k in (Bernoulli, Poisson) if isinstance(kind, k)), None)
+    return kind if whole is None else whole()
 
 
 def _losses(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

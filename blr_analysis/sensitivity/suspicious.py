@@ -105,7 +105,12 @@ class Suspicions(Tabular, Plottable):
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.kind.count(kind)} {kind}" for kind in KINDS)
-        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot())"
+        held = 0
+        if self.likelihood.is_classification and self.targets is not None:
+            pairs = zip(self.kind, self.gain.tolist(), strict=True)
+            held = sum(kind == NONE and gain > 0 for kind, gain in pairs)
+        more = f"; share= keeps {held:,} more contradicted labels back" if held else ""
+        return f"Suspicions(N={len(self)}: {counts}{more}; see .table, .plot())"
 
     def score(self, kind: str) -> Tensor:
         """The score behind a kind of fault, ``[N]``.

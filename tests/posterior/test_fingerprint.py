@@ -103,3 +103,36 @@ def test_it_costs_one_pass_of_eight_examples() -> None:
     other.model.register_forward_hook(lambda _, args, out: seen.append(len(out)))
     recognise(other, q, q, own_weights=True)
     assert sum(seen) == 8
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "ivon"])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=["MSE", "BCE"])
+def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module, optimizer: str) -> None:
+    n, c, w = 40, 5, 0.02
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    y = (x @ torch.randn(3, c, generator=generator) > 0).float()
+
+    def captured(terms: int, **said: int) -> tuple[blr.Posterior, list[str]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, c)
+        if optimizer == "adam":
+            made = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=w)
+        else:
+            made = blr.IVON(model.parameters(), lr=0.1, ess=terms, weight_decay=w)
+        for _ in range(20):
+            made.zero_grad()
+            with made.sampled_params(train=True) if optimizer == "ivon" else torch.enable_grad():
+                loss(model(x), y).backward()
+            made.step()
+        q = blr.Posterior.from_optimizer(made, model, n_data=n, **said)
+        task = blr.Task(model, (x, y), likelihood=loss)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            blr.sensitivity(task, q, progress=False)
+        return q, [str(t.message) for t in told if t.category is PosteriorWarning]
+
+    q, told = captured(n)
+    assert q.prior_precision == pytest.approx(n * w) and any(f"tokens={n * c}" in s for s in told)
+    q, told = captured(n * c, tokens=n * c)
+    assert q.prior_precision == pytest.approx(n * c * w) and not told

@@ -10,6 +10,7 @@ import torch
 from contracts import fitted
 from models import mlp
 from torch import Tensor, nn
+from torch.distributions import Normal, Poisson
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError
@@ -74,6 +75,47 @@ def test_linear_regression_in_closed_form() -> None:
     torch.testing.assert_close(found.losses, exact, rtol=0, atol=0.05)
     torch.testing.assert_close(found.mean.squeeze(1), x @ mean.squeeze(0), rtol=0, atol=0.05)
     assert found.accuracy is found.calibration_error is None
+
+
+class MeanOfOne(nn.Module):
+    """A mean, and a variance of 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.free + x, torch.full_like(x, 2.0)), -1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Parameter(torch.zeros(1))
+
+
+def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
+    x, y = torch.linspace(-1, 1, 9)[:, None], torch.arange(9.0)[:, None]
+    rate, mean = nn.Linear(1, 1), MeanOfOne()
+    cases: list[tuple[nn.Module, Any, Tensor | None, str]] = [
+        (mean, nn.GaussianNLLLoss(), -Normal(x, 2**0.5).log_prob(y), "nll="),
+        (mean, nn.GaussianNLLLoss(full=True), -Normal(x, 2**0.5).log_prob(y), "nll="),
+        (rate, nn.PoissonNLLLoss(), -Poisson(rate(x).exp()).log_prob(y), "nll="),
+        (rate, nn.PoissonNLLLoss(full=True), -Poisson(rate(x).exp()).log_prob(y), "nll="),
+        (rate, nn.MSELoss(), (rate(x) - y) ** 2, "squared error="),
+        (rate, nn.HuberLoss(), None, "Huber"),
+    ]
+    for model, loss, truth, word in cases:
+        task = blr.Task(model, (x, y), likelihood=loss)
+        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        told = q.predict(task, draws=0)
+        assert word in repr(told) and ("nll=" in repr(told)) is (word == "nll=")
+        if truth is not None:
+            torch.testing.assert_close(told.losses, truth.detach().flatten())
+
+
+def test_several_labels_are_right_together() -> None:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = (x + 0.8 * x.flip(0) > 0).float()
+    task = blr.Task(nn.Linear(3, 3), (x, y), likelihood="bernoulli")
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    told = q.predict(task, draws=0).accuracy
+    assert told == blr.what_if(task, q, remove=[0], progress=False).before.accuracy
+    assert told == pytest.approx(((task.model(x) > 0) == (y > 0)).all(1).float().mean().item())
 
 
 def test_how_a_model_was_trained_is_no_part_of_what_it_predicts() -> None:

@@ -376,3 +376,19 @@ class TestBadInput:
         task, q = laplace(trained(x, y, 3), x, y)
         with pytest.raises(InputError, match="3 examples or more, got 2"):
             blr.suspicious(task, q, progress=False)
+
+
+def test_the_repr_counts_what_share_keeps_back() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator)
+    y = (x[:, 0] > 0).long()
+    y[::4] = 1 - y[::4]
+    task = blr.Task(nn.Linear(3, 2), (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    some, every = (
+        blr.suspicious(task, q, duplicates=False, share=share, progress=False)
+        for share in (0.05, 1.0)
+    )
+    held = sum(k == "none" and g > 0 for k, g in zip(some.kind, some.gain.tolist(), strict=True))
+    assert held > 0 and f"{held} more" in repr(some)
+    assert "more" not in repr(every)

@@ -68,18 +68,20 @@ def from_optimizer(
         prior_precision: δ of the objective Σᵢ ℓᵢ + (δ/2)‖θ‖². IVON knows it
             (``ess * weight_decay``) and a different one is refused. For the others a number, or
             one per parameter name; an L2 penalty ``weight_decay`` on the mean loss is
-            δ = n_data·weight_decay. None: that penalty where there was one (torch's Adam and
-            RMSprop; AdamW's decoupled decay is none), else the evidence of the weights and the
-            diagonal (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of
-            an optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
+            δ = n_data·weight_decay (of C outputs C times that, see ``tokens``). None: that penalty
+            where there was one (torch's Adam and RMSprop; AdamW's decoupled decay is none), else
+            the evidence of the weights and the diagonal
+            (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of an
+            optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
             On small networks trained by AdamW influence hardly depends on it (linear datamodeling
             scores of .23 to .25 and .18 to .20 for any δ from 0.03 to 30).
         scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
         batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
             included.
-        tokens: where examples are sequences and the loss was a mean over tokens, the number T of
-            all tokens that counted in training: S = T·√v̂ + δ, or IVON's ess is T, and n_data is
-            the number of sequences.
+        tokens: where the loss was a mean over more numbers than examples, how many, T: of
+            sequences all tokens that counted in training; of C outputs with a loss each
+            (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. S = T·√v̂ + δ, δ = T·weight_decay, or
+            IVON's ess is T. n_data stays the number of examples.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
             a fine-tune; None: 0. IVON's prior is around 0.
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
