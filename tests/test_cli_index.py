@@ -270,6 +270,24 @@ def test_dry_runs_write_nothing(
         assert not list(tmp_path.iterdir())
 
 
+def test_a_query_names_the_model_that_the_index_was_made_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, other = tmp_path / "index", tmp_path / "other"
+    assert run(capsys, "index", model, model / "data.jsonl", "--out", place)[0] == 0
+    loaded = load_model(model)
+    loaded.tokenizer.save_pretrained(other)
+    asked = ("query", place, model / "asked.jsonl", "--top", 1, "--model", other)
+    loaded.model.bfloat16().save_pretrained(other)  # the same, rounded
+    assert run(capsys, *asked)[0] == 0
+    with torch.no_grad():
+        for p in loaded.model.parameters():
+            p.mul_(1.05)
+    loaded.model.save_pretrained(other)
+    code, _, err = run(capsys, *asked)
+    assert code != 0 and "weights" in err
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

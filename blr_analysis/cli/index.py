@@ -133,6 +133,7 @@ def query(
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
+    from blr_analysis.posterior.fingerprint import check_weights
     from blr_analysis.sensitivity import Index
 
     if tokens and out is None:
@@ -154,6 +155,7 @@ def query(
         )
     loaded = load_language_model(about["model"], base=about.get("base"))
     task = language_task(loaded, questions, text=text, max_length=max_length)
+    check_weights(task, opened.posterior)
     say_cut(Teller(), task, questions, max_length)
     trained = None
     if refine or tokens:

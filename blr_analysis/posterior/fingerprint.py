@@ -6,6 +6,7 @@ in the posterior's record when it is fitted, or at the first analysis of one tha
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import BLRError, PosteriorWarning
+from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.task import Task
@@ -21,6 +22,7 @@ from blr_analysis.task import Task
 FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
+ROUNDED = 2.0**-8  # of the norm: weights that were stored in bfloat16
 _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 
 
@@ -135,13 +137,28 @@ def _too_few_terms(task: Task, q: Posterior) -> str:
     )
 
 
-def _elsewhere(task: Task, q: Posterior) -> str:
+def check_weights(task: Task, posterior: Posterior) -> None:
+    """Raise :class:`PosteriorError` where a model's weights are not a posterior's mean, by more
+    than they are rounded in half precision."""
+    if _distance(task, posterior.on(task, same_data=False)) > ROUNDED:
+        raise PosteriorError(
+            "the model's weights are not those that the posterior was learned at: name that model, "
+            "or build the index anew"
+        )
+
+
+def _distance(task: Task, q: Posterior) -> float:
+    """Of the model's weights from the posterior's mean, in the norm of the mean."""
     own = dict(task.model.named_parameters())
     gap = size = 0.0
     for name, m in q.mean.items():
         gap += float((own[name].detach().to(m) - m).double().square().sum())
         size += float(m.double().square().sum())
-    if gap <= APART**2 * size:
+    return math.sqrt(gap / max(size, 1e-300))
+
+
+def _elsewhere(task: Task, q: Posterior) -> str:
+    if _distance(task, q) <= APART:
         return ""
     return (
         "the model's weights are not the posterior's mean, where the analysis runs: load the "
