@@ -36,6 +36,8 @@ CHANCES = 64  # examples that say what equal chances cost
 WORST = 3.0  # of an example, times the largest loss of now or of equal chances for all classes
 NOISE = 0.5  # of a replay, in standard errors of the loss before
 NEAR = 0.5  # of the way from the first weights' loss to the model's that a replay must come
+LEARNT = 0.8  # log of how much more a long training, which learns wrong labels by heart, may lose
+SQUARES = 0.4  # of a regression's loss before: what a long training may lose further out
 LARGE = 0.25  # of the data: what as many epochs of the rest lack in steps counts
 
 
@@ -95,8 +97,10 @@ class References:
                 kind = "one class, kind of steps unclear"
         elif replay.shuffled:
             kind = f"replay, {'most' if replay.shuffled > 0.5 else 'some'} weights shuffled"
-        low, high = self._range(after, kind, missing, steps)
+        low, high = self._range(after, kind, missing, steps + LEARNT * moved.relabelled)
         high = max(high, plain.nll)
+        if before.correct is None:
+            high = after.nll + math.hypot(high - after.nll, SQUARES * before.nll)
         note = ""
         if moved.alone:
             note = (
@@ -233,9 +237,9 @@ def interval(
     loss before, which moves with the seed as it does with the examples; of calibrated answers, the
     standard deviation of the retrained groups' log ratios, times the change.
 
-    steps: log n/n′ of a replay. As many epochs of n′ examples instead of n are n′/n as many steps,
-    which a replay does not take: short of steps as it is, they would move it far more than they
-    move a whole training. (It does where one class remains: 0.)
+    steps: log n/n′ of a replay, and LEARNT of new labels. As many epochs of n′ examples instead of
+    n are n′/n as many steps, which a replay does not take: short of steps as it is, they would move
+    it far more than they move a whole training. (It does where one class remains: 0.)
     """
     relative, noise = SPREADS[solver]
     change = after - before

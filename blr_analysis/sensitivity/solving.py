@@ -130,6 +130,7 @@ class Moved:
         undamped: of a step that was shortened, where the whole of it leads.
         note: why not to trust it, in one line.
         alone: whether a replay saw one class only.
+        relabelled: whether it saw new labels.
     """
 
     posterior: Posterior
@@ -142,6 +143,7 @@ class Moved:
     undamped: Tree | None = None
     note: str = ""
     alone: bool = False
+    relabelled: bool = False
 
 
 class GroupSolver:
@@ -201,7 +203,8 @@ class GroupSolver:
             about = {"family": recipe.family, "lr": recipe.lr, "steps": recipe.steps}
             about |= {"batch": recipe.batch, "unlike": self.replay.unlike}
             moved = made_of(preconditioner, weights, solver="replay", passes=spent, replay=about)
-            return Moved(moved, floored, "replay", spent, replay=self.replay, alone=alone)
+            how = {"replay": self.replay, "alone": alone, "relabelled": bool(change.labels)}
+            return Moved(moved, floored, "replay", spent, **how)
         descent = _descended(data, q, preconditioner, plan, self.chunking, SETTLED * short)
         there = descent.point.params
         moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)

@@ -485,3 +485,12 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     table = ByClass(torch.tensor([0, 1]), before, below)
     assert make_table(table).nll_after.tolist()[1] == 0.0
     assert after.correct.tolist() == [True, False]  # the second loss rose by more than a nat
+
+
+def test_the_range_of_new_labels_reaches_what_a_long_training_learns_by_heart() -> None:
+    task, q, test = problem()
+    labels = {i: (int(Y[i]) + 1) % 10 for i in range(60)}
+    answer = blr.what_if(task, q, relabel=labels, evaluate=test, progress=False)
+    change = answer.nll - answer.before.nll
+    assert answer.solver == "replay" and change > 0
+    assert answer.interval[1] >= answer.before.nll + 2 * change
