@@ -513,7 +513,9 @@ class Posterior:
         if same_data and self.n_data != task.n_data:
             raise PosteriorError(
                 f"the posterior was learned from n_data={self.n_data} examples, the task has "
-                f"{task.n_data}; use the training data (n_data counts sequences)"
+                f"{task.n_data}; use the training data"
+                + (", or capture it with n_data= the sequences, tokens= the tokens that count")
+                * task.likelihood.is_sequence
             )
         return self.to(task.device, task.check_parameters(mine))
 
