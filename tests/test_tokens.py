@@ -275,6 +275,21 @@ def test_models_that_mix_sequences_are_refused() -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_gram_of_inputs_knows_padding_without_a_mask(batch_size: int) -> None:
+    """By the labels: the causal model's counted tokens do not see what follows them."""
+    ids = sequences(5)
+    fitted = [
+        blr.fit_laplace(
+            task_of(tiny_lm(), ids, mask=mask, batch_size=size, more=3),
+            structure="gram", prior_precision=1.0, progress=False,
+        )
+        for mask, size in ((True, 4), (False, batch_size))
+    ]  # fmt: skip
+    for name in fitted[0].mean:
+        assert relative(fitted[1].precision(name), fitted[0].precision(name)) < 1e-6, name
+
+
 def test_all_errors_are_the_packages() -> None:
     batch = padded([{"input_ids": torch.arange(3), "labels": torch.arange(3)}], more=1)
     task = Task(tiny_lm(), [batch], likelihood="causal_lm")  # a batch as an example

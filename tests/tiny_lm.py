@@ -132,14 +132,20 @@ def task_of(
     likelihood: str = "causal_lm",
     more: int = 0,
     left: bool = False,
+    mask: bool = True,
     batch_size: int = 4,
     metadata: Mapping[str, Sequence[object]] | None = None,
 ) -> Task:
-    """A task on padded dictionaries; labels are the ids unless given."""
+    """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = padded(rows, more=more, left=left)
+        return batch if mask else {n: x for n, x in batch.items() if n != "attention_mask"}
+
     loader = DataLoader(
         Rows(ids, labels or ids),  # type: ignore[arg-type]
         batch_size=batch_size,
-        collate_fn=lambda rows: padded(rows, more=more, left=left),
+        collate_fn=collate,
     )
     return Task(
         model,

@@ -2,7 +2,8 @@
 
 For a layer that multiplies its inputs a with a matrix, A = Σ a aᵀ over examples and positions, with
 a 1 joined to a for the bias; for an embedding how often each row was looked up, which is the same
-matrix of its one-hot inputs. Where a batch brings an ``attention_mask``, padding does not count.
+matrix of its one-hot inputs. Padding does not count: what a batch's ``attention_mask`` hides, or,
+without one, what follows the last label that counts of a causal language model.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from blr_analysis.backprop.layers import (
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, shared
+from blr_analysis.likelihoods import CausalLM, Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
@@ -148,7 +150,7 @@ def swept(
         label=label,
         show=progress,
     ):
-        mask = _mask(batch)
+        mask = _mask(batch, task.likelihood.kind)
         sums.begin()
         with ExitStack() as hooks, task.evaluation(), suppress(_Enough):
             for unit in units:
@@ -201,11 +203,16 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
     return hook
 
 
-def _mask(batch: Any) -> Tensor | None:
+def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
     """Which positions ``[B, T]`` of a batch are no padding, where it says so."""
     parts = batch if isinstance(batch, tuple | list) else [batch]
-    held = [p["attention_mask"] for p in parts if isinstance(p, Mapping) and "attention_mask" in p]
-    return held[0].bool() if held and isinstance(held[0], Tensor) and held[0].ndim == 2 else None
+    named = {name: x for p in parts if isinstance(p, Mapping) for name, x in p.items()}
+    mask, labels = named.get("attention_mask"), named.get("labels", parts[-1])
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.bool()
+    if not isinstance(likelihood, CausalLM) or not isinstance(labels, Tensor) or labels.ndim != 2:
+        return None
+    return likelihood.counted(labels).flip(1).cumsum(1).flip(1) > 0
 
 
 def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
