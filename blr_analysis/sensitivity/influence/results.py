@@ -61,10 +61,10 @@ def quantity_of(normalize: Normalize) -> str:
     """
     if not isinstance(normalize, bool) and normalize != "cosine":
         raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
-    return {False: "influence", True: "normalized_influence"}.get(normalize, "cosine")
+    return "cosine" if normalize == "cosine" else ("influence", "normalized_influence")[normalize]
 
 
-def rooted(squares: Tensor) -> Tensor:
+def rooted(squares: Any) -> Tensor:
     """√ of gᵀΣg; 1 where there is no gradient."""
     roots = squares.clamp_min(0).sqrt()
     return torch.where(roots > 0, roots, 1)
