@@ -4,12 +4,14 @@ What only these commands need is imported inside of them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr_analysis.cli.options import (
+    RETRIEVAL,
     Base,
     Data,
     DryRun,
@@ -56,7 +58,8 @@ def index(
     max_length: Length = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Fit a posterior, pass over the data once, write."""
+    """Fit a posterior, pass over the data once, write. Of texts, --prior-precision is "retrieval"
+    unless it is given."""
     from blr_analysis import ranks
     from blr_analysis.files import drafted
     from blr_analysis.sensitivity import Index
@@ -65,6 +68,8 @@ def index(
     texts = TextOptions.of(task, data, base, text, max_length)
     way, say = checked(Way(posterior, fit, prior_precision), texts), Teller()
     ours, _ = tasks_of(task, None, texts, say)
+    if texts is not None and posterior is None and prior_precision is None:
+        way = replace(way, prior_precision=RETRIEVAL)
     if dry_run:
         show_forecast(build_cost(ours, way.stages(ours), rank))
         return
@@ -107,8 +112,12 @@ def query(
         int, typer.Option(metavar="N", min=0, help="Recompute the best N exactly.")
     ] = 0,
     normalize: Annotated[
-        bool, typer.Option("--normalize", help="By the length of each source: what it came from.")
-    ] = False,
+        bool,
+        typer.Option(
+            help="By the length of each source: what an answer came from, where long or odd texts "
+            "otherwise lead every list. Without: nats."
+        ),
+    ] = True,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
     ] = False,
@@ -208,17 +217,22 @@ def _query_task(
     opened.posterior.on(asked, same_data=False)
     asked = asked.with_model(trained)
     matches = _strongest(opened, asked, top, refine, normalize)
-    pairs = Pairs(
-        trained, opened.posterior, asked, quantity=matches.quantity
-    )  # which bring labels and predictions
+    # Labels and predictions come with the pairs.
+    pairs = Pairs(trained, opened.posterior, asked, quantity=matches.quantity)
     sources = _sources(TopInfluence(**vars(matches), pairs=pairs), out)
     show(sources_section(sources), paper())
 
 
 def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool) -> Matches:
     """As many as the options say, and as there are."""
+    from blr_analysis.posterior.prior_choice import in_words
+    from blr_analysis.sensitivity.influence.results import quantity_of
+
+    say, how = Teller(), quantity_of(normalize).replace("_", " ")
+    choice = index.posterior.record.get("prior_choice")
+    say(how + (f", prior precision {in_words(choice)}" if choice else ""))
     if not refine:
-        _say_rough(Teller(), index)
+        _say_rough(say, index)
     count = min(top, index.n_data)
     if count < top:
         what = "texts" if asked.likelihood.is_sequence else "examples"

@@ -82,12 +82,24 @@ Fit = Annotated[
         help="Instead of --posterior: fit a Laplace posterior to the weights that the model has."
     ),
 ]
+RETRIEVAL = "retrieval"
+
+
+def _precision(text: str) -> float | str:
+    try:
+        return text if text == RETRIEVAL else float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number, nor {RETRIEVAL}") from None
+
+
 PriorPrecision = Annotated[
-    float | None,
+    Any,
     typer.Option(
         metavar="D",
+        parser=_precision,
         help="For --fit: the weight decay in units of the summed loss (N times the L2 penalty of "
-        "a mean loss). Left out: found in the weights and the data.",
+        "a mean loss); of texts also retrieval, for finding sources: one half of a text shall find "
+        "its other half. Left out: found in the weights and the data.",
     ),
 ]
 Initial = Annotated[
@@ -165,7 +177,7 @@ class Way:
 
     posterior: Path | None
     fit: StructureName | None
-    prior_precision: float | None
+    prior_precision: float | str | None
     calibrate: int | None = None
     initial: Path | None = None
 
@@ -185,12 +197,15 @@ class Way:
 
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
-        from blr_analysis.posterior import fit_stages
+        from blr_analysis.posterior import Stage, fit_stages
+        from blr_analysis.posterior.retrieval import TEXTS
 
         if self.posterior is not None:
             return []
-        found = self.prior_precision is None and task.prior_precision is None
-        return fit_stages(task, str(self.fit), found=found)
+        retrieves = self.prior_precision == RETRIEVAL
+        found = retrieves or (self.prior_precision is None and task.prior_precision is None)
+        halves = [Stage("halves of texts", min(task.n_data, TEXTS), 2.0, rotated=True)]
+        return fit_stages(task, str(self.fit), found=found) + halves * retrieves
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""

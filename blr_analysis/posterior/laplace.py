@@ -39,8 +39,11 @@ from blr_analysis.posterior.fingerprint import fingerprint
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.retrieval import RULE as RETRIEVAL
+from blr_analysis.posterior.retrieval import chosen_by_retrieval
 from blr_analysis.posterior.stationarity import measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
+from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
@@ -61,7 +64,7 @@ def fit_laplace(
     task: Task,
     *,
     structure: str = "kron",
-    prior_precision: Given | Prior | None = None,
+    prior_precision: Given | Prior | str | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
     expected: Posterior | None = None,
@@ -89,7 +92,8 @@ def fit_laplace(
             task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
             Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
-            of the data); ``record["prior_choice"]`` says how.
+            of the data); ``record["prior_choice"]`` says how. "retrieval": of sequences, for
+            finding sources by influence, see :mod:`blr_analysis.posterior.retrieval`.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
             a fine-tune; None: 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
@@ -115,7 +119,8 @@ def fit_laplace(
     Raises:
         PosteriorError: an ``initial`` of another model, or no δ to be found.
         InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full" or
-            "exact", "ggn" for sequences, "exact" for "kron" or "lowrank".
+            "exact", "ggn" for sequences, "exact" for "kron" or "lowrank", "retrieval" for
+            anything but sequences under "diag" or "kron".
         ModelError: nothing to train, NaN, BatchNorm in training mode.
 
     Example:
@@ -136,7 +141,14 @@ def fit_laplace(
             raise InputError(f'expected= averages the "ggn", not {curvature!r}')
         expected = expected.on(task)
         params = {n: expected.mean[n] for n in params}
-    prior_precision = task.prior_precision if prior_precision is None else prior_precision
+    retrieves = isinstance(prior_precision, str)
+    if retrieves:
+        one_of("prior_precision", prior_precision, (RETRIEVAL,))
+        if not task.likelihood.is_sequence or structure not in ("diag", "kron"):
+            raise InputError('"retrieval" takes sequences, under structure "diag" or "kron"')
+        prior_precision = None
+    elif prior_precision is None:
+        prior_precision = task.prior_precision
     given = Prior({None: 1.0}) if prior_precision is None else prior_precision
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
     if kind.of_inputs and curvature != "ggn":
@@ -204,6 +216,12 @@ def fit_laplace(
             sizes = [d.double().sum() for d in form.diagonal().values()]
             mean = float(torch.stack(sizes).sum()) / sum(p.numel() for p in params.values())
             prior = Prior({None: TINY * mean}, prior.mean)
+        if retrieves:
+            assert isinstance(form, Spectral)
+            known = choice["prior_choice"]
+            delta, mrr = chosen_by_retrieval(task, params, form, known["delta"])
+            prior = Prior({None: delta}, prior.mean)
+            choice = {"prior_choice": {**known, "delta": delta, "rule": RETRIEVAL, RETRIEVAL: mrr}}
         form = form.plus_prior(prior)
     record = {
         "kind": kind.kind if kind.of_inputs else RECORDED[curvature],

@@ -102,9 +102,16 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
 
 
 def in_words(choice: Mapping[str, Any]) -> str:
-    """δ (the largest, of several), the rule that chose it, and the evidence's where that is far
-    from it off a minimum."""
+    """δ (the largest, of several), the rule that chose it, and what speaks for it or against: how
+    well texts are retrieved, or the evidence's where that is far from it off a minimum."""
     delta, rule = choice["delta"], choice["rule"]
+    if halves := choice.get("retrieval"):
+        pair = [halves["mrr"].get(f"{d:.3g}") for d in (delta, halves["before"])]
+        if None in pair:
+            return f"{delta:.3g}: too few texts for {rule}"
+        return "{:.3g} by {}: MRR {:.2f}, at {:.3g} {:.2f}".format(
+            delta, rule, pair[0], halves["before"], pair[1]
+        )
     said = f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {rule}"
     if (choice.get("apart") or 1.0) > APART and choice["explained"] < EXPLAINED:
         other = "evidence" if rule == "stationarity" else "stationarity"
