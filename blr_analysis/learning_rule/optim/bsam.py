@@ -123,7 +123,8 @@ class BSAM(RowOptimizer):
             if gradient is None:
                 gradient = torch.zeros_like(mean, dtype=state_dtype(mean))
             sizes[mean] = gradient.abs()
-            hess = self.state[mean]["hess"] if mean in self.state else group["hess_init"]
+            held = self.state.get(mean)
+            hess = held["hess"] if held else group["hess_init"]
             return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
 
         return Draw(True, adoptable, noisy=False, look=look, given=sizes)

@@ -204,5 +204,5 @@ def _fill_normal(
 
     first = torch.full((), float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
     # before its first step a parameter has the precision it was given
-    hess = [state[p]["hess"] if p in state else first.expand(p.shape) for p in params]
+    hess = [held["hess"] if (held := state.get(p)) else first.expand(p.shape) for p in params]
     for_blocks(scale, [noises, hess])

@@ -252,7 +252,18 @@ class IVON(RowOptimizer):
         """
         if is_ivon_opt(state_dict):
             state_dict = from_ivon_opt(state_dict, self.param_groups)
+        own = [group["beta2"] for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for beta2, group in zip(own, self.param_groups, strict=True):
+            kept = group["beta2"]
+            if self.steps is not None and not 1 / 1.2 < (1 - beta2) / max(1 - kept, 1e-12) < 1.2:
+                warnings.warn(
+                    f"the state's beta2={kept:.6g} is kept, steps={self.steps} would set "
+                    f"{beta2:.6g}: give the state's steps, or set beta2 and clip_radius in "
+                    "param_groups",
+                    InitialPrecisionWarning,
+                    stacklevel=2,
+                )
 
     def ivon_opt_state(self) -> dict[str, Any]:
         """What ``load_state_dict`` of the package ``ivon-opt`` takes; ``current_step`` beside it.
@@ -272,9 +283,9 @@ class IVON(RowOptimizer):
 
     def _check_the_end(self, steps: int) -> None:
         """Warn where training ends with a precision that is still its start."""
-        group = self.param_groups[0]
-        last = [int(self.state[p]["step"]) for p in group["params"] if "step" in self.state[p]]
-        if max(last, default=0) == steps and group["beta2"] ** steps > 0.5:
+        slow = [g for g in self.param_groups if g["beta2"] ** steps > 0.5]
+        done = [int(held["step"]) for g in slow for p in g["params"] if (held := self.state.get(p))]
+        if max(done, default=0) == steps:
             warnings.warn(
                 f"more than half of hess is still hess_init after all {steps} steps: leave beta2 "
                 "out, or lower it",

@@ -107,7 +107,7 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
         for p in group["params"]:
             if p.requires_grad:
                 start = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
-                hess = optimizer.state[p]["hess"] if p in optimizer.state else start.detach()
+                hess = optimizer.state.get(p, {}).get("hess", start.detach())
                 precision = group["ess"] * (hess + group["weight_decay"])
                 mean: Tensor = means.get(p, p)  # type: ignore[assignment]
                 found.append((mean.detach(), precision))

@@ -339,3 +339,41 @@ def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> 
 
     assert train() == []
     assert train(beta2=0.999) == [3]
+
+
+def test_a_slow_second_group_is_warned_of_too() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    groups = [{"params": params[:1]}, {"params": params[1:], "beta2": 0.999}]
+    optimizer = IVON(groups, lr=0.1, ess=10, steps=1)
+    with optimizer.sampled_params(train=True):
+        sum(p.square().sum() for p in params).backward()
+    with pytest.warns(InitialPrecisionWarning, match="all 1 steps"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [None, 6])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_that_has_no_gradient_at_first(frozen: bool, steps: int | None) -> None:
+    used, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=not frozen)
+    optimizer = IVON([late, used], lr=0.1, ess=10, steps=steps)
+    _ = optimizer.state[late]  # torch makes an empty entry of a look
+    for step in range(4):
+        late.requires_grad_(not frozen or step > 1)
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss = used.square().sum() + (late.square().sum() if step > 1 else 0)
+            loss.backward()
+        optimizer.step()
+    assert [optimizer.state[p]["step"] for p in (late, used)] == [2, 4]
+
+
+def test_a_state_of_other_steps_is_warned_of() -> None:
+    def make(steps: int) -> IVON:
+        return IVON([nn.Parameter(torch.ones(3))], lr=0.1, ess=4000, steps=steps)
+
+    short = make(20).state_dict()
+    with pytest.warns(InitialPrecisionWarning, match="steps=2000"):
+        make(2000).load_state_dict(short)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(20).load_state_dict(short)
