@@ -37,6 +37,7 @@ from blr_analysis.merging.curve import CRITERIA, MergePoint, Merger, Trial, rank
 from blr_analysis.merging.in_memory import SETTINGS, merged
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_adapter
+from blr_analysis.merging.methods import CURVED
 from blr_analysis.merging.plan import open_model
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.posterior import FACTORED
@@ -47,7 +48,7 @@ ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
 DAMPINGS = (1.0, 0.1)  # of "kron"
-COMMON = ("dtype", "normalize", "trust")  # what every candidate is made with
+COMMON = ("dtype", "trust")  # what every candidate is made with
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,18 @@ def candidates(
     count: int, *, based: bool, structure: str, settings: Mapping[str, Any], tasks: Any
 ) -> dict[str, dict[str, Any]]:
     """Arguments of :func:`blr_analysis.merge` by a name for each candidate."""
-    found: dict[str, dict[str, Any]] = {"average": {"method": "linear", "weights": [1.0] * count}}
-    if based:
+    average = {"method": "linear", "weights": [1.0] * count, "normalize": True}
+    found: dict[str, dict[str, Any]] = {"average": average}
+    if based and not settings["normalize"]:  # else the average again, whatever α
         for alpha in sorted({*ALPHAS, 1 / count}):
             name = f"task_arithmetic, α = {alpha:.3g}"
             found[name] = {"method": "task_arithmetic", "weights": [alpha] * count}
-    own = {k: settings[k] for k in ("precisions", "n_data", "missing_precision", "weights")}
+    own = {k: settings[k] for k in (*CURVED, "weights", "normalize")}
     first = {k: settings[k] for k in ("base_precision", "delta")}
     if structure:
         for family in families(structure, settings):
             words = "".join(f", {key} {value:g}" for key, value in family.items())
-            how = {**family, **own}
+            how = {**own, **family}
             found[f"fisher, {structure}{words}"] = {"method": "fisher", **how}
             if based and (first["base_precision"] is not None or first["delta"]):
                 name = f"gradient_matching, {structure}{words}"
@@ -149,8 +151,8 @@ def chosen_job(job: Job, validate: Any) -> tuple[Job, Choice]:
     how = choice.settings
     weights = how.get("weights") or [m.weight for m in job.members]
     members = tuple(replace(m, weight=w) for m, w in zip(job.members, weights, strict=True))
-    family = {k: how[k] for k in ("shrink", "power", "damping", "delta") if k in how}
-    return replace(job, method=how["method"], members=members, normalize=None, **family), choice
+    own = {k: how[k] for k in SETTINGS if k in how}
+    return replace(job, members=members, **own), choice
 
 
 def chosen(
@@ -179,7 +181,7 @@ def chosen(
         for t, (p, n) in enumerate(zip(settings["precisions"] or (), numbers, strict=False))
     ]
     kinds = {p.structure for p in opened}
-    structure = kinds.pop() if len(kinds) == 1 else "diag" if kinds else ""
+    structure = " and ".join(sorted(kinds))
     kind: Any = {"based": base is not None, "structure": structure, "settings": settings}
     found = candidates(len(states), **kind, tasks=tasks)
     common = {k: settings[k] for k in COMMON}

@@ -10,11 +10,15 @@ import torch
 from models import mlp
 from oracles import relative
 from parts import normal
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.merging.auto import chosen_job
+from blr_analysis.merging.folders import execute
+from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
+from blr_analysis.merging.plan import plan_folders
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
 
@@ -116,6 +120,63 @@ def test_folders_take_the_same(family: dict[str, Any], tmp_path) -> None:
     memory = merge(family["base"], family["models"], precisions=fitted, **given)
     assert report.choice.name == memory.choice.name
     assert report.plan.method.name == memory.choice.settings["method"]
+
+
+@pytest.mark.parametrize("normalize", [None, True, False])
+@pytest.mark.parametrize(
+    ("structures", "damping"),
+    [
+        ("gram gram", None),
+        ("gram gram", 5.0),
+        ("kron kron", 5.0),
+        ("gram kron", 5.0),
+        ("diag diag", None),
+    ],
+)
+def test_a_job_of_folders_writes_what_was_validated(
+    family: dict[str, Any], tmp_path, structures: str, damping: float | None, normalize: bool | None
+) -> None:
+    """The folder's losses are those of the choice; the merge is that of its settings."""
+    places = {"base": family["base"], **dict(zip("ab", family["models"], strict=True))}
+    for name, state in places.items():
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    for name, task, structure in zip("ab", family["tasks"], structures.split(), strict=True):
+        fit_laplace(task, structure=structure).save(tmp_path / name / "precision")
+    members = tuple(
+        Member(tmp_path / n, tmp_path / n / "precision", w) for n, w in (("a", 1.0), ("b", 0.4))
+    )
+    job = Job(
+        method="gradient_matching", members=members, base=tmp_path / "base", delta=30.0,
+        normalize=normalize, damping=damping,
+    )  # fmt: skip
+    job, choice = chosen_job(job, family["validate"])
+    report = execute(plan_folders(job), tmp_path / "out", progress=False)
+    written = load_file(report.folder / "model.safetensors")
+    for task, nll in zip(family["validate"], choice.best.nlls, strict=True):
+        x, y = task.dataset.tensors
+        model = copy.deepcopy(task.model)
+        model.load_state_dict(written)
+        loss = nn.functional.cross_entropy(model(x), y).item()
+        assert loss == pytest.approx(nll, rel=1e-5)
+    truth = merge(family["base"], family["models"], **{**choice.settings, "n_data": None})
+    assert all(torch.equal(written[n], t) for n, t in truth.items())
+
+
+def test_the_average_is_the_average_and_every_merge_is_tried_once(family: dict[str, Any]) -> None:
+    """Whatever normalize says, which makes every α of task arithmetic one merge."""
+    given = {k: family[k] for k in ("base", "models", "validate")}
+    average = merge(None, family["models"], method="linear")
+    for normalize in (None, True, False):
+        choice = merge(**given, method="auto", normalize=normalize).choice
+        nlls = [p.nll for p in choice.points]
+        assert len(set(nlls)) == len(nlls)
+        for task, nll in zip(family["validate"], choice.average.nlls, strict=True):
+            x, y = task.dataset.tensors
+            model = copy.deepcopy(task.model)
+            model.load_state_dict(dict(average))
+            loss = nn.functional.cross_entropy(model(x), y).item()
+            assert nll == pytest.approx(loss, rel=1e-5)
 
 
 def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
