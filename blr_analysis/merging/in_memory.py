@@ -16,7 +16,8 @@ from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.fates import OpenModel
 from blr_analysis.merging.job import MergeSettings, Weight
-from blr_analysis.merging.methods import METHODS, Method
+from blr_analysis.merging.matching import MERGEABLE
+from blr_analysis.merging.methods import CURVED, METHODS, Method
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.propagated import propagated
@@ -54,8 +55,13 @@ def merged(
             raise InputError('tasks= stands for precisions, with method="fisher"')
         states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
         alphas = [float(a) for a in alphas]
-        start = merged(base, states, weights=alphas, method="linear", progress=False)
-        return propagated(start, states, list(tasks), alphas, shrink=how.shrink, progress=progress)
+        limits: Any = {"max_memory": max_memory, "threads": threads, "progress": False}
+        start = merged(base, states, weights=alphas, method="linear", dtype=how.dtype, **limits)
+        made = propagated(start, states, list(tasks), alphas, shrink=how.shrink, progress=progress)
+        return {
+            n: t if t.dtype not in MERGEABLE else t.to(how.out_dtype or t.dtype)
+            for n, t in made.items()
+        }
     given = one_each("precisions", precisions, count, None)
     numbers = one_each("n_data", n_data, count, None)
     densities = one_each("density", density, count, 1.0)
@@ -90,22 +96,28 @@ def merged(
 
 SETTINGS = frozenset(f.name for f in fields(MergeSettings))
 ARGUMENTS = SETTINGS.union(signature(merged).parameters) - {"settings"}
+OF_PRECISIONS = {*CURVED, "base_precision", "delta", "trust"} - {"precisions"}
 DEFAULTS = {f.name: f.default for f in fields(MergeSettings)} | {
     p.name: p.default for p in signature(merged).parameters.values()
 }
 
 
 def refuse_idle(rows: Sequence[Method], given: Mapping[str, Any]) -> None:
-    """Raise :class:`InputError` where an argument that is not its default is for none of these."""
+    """Raise :class:`InputError` where an argument that is not its default is for none of these, or
+    is of precisions that are not there because ``tasks`` or nothing at all stands for them."""
+    tasks = given.get("tasks") is not None
+    bare = given.get("precisions") is None and (tasks or given.get("method") == "auto")
+    idle = {n for n in OF_PRECISIONS if bare and not (tasks and n == "shrink")}
     for name, value in given.items():
         usual = DEFAULTS.get(name)
-        if any(row.takes(name) for row in rows) or value is usual or value == usual:
+        there = name not in idle and any(row.takes(name) for row in rows)
+        if there or value is usual or value == usual:
             continue
         others = [row.name for row in METHODS.values() if row.takes(name)]
-        raise InputError(
-            f"{name}= has no effect on {some([row.name for row in rows])}: leave it out, or use "
-            f"{some(others)}"
-        )
+        what, instead = some([row.name for row in rows]), some(others)
+        if name in idle:
+            what, instead = "a merge without precisions=", "precisions="
+        raise InputError(f"{name}= has no effect on {what}: leave it out, or use {instead}")
 
 
 def one_each(name: str, given: Any, count: int, default: Any) -> list[Any]:

@@ -124,7 +124,8 @@ def merge(
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
             :func:`~blr_analysis.merging.plan.plan_folders`; nothing half-written is left behind.
-            An argument that has no effect on the method is refused.
+            An argument that has no effect on the method is refused, and what is said of precisions
+            where there are none.
 
     Source: Daheim et al., "Model merging by uncertainty-based gradient matching", ICLR 2024.
 

@@ -75,7 +75,7 @@ def propagated(
             matrices = [layer.join({n: m[n].double().cpu() for n in layer.names}) for m in models]
             g, o, i = matrices[0].shape
             result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices)
-            merged |= {n: value.to(models[0][n]) for n, value in layer.split(result).items()}
+            merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
     return {n: merged[n] for n in start}
 
 

@@ -196,6 +196,11 @@ def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
         assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-8
         weight, bias = merged[f"{layer}.weight"], merged[f"{layer}.bias"]
         inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
+    half = merge(
+        None, family["models"], tasks=family["tasks"], method="fisher", shrink=0.9,
+        out_dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert all(torch.equal(t, merged[n].to(torch.bfloat16)) for n, t in half.items())
 
 
 class Branched(nn.Module):
@@ -284,6 +289,16 @@ def test_bad_input(family: dict[str, Any]) -> None:
         merge(base, models, tasks=tasks[:1], method="fisher")
     with pytest.raises(InputError, match="at least 0"):
         merge(base, models, tasks=tasks, method="fisher", weights=[1.0, -0.5])
+    for option in (
+        {"power": 0.5}, {"damping": 0.1}, {"n_data": [5, 5]}, {"missing_precision": "zero"},
+        {"trust": True},
+    ):  # fmt: skip
+        for method in ("fisher", "auto"):
+            with pytest.raises(InputError, match=f"{next(iter(option))}=.*precisions="):
+                merge(base, models, tasks=tasks, method=method, **option)
+    for option in ({"shrink": 0.5}, {"delta": 1.0}):
+        with pytest.raises(InputError, match=f"{next(iter(option))}=.*precisions="):
+            merge(base, models, validate=tasks, method="auto", **option)
     other = Task(Other().double(), tasks[1].fetch(torch.arange(5)))
     with pytest.raises(ModelError, match=r"2\.weight"):
         merge(base, models, tasks=[tasks[0], other], method="fisher")
