@@ -21,6 +21,7 @@ from blr_analysis.backprop.record import Recording, fetched, record, together
 from blr_analysis.backprop.terms import Term, pieces
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
+from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -124,6 +125,7 @@ def chunks(
     by_parts: bool = False,
     indices: Tensor | None = None,
     label: str = "examples",
+    kept: Unfinished | None = None,
 ) -> Iterator[Chunk]:
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
@@ -131,6 +133,7 @@ def chunks(
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
         by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in a quarter of it.
+        kept: chunks that it has done are left out.
 
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
@@ -151,7 +154,10 @@ def chunks(
     )
     pieces = order.split(size)
     shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
-    for chosen, batch in _fitted(task, plan, shown, exact=chunking.chunk_size is not None):
+    pieces = _fitted(task, plan, shown, exact=chunking.chunk_size is not None)
+    for number, (chosen, batch) in enumerate(pieces):
+        if kept is not None and number < kept.done:
+            continue
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )

@@ -29,6 +29,7 @@ from blr_analysis.backprop.layers import (
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, shared
+from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -47,6 +48,11 @@ class InputMoments:
 
     def begin(self) -> None:
         """A forward pass begins."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All sums by a name."""
+        moments = {f"moments of {key}": total for key, (_, total) in self.moments.items()}
+        return moments | {f"counts of {key}": total for key, total in self.counts.items()}
 
     def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
         """Add Σ a aᵀ of the rows a ``[g, R, I]`` of the tensor that a layer is given, so many
@@ -115,10 +121,14 @@ Sums = TypeVar("Sums", bound=InputMoments)
 
 
 def input_moments(
-    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+    task: Task,
+    params: Mapping[str, Tensor],
+    *,
+    kept: Unfinished | None = None,
+    progress: bool | None = None,
 ) -> InputMoments:
     """:func:`swept` for the moments of all layers with a matrix."""
-    return swept(task, params, InputMoments(), label="layer inputs", progress=progress)
+    return swept(task, params, InputMoments(), label="layer inputs", kept=kept, progress=progress)
 
 
 @torch.no_grad()
@@ -129,6 +139,7 @@ def swept(
     *,
     only: Collection[str] | None = None,
     label: str = "",
+    kept: Unfinished | None = None,
     progress: bool | None = False,
 ) -> Sums:
     """One sweep of forward passes over the task's data, at ``params``.
@@ -136,6 +147,7 @@ def swept(
     Args:
         sums: what is told of the layers.
         only: parameters whose layers are looked at; None: all layers with a matrix.
+        kept: where the sums are kept meanwhile, and taken up from.
 
     Raises:
         ModelError, DataError: see :meth:`Task.run`.
@@ -144,12 +156,15 @@ def swept(
     units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
     params = task.cast(params)
     own = shared(task, params)
-    for indices, batch in track(
+    batches = track(
         task.batches(indices=own),
         total=-(-len(own) // task.batch_size),
         label=label,
         show=progress,
-    ):
+    )
+    for number, (indices, batch) in enumerate(batches):
+        if kept is not None and number < kept.done:
+            continue
         mask = _mask(batch, task.likelihood.kind)
         sums.begin()
         with ExitStack() as hooks, task.evaluation(), suppress(_Enough):
@@ -158,7 +173,9 @@ def swept(
                 handle = unit.module.register_forward_hook(seen, with_kwargs=True)
                 hooks.callback(handle.remove)
             task.run(batch, params, indices)
-    ranks.total([*(moments for _, moments in sums.moments.values()), *sums.counts.values()])
+        if kept is not None:
+            kept.follow(sums.tensors())
+    ranks.total(sums.tensors().values())
     return sums
 
 

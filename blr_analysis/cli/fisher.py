@@ -30,7 +30,8 @@ def fisher(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a fine-tuned model and its tokenizer, in safetensors.",
+            help="A folder with a fine-tuned model and its tokenizer, in safetensors; or with an "
+            "adapter.",
             show_default=False,
         ),
     ],
@@ -43,6 +44,12 @@ def fisher(
             show_default=False,
         ),
     ],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="An adapter's base, unless its configuration names a folder here."
+        ),
+    ] = None,
     kind: Annotated[
         Kind,
         typer.Option(
@@ -138,7 +145,7 @@ def fisher(
 
     say = Teller()
     say(f"loading {model}")
-    asked = {"text": text or None, "examples": examples, "max_length": max_length}
+    asked = {"base": base, "text": text or None, "examples": examples, "max_length": max_length}
     if dry_run:
         half = dtype is StoredDtype.bfloat16
         kinds = None if task is None else str(task).replace("-", "_")

@@ -6,6 +6,7 @@ from blr_analysis.files.folder import Folder, read_config
 from blr_analysis.files.placing import check_file, check_free, check_room, drafted, folder_for, held
 from blr_analysis.files.shards import Shards
 from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
+from blr_analysis.files.unfinished import Unfinished
 
 __all__ = [
     "Folder",
@@ -15,6 +16,7 @@ __all__ = [
     "Shards",
     "Source",
     "Spec",
+    "Unfinished",
     "check_file",
     "check_free",
     "check_room",

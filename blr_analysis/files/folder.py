@@ -101,11 +101,12 @@ class Folder(Source):
         spec = self.piece(name, start, stop)
         size = spec.dtype.itemsize
         raw = scratch.take(self, (stop - start) * size)
+        view = raw.numpy().data
         first = 0
         for path, stored, _ in self._pieces[name]:
             begin, end = max(start, first), min(stop, first + stored.spec.numel)
             if begin < end:
-                part = raw[(begin - start) * size : (end - start) * size]
+                part = view[(begin - start) * size : (end - start) * size]
                 with reading(path), self._open(path) as file:
                     _fill(part, file, stored.offset + (begin - first) * size)
             first += stored.spec.numel
@@ -127,12 +128,12 @@ class Folder(Source):
         for path, own in parts.items():
             with reading(path), self._open(path) as file:
                 for part, offset in own:
-                    _fill(part, file, offset)
+                    _fill(part.numpy().data, file, offset)
         return made
 
     def _open(self, path: Path) -> FileIO:
         """The file, as long as it is the one whose header was read."""
-        file = open(path, "rb", buffering=0)  # noqa: SIM115
+        file = FileIO(path)
         state, header = os.fstat(file.fileno()), self._headers[path]
         if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
             file.close()
@@ -140,8 +141,7 @@ class Folder(Source):
         return file
 
 
-def _fill(raw: Tensor, file: FileIO, offset: int) -> None:
-    view = raw.numpy().data
+def _fill(view: memoryview, file: FileIO, offset: int) -> None:
     file.seek(offset)
     while view:
         count = file.readinto(view)

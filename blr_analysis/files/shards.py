@@ -119,7 +119,7 @@ class Shards:
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
         path, offset = self._places[name]
-        with open(path, "r+b", buffering=0) as file:
+        with FileIO(path, "r+") as file:
             file.seek(offset + start * self.specs[name].dtype.itemsize)
             _write(file, _bytes(values))
 

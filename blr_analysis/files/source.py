@@ -88,11 +88,13 @@ class Source(ABC):
         name: for messages: the folder or file.
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
         notes: what a user should be told about all of it.
+        origin: the file whose fingerprint its precisions record, where that is not its own.
     """
 
     name: str
     specs: Mapping[str, Spec]
     notes: tuple[str, ...] = ()
+    origin: Source | None = None
 
     def words(self, name: str) -> str:
         """How a tensor comes about, where it is not simply stored."""

@@ -28,7 +28,7 @@ from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.huggingface.unfinished import Unfinished
+from blr_analysis.files import Unfinished
 from blr_analysis.posterior import curvature_root, drawn_labels
 from blr_analysis.progress import bar
 from blr_analysis.task import Task
@@ -147,7 +147,9 @@ def _add_examples(
         one = next(iter(params.values())).element_size() * plan_for(task, params).floats(columns)
         budget = default_memory(params, MEMORY, one)
     passes = _passes(task, params, columns, budget, lengths)
-    done = 0 if kept is None else kept.taken_up(total)
+    if kept is not None:
+        kept.take_up(total)
+    done = 0 if kept is None else kept.done
     with bar(task.n_data, kind, progress, unit=" examples") as shown:
         shown.update(ranks.count() * sum(map(len, passes[:done])))
         for number, indices in enumerate(passes[done:], done + 1):

@@ -17,18 +17,24 @@ import torch
 from blr_analysis import ranks
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.files import Folder, fingerprint, held, storage
+from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
 from blr_analysis.huggingface.data import Texts, class_indices, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
-from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, read_config
+from blr_analysis.huggingface.models import (
+    Pretrained,
+    checkpoint_names,
+    load_model,
+    load_tuned,
+    read_config,
+)
 from blr_analysis.huggingface.tokens import Encoded, encode, task_of
-from blr_analysis.huggingface.unfinished import Unfinished
+from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,
     Stage,
     check_dtype,
-    fit_laplace,
+    fit_kept,
     write_factors,
     write_precision,
 )
@@ -79,6 +85,7 @@ def fisher(
     model: str | os.PathLike[str],
     data: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     kind: str = "mc",
     structure: str = "diag",
     samples: int = 1,
@@ -105,9 +112,12 @@ def fisher(
     language models the loss of an example is the sum over its tokens.
 
     Args:
-        model: a folder with a sequence classifier or a causal language model, in safetensors.
+        model: a folder with a sequence classifier or a causal language model, in safetensors; or
+            with an adapter of one: the precision is then of the weights that the adapter changes,
+            with it added, by the base's names, as a merge takes it.
         data: .jsonl, .csv, .tsv, .parquet or .txt; see
             :func:`~blr_analysis.huggingface.data.read_texts`.
+        base: where an adapter's base is, unless its configuration names a folder here.
         kind: "mc", the Fisher with labels drawn from the model (the file needs none); "emp", the
             empirical Fisher; "ggn", exact over the classes (not for language models);
             "squared_minibatch", the squared gradient of the mean loss of ``batch_size`` examples,
@@ -136,8 +146,8 @@ def fisher(
         StorageError: files that are missing or damaged; ``out`` is there and ``force`` was not
             given. Nothing is written unless all of it is.
 
-    Every minute the sums of "diag" are kept in ``OUT.unfinished``: the same call, made again after
-    it was ended, goes on there and comes to the same bits. (Not "squared_minibatch", nor on several
+    Every minute the sums are kept in ``OUT.unfinished``: the same call, made again after it was
+    ended, goes on there and comes to the same bits. (Not "squared_minibatch", nor on several
     ranks.)
 
     Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12.
@@ -162,19 +172,22 @@ def fisher(
         raise InputError("samples belongs to kind='mc', whose labels are drawn")
     place = Path(path_of(model)).expanduser()
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    read_config(place)
+    adapter = is_adapter(place)
+    if not adapter:
+        read_config(place)
     leads = ranks.first()
     with held(storage.check_target(target, force=force)) if leads else nullcontext():
-        loaded = load_model(place, task=task, device=device)
+        loaded = load_tuned(place, base=base, task=task, device=device)
         check_kind(kind, loaded.task == "causal_lm", batch_size)
         names = checkpoint_names(loaded)
         encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
         n, own_task = len(texts), task_of(encoded, loaded)
         about = definition(kind, samples, batch_size, loaded.task)
-        kept = None
+        how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
+        weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
+        kept = _unfinished(target, weights, encoded, how)
+        alone = ranks.count() == 1
         if structure == "diag":
-            how = (loaded.task, kind, samples, seed, memory_budget, str(device))
-            kept = _unfinished(target, place, encoded, how)
             diagonal = fisher_diagonal(
                 own_task,
                 kind=kind,
@@ -183,14 +196,14 @@ def fisher(
                 batch_size=batch_size,
                 memory_budget=memory_budget,
                 lengths=encoded.lengths,
-                kept=None if ranks.count() > 1 else kept,
+                kept=kept["values"] if alone else None,
                 progress=progress,
             )
             tensors = {names[name]: s.mul_(n / len(encoded)) for name, s in diagonal.items()}
             write = partial(write_precision, target, tensors, dtype=dtype, kind=kind)
         else:
             curvature = {"fisher_mc": "mc_fisher", "fisher_emp": "empirical_fisher"}.get(kind, kind)
-            q = fit_laplace(
+            q = fit_kept(
                 own_task,
                 structure=structure,
                 prior_precision=None if structure == "gram" else TINY,
@@ -198,6 +211,7 @@ def fisher(
                 samples=samples,
                 generator=torch.Generator().manual_seed(seed),
                 memory_budget=memory_budget,
+                kept=kept if alone else None,
                 progress=progress,
             )
             kind, about = str(q.record["kind"]), str(q.record["definition"])
@@ -207,7 +221,7 @@ def fisher(
         write(
             definition=about,
             n_data=n,
-            model=place,
+            model=weights[-1],
             batch_size=batch_size,
             samples=samples if kind == "fisher_mc" else None,
             examples=len(encoded),
@@ -221,8 +235,8 @@ def fisher(
             frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
             tied=_tied(loaded, names),
         )
-        if kept is not None:
-            kept.remove()
+        for sums in kept.values():
+            sums.remove()
     size = sum(t.numel() for t in tensors.values())
     zeros = sum(int((t == 0).sum()) for t in tensors.values())
     return FisherResult(
@@ -239,11 +253,16 @@ def fisher(
     )
 
 
-def _unfinished(target: Path, model: Path, encoded: Encoded, how: tuple[Any, ...]) -> Unfinished:
-    """Where the sums of a run that was ended lie, if model, data and settings are the same."""
-    said = (fingerprint(Folder.open(model)), how, torch.__version__, encoded.rows, encoded.labels)
+def _unfinished(
+    target: Path, weights: Sequence[Path], encoded: Encoded, how: tuple[Any, ...]
+) -> dict[str, Unfinished]:
+    """Where the sums of a run that was ended lie, if model, data and settings are the same, by
+    what is summed: layers' inputs, their factors, squared gradients."""
+    model = [fingerprint(Folder.open(place)) for place in weights]
+    said = (model, how, torch.__version__, encoded.rows, encoded.labels)
     digest = hashlib.sha256(repr(said).encode()).hexdigest()
-    return Unfinished(target.with_name(f"{target.name}.unfinished"), digest)
+    ends = {"inputs": "unfinished", "factors": "factors.unfinished", "values": "unfinished"}
+    return {k: Unfinished(target.with_name(f"{target.name}.{e}"), digest) for k, e in ends.items()}
 
 
 def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str]) -> Task:
@@ -261,6 +280,7 @@ def fisher_cost(
     model: str | os.PathLike[str],
     data: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     samples: int = 1,
     text: str | Sequence[str] | None = None,
     task: str | None = None,
@@ -270,7 +290,7 @@ def fisher_cost(
     device: str | torch.device = "cpu",
 ) -> Forecast:
     """What :func:`fisher` would cost, with labels drawn ``samples`` times; nothing is written."""
-    loaded = load_model(model, task=task, device=device)
+    loaded = load_tuned(model, base=base, task=task, device=device)
     encoded, _ = _read(loaded, data, "fisher_mc", text, None, examples, max_length, 0)
     ours = task_of(encoded, loaded)
     size = sum(p.numel() for p in ours.parameters().values())

@@ -25,6 +25,7 @@ from torch import nn
 from blr_analysis.checks import install, one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder, Spec
+from blr_analysis.merging.lora import open_adapter
 from blr_analysis.task import find_device
 
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
@@ -140,9 +141,48 @@ def load_language_model(
     with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is missing is raised below
         model = _adapted(loaded, place)
-        own = any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer = _load_tokenizer(place) if own else loaded.tokenizer
+        tokenizer = _tokenizer_of(place, loaded)
     return replace(loaded, folder=place, model=model.eval(), tokenizer=tokenizer)
+
+
+def load_tuned(
+    folder: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    device: str | torch.device = "cpu",
+) -> Pretrained:
+    """:func:`load_model`; of the folder of an adapter its base with the adapter added, of which
+    only the parameters that it changes have a gradient.
+
+    Args:
+        base: where the adapter's base is, unless its configuration names a folder here.
+
+    Raises:
+        ModelError: an adapter that does not fit its base; and as :func:`load_model`.
+    """
+    place = Path(path_of(folder)).expanduser()
+    if not (place / ADAPTER).is_file():
+        if base is not None:
+            raise InputError(f"{str(place)!r} is no adapter: leave base out")
+        return load_model(place, task=task, device=device)
+    loaded = load_model(_base_of(place, base), task=task, device=device)
+    source = open_adapter(place, Folder.open(loaded.folder), dtype=torch.float32)
+    left, names = set(source.changes), checkpoint_names(loaded)
+    for name, p in loaded.model.named_parameters():
+        p.requires_grad_(names[name] in left)
+        if p.requires_grad:
+            p.data.copy_(source.tensor(names[name]))
+            left.remove(names[name])
+    if left:
+        raise ModelError(f"the adapter {str(place)!r} changes {some(sorted(left))}, not trained")
+    return replace(loaded, tokenizer=_tokenizer_of(place, loaded))
+
+
+def _tokenizer_of(place: Path, loaded: Pretrained) -> Any:
+    """An adapter's own tokenizer where it has one, or its base's."""
+    own = any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return _load_tokenizer(place) if own else loaded.tokenizer
 
 
 def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:

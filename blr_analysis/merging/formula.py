@@ -32,6 +32,7 @@ from blr_analysis.files import Scratch
 
 BOUND = 0.1  # of H_0 + Σ|α|H: a smaller H̄ is no precision to divide by
 BLOCK = 2**17  # entries at a time: what fits into a core's cache
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 PrecisionValue = Tensor | float
 
 
@@ -166,17 +167,18 @@ class _Workspace:
         self, base: Tensor | None, models: Sequence[Tensor], shares: Sequence[float]
     ) -> None:
         """θ_0 + Σ_t c_t (θ_t − θ_0), or Σ_t c_t θ_t without a base."""
-        step, gap = self._buffer("step").zero_(), self._buffer("gap")
-        start = None if base is None else self._buffer("start").copy_(base)
-        for model, share in zip(models, shares, strict=True):
-            gap.copy_(model)
+        start = None if base is None else self._own("start", base)
+        step = self.out
+        for k, (model, share) in enumerate(zip(models, shares, strict=True)):
+            gap = self._buffer("gap").copy_(model) if k else step.copy_(model)
             if start is not None:
                 gap.sub_(start)
-            step.add_(gap, alpha=share)
-        if start is None:
-            self.out.copy_(step)
-        else:
-            torch.add(start, step, out=self.out)
+            if k:
+                step.add_(gap, alpha=share)
+            elif share != 1:
+                step.mul_(share)
+        if start is not None:
+            step.add_(start)
 
     def match(
         self,
@@ -187,12 +189,11 @@ class _Workspace:
         base_precision: PrecisionValue,
     ) -> int:
         """The module's formula; the number of entries with H̄ ≤ 0 comes back."""
-        start = self._buffer("start")
         if base is None:
             self.add_up(None, models, [a / sum(weights) for a in weights])
-            start.copy_(self.out)
+            start = self._buffer("start").copy_(self.out)
         else:
-            start.copy_(base)
+            start = self._own("start", base)
         if isinstance(base_precision, Tensor):
             first = self._own("first", base_precision)
         else:
@@ -216,23 +217,35 @@ class _Workspace:
                     abs(alpha) * curved
                 )
         undefined = 0
-        low, high = total.aminmax()
-        if bool(high == torch.inf):
+        low, high = extremes(total)
+        if high == torch.inf:
             raise InputError(
                 f"the precisions' sum exceeds {total.dtype}: scale them and delta, or use "
                 "dtype=torch.float64"
             )
-        if size is not None or not bool(low > 0):
+        if size is not None or not low > 0:
             bad = total <= (0 if size is None else size.mul_(BOUND))
             undefined = int(bad.sum())
             arithmetic = torch.zeros_like(step)
             for model, alpha in zip(models, weights, strict=True):
                 arithmetic.add_(gap.copy_(model).sub_(start), alpha=alpha)
-            step = torch.where(bad, arithmetic, step.div_(total))
+            torch.add(start, torch.where(bad, arithmetic, step.div_(total)), out=self.out)
         else:
-            step.div_(total)
-        torch.add(start, step, out=self.out)
+            torch.addcdiv(start, step, total, out=self.out)
         return undefined
+
+
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The least and the greatest entry, NaN where one is: where none has a sign by their bits,
+    which stand in the same order (NaN above inf) and are compared in a third of the time.
+
+    >>> extremes(torch.tensor([0.5, 2.0, 1.0])), extremes(torch.tensor([0.5, -2.0]))
+    ((0.5, 2.0), (-2.0, 0.5))
+    """
+    low, high = torch.aminmax(values.view(WORDS.get(values.element_size(), values.dtype)))
+    if low < 0:
+        low, high = torch.aminmax(values)
+    return float(low.view(values.dtype)), float(high.view(values.dtype))
 
 
 def _flat(value: Tensor | float | None) -> Tensor:

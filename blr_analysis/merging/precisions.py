@@ -21,6 +21,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
 from blr_analysis.files.records import SAMPLE, checked_record
+from blr_analysis.merging.formula import extremes
 from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
@@ -136,11 +137,11 @@ class StoredPrecision:
             PosteriorError: S holds negative numbers, NaN or inf.
         """
         values = self.source.read(self.stored[name], start, stop, scratch)
-        low, high = torch.aminmax(values) if values.numel() else (values.sum(),) * 2
-        if not (bool(low >= 0) and bool(high < torch.inf)):
+        low, high = extremes(values) if values.numel() else (0.0, 0.0)
+        if not (low >= 0 and high < torch.inf):
             raise PosteriorError(
                 f"the precision of {name!r} in {self.name!r} is negative, NaN or inf "
-                f"({float(low):g} to {float(high):g}): compute it again"
+                f"({low:g} to {high:g}): compute it again"
             )
         prior = self.prior.get(name, 0.0)
         if prior == 0 and self.scale == 1:
@@ -216,9 +217,10 @@ def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
 def check_belongs(precision: StoredPrecision, model: Source) -> None:
     """Raise :class:`PosteriorError` where the precision was recorded for other weights."""
     other = False
-    if precision.sha256 is not None and isinstance(model, Folder):
+    origin = model if isinstance(model, Folder) else model.origin
+    if precision.sha256 is not None and origin is not None:
         digest, most = precision.sha256
-        other = fingerprint(model, most=most, progress=False) != digest
+        other = fingerprint(origin, most=most, progress=False) != digest
     for name, mean in (precision.mean or {}).items():
         if other or name not in model.specs or model.specs[name].shape != mean.shape:
             continue

@@ -184,8 +184,10 @@ def _merge(
     else:
         weights = item.weights if known is None else known
         undefined = combine_into(result, base, models, weights, given.curved, given.first, scratch)
-    _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
-    sink.put(item.name, start, _rounded(result, item.spec.dtype, scratch))
+    rounded = _rounded(result, item.spec.dtype, scratch)
+    if not bool(rounded.sum().isfinite()):  # or no entry of it is NaN or inf
+        _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
+    sink.put(item.name, start, rounded)
     return undefined if plan.method.uses_precisions else 0
 
 
@@ -203,13 +205,17 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
         count = len(plan.parts)
         gram = torch.zeros(count, count, dtype=torch.float64)
         for given in walk():
-            size = len(given.models[0])
-            rows = scratch.array("rows", count * size, torch.float64).view(count, size)
-            for row, model in zip(rows, given.models, strict=True):
-                row.copy_(model)
-                if given.base is not None:
+            rows = [
+                scratch.array(("row", k), len(m), plan.dtype).copy_(m)
+                for k, m in enumerate(given.models)
+            ]
+            if given.base is not None:
+                for row in rows:
                     row.sub_(given.base.cpu())
-            gram.addmm_(rows, rows.T)
+            for k, row in enumerate(rows):
+                for t, other in enumerate(rows[: k + 1]):
+                    gram[k, t] += torch.dot(row, other)
+        gram += gram.tril(-1).T
         weights = torch.tensor(item.weights, dtype=torch.float64)
         return plan.method.span(gram, weights).tolist()
 

@@ -3,7 +3,7 @@
 from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
 from blr_analysis.posterior.gaussian import Posterior, predict
-from blr_analysis.posterior.laplace import curvature_root, drawn_labels, fit_laplace
+from blr_analysis.posterior.laplace import curvature_root, drawn_labels, fit_kept, fit_laplace
 from blr_analysis.posterior.precision_files import (
     FACTORED,
     read_precision_record,
@@ -25,6 +25,7 @@ __all__ = [
     "check_dtype",
     "curvature_root",
     "drawn_labels",
+    "fit_kept",
     "fit_laplace",
     "fit_stages",
     "n_data_of",

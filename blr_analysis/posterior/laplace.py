@@ -32,6 +32,7 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.expected import check, expected_root
@@ -132,6 +133,29 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
+    return fit_kept(**locals())
+
+
+@torch.inference_mode(False)
+def fit_kept(
+    task: Task,
+    *,
+    structure: str,
+    prior_precision: Given | Prior | None = None,
+    initial: Mapping[str, Tensor] | None = None,
+    curvature: str = "ggn",
+    expected: Posterior | None = None,
+    samples: int = 1,
+    rank: int | None = None,
+    tolerance: float | None = None,
+    generator: torch.Generator | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    progress: bool | None = None,
+    kept: Mapping[str, Unfinished] | None = None,
+) -> Posterior:
+    """:func:`fit_laplace` whose sums over "inputs" of "gram", or "factors" and "values" of "kron",
+    are kept meanwhile; how far the model is from its minimum is not measured then."""
     instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters()
     if expected is not None:
@@ -160,10 +184,13 @@ def fit_laplace(
     chunking = Chunking(chunk_size, memory_budget, progress)
     columns, count = _columns(task, curvature, samples, generator, expected)
     # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
-    measures = prior_precision is None or not (task.likelihood.is_sequence or memory_budget)
+    unbound = not (task.likelihood.is_sequence or memory_budget or kept)
+    measures = prior_precision is None or unbound
     slope: dict[str, Tensor] = {}
 
-    def passes(label: str, indices: Tensor | None = None) -> Iterator[list[Term]]:
+    def passes(
+        label: str, indices: Tensor | None = None, kept: Unfinished | None = None
+    ) -> Iterator[list[Term]]:
         """One sweep; the first over all data also sums the gradient, from one column more."""
         first = measures and not slope and indices is None
         more = int(first and curvature != "empirical_fisher")  # whose own column it is
@@ -171,7 +198,9 @@ def fit_laplace(
         asked = (n_outputs(task, params) if count is None else count) + more
         if first:
             slope.update({n: torch.zeros_like(p) for n, p in params.items()})
-        for chunk in chunks(task, params, chunking, columns=asked, indices=own, label=label):
+        for chunk in chunks(
+            task, params, chunking, columns=asked, indices=own, label=label, kept=kept
+        ):
             cotangents = columns(chunk)
             if more:
                 error = chunk.likelihood.error(chunk.outputs, chunk.targets)
@@ -189,7 +218,9 @@ def fit_laplace(
         passes,
         prior,
         label=curvature,
-        inputs=lambda: input_moments(task, params, progress=progress),
+        inputs=lambda: input_moments(
+            task, params, kept=(kept or {}).get("inputs"), progress=progress
+        ),
         n_data=task.n_data,
         gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
         padded=task.likelihood.is_sequence,
@@ -197,6 +228,7 @@ def fit_laplace(
         tolerance=tolerance,
         vocabulary=vocabulary_of(task, params),
         sample=sampled_examples(task),
+        kept=kept or {},
     )
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}

@@ -17,10 +17,17 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+import blr_analysis as blr
 from blr_analysis import Task
-from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
-from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.huggingface import unfinished
+from blr_analysis.errors import (
+    BLRError,
+    DataError,
+    InputError,
+    ModelError,
+    PosteriorError,
+    StorageError,
+)
+from blr_analysis.files import Folder, fingerprint, storage, unfinished
 from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.fisher import FisherResult, fisher
@@ -427,40 +434,90 @@ def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.Mon
 # --- a run that was ended ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mc", "emp"])
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({"kind": "mc"}, "out.unfinished"),
+        ({"kind": "emp"}, "out.unfinished"),
+        ({"structure": "gram"}, "out.unfinished"),
+        ({"structure": "kron", "memory_budget": 1}, "out.factors.unfinished"),
+        ({"structure": "kron", "memory_budget": 1}, "out.unfinished"),
+    ],
+    ids=["mc", "emp", "gram", "factors", "eigenvalues"],
+)
 @pytest.mark.parametrize("second", ["same", "other seed", "damaged"])
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, second: str
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, at: str, second: str
 ) -> None:
     monkeypatch.setattr(unfinished, "EVERY", 0.0)
     monkeypatch.setattr(unfinished, "SHARE", 0)
-    kept, taken_up = unfinished.Unfinished.keep, unfinished.Unfinished.taken_up
-    starts: list[int] = []
+    keep, take_up = unfinished.Unfinished.keep, unfinished.Unfinished.take_up
+    starts: dict[str, int] = {}
 
     def ended(self: Any, passes: int, sums: Any) -> None:
-        kept(self, passes, sums)
-        if passes == 2:
+        keep(self, passes, sums)
+        if passes == 2 and self.path.name == at:
             raise KeyboardInterrupt
 
-    def seen(self: Any, sums: Any) -> int:
-        starts.append(taken_up(self, sums))
-        return starts[-1]
+    def seen(self: Any, sums: Any) -> None:
+        before = self.done
+        take_up(self, sums)
+        starts[self.path.name] = self.done - before
 
     whole, out, seed = tmp_path / "whole", tmp_path / "out", int(second == "other seed")
-    on(llama, whole, kind=kind, seed=seed)
+    on(llama, whole, **options, seed=seed)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(unfinished.Unfinished, "keep", ended)
-        on(llama, out, kind=kind)
-    beside = tmp_path / "out.unfinished"
+        on(llama, out, **options)
+    beside = tmp_path / at
     assert beside.is_file() and not out.exists()
     if second == "damaged":
         beside.write_bytes(beside.read_bytes()[:-8])
-    monkeypatch.setattr(unfinished.Unfinished, "taken_up", seen)
-    on(llama, out, kind=kind, seed=seed)
-    assert starts == [2 if second == "same" else 0]
-    assert not beside.exists()
+    monkeypatch.setattr(unfinished.Unfinished, "take_up", seen)
+    on(llama, out, **options, seed=seed)
+    assert bool(starts[at]) == (second == "same")
+    assert not list(tmp_path.glob("*unfinished*"))
     once, again = storage.read(whole)[0], storage.read(out)[0]
     assert all(torch.equal(t, again[n]) for n, t in once.items())
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["diag", "gram"])
+def test_an_adapter_has_the_precision_of_what_it_changes(tmp_path: Path, structure: str) -> None:
+    """By PEFT's merge of it, as a model of its own; the merges take it, and no other's."""
+    peft = pytest.importorskip("peft")
+    base = tiny.save(tmp_path / "base", tiny.build("llama", "causal_lm"))
+    write_data(tmp_path / "data.jsonl")
+    places = [tmp_path / "one", tmp_path / "two"]
+    for seed, place in enumerate(places):
+        model = tiny.build("llama", "causal_lm")
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+        tuned = peft.get_peft_model(model, settings)
+        torch.manual_seed(seed)
+        for p in tuned.parameters():
+            p.data += p.requires_grad * torch.randn_like(p) / 3
+        tuned.save_pretrained(str(place))
+        how = {"kind": "emp", "structure": structure}
+        fisher(place, tmp_path / "data.jsonl", base=base, **how)
+        whole = tiny.save(tmp_path / f"whole{seed}", tuned.merge_and_unload())
+        fisher(whole, tmp_path / "data.jsonl", **how)
+        ours, truth = (open_precision(p / "precision") for p in (place, whole))
+        changed = [n for n in truth.source.specs if "q_proj" in n or "down_proj" in n]
+        assert changed and set(ours.source.specs) == set(changed)
+        for name in changed:
+            if "eigenvectors" not in name:
+                a, b = ours.source.tensor(name), truth.source.tensor(name)
+                assert float((a - b).norm()) < 1e-5 * float(b.norm())
+    precisions = [place / "precision" for place in places]
+    how = {"precisions": precisions, "method": "fisher"}
+    for more in ({}, {"rank": 2}):
+        blr.merge(base, places, out=tmp_path / f"out{len(more)}", **more, **how)
+        with pytest.raises(PosteriorError, match="swapped"):
+            blr.merge(base, places[::-1], out=tmp_path / "no", **more, **how)
+    with pytest.raises(InputError, match="adapter"):
+        fisher(base, tmp_path / "data.jsonl", base=base)
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from blr_analysis.files import Folder, Source
 if TYPE_CHECKING:
     from blr_analysis.merging.lora.source import AdaptedBase
 
-CONFIG = "adapter_config.json"
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 __all__ = ["is_adapter", "open_adapter"]
 
 
@@ -82,7 +82,6 @@ def open_adapter(
     from blr_analysis.merging.lora.changes import changes_of
     from blr_analysis.merging.lora.files import (
         PICKLE,
-        TENSORS,
         is_plain,
         read_entries,
         read_settings,

@@ -37,12 +37,12 @@ from blr_analysis.files.shards import save_file
 from blr_analysis.merging.arranged import Arranged, Place
 from blr_analysis.merging.fates import OpenModel
 from blr_analysis.merging.job import Job
-from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
+from blr_analysis.merging.lora import CONFIG, TENSORS, is_adapter, open_adapter
 from blr_analysis.merging.lora.changes import LoraUpdate, translate
-from blr_analysis.merging.lora.files import TENSORS, group, read_entries
+from blr_analysis.merging.lora.files import group, read_entries
 from blr_analysis.merging.lora.source import Streamed
 from blr_analysis.merging.plan import MergePlan, make_plan
-from blr_analysis.merging.precisions import open_precision
+from blr_analysis.merging.precisions import check_belongs, open_precision
 from blr_analysis.merging.stream import stream
 
 REAL = torch.float32
@@ -220,6 +220,8 @@ def _plan(
         precision = None
         if job.row.uses_precisions and member.precision is not None:
             precision = open_precision(member.precision, member.n_data)
+            if not job.trust:
+                check_belongs(precision, source)
             layers = {k: v for k, v in precision.layers.items() if k in updates}
             biased = [k for k, (joint, _) in layers.items() if joint.bias is not None]
             if biased:

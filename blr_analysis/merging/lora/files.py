@@ -21,7 +21,6 @@ from blr_analysis.errors import ModelError, StorageError
 from blr_analysis.files.headers import parse_json
 from blr_analysis.merging.lora import CONFIG
 
-TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 # Settings that say nothing about which weights come out.

@@ -76,7 +76,8 @@ class Streamed(AdaptedBase):
     ) -> None:
         words = {name: change.words for name, change in changes.items()}
         super().__init__(name, base, words, dtype, notes)
-        self.file, self.how = file, changes
+        self.origin = self.file = file
+        self.how = changes
 
     def fill(self, name: str, start: int, piece: Tensor, scratch: Scratch) -> None:
         """Cut a piece out of the blocks that it touches."""

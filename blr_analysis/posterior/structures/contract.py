@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.files import Unfinished
 from blr_analysis.posterior.prior import Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
@@ -44,8 +45,8 @@ class Fit:
 
     Attributes:
         params: the weights, by name.
-        passes: label, indices=None → one sweep over the data (or ``indices`` of it): per chunk the
-            terms of the columns G_i.
+        passes: label, indices=None, kept=None → one sweep over the data (or ``indices`` of it): per
+            chunk the terms of the columns G_i.
         prior: δ.
         label: of the sweeps.
         inputs: what the layers see, over one sweep of forward passes.
@@ -55,6 +56,7 @@ class Fit:
         vocabulary: words that a language model tells apart; 0 for other models.
         sample: examples whose gradients tell the directions; None: all.
         rank, tolerance: of low rank.
+        kept: by the sweep, where "factors" and "values" of layers with factors are kept meanwhile.
     """
 
     params: Tree
@@ -69,6 +71,7 @@ class Fit:
     tolerance: float | None
     vocabulary: int = 0
     sample: Tensor | None = None
+    kept: Mapping[str, Unfinished] = field(default_factory=dict)
 
 
 class Structure(ABC):
@@ -263,9 +266,12 @@ class Spectral(Structure):
     def summed(self, fit: Fit) -> Self:
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
-        for terms in fit.passes(f"{self.kind} {fit.label}"):
+        kept = fit.kept.get("values")
+        for terms in fit.passes(f"{self.kind} {fit.label}", kept=kept):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
+            if kept is not None:
+                kept.follow(sums)
         ranks.total(sums.values())
         return self.with_values({n: sums[n].add_(s) for n, s in self.values.items()})
 

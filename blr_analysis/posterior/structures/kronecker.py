@@ -175,7 +175,8 @@ def factor_sums(fit: Fit) -> Moments:
     """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
     where they take more memory than the weights, as the gradients are."""
     moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
-    for terms in fit.passes("Kronecker factors", fit.sample):
+    kept = fit.kept.get("factors")
+    for terms in fit.passes("Kronecker factors", fit.sample, kept):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
@@ -190,6 +191,10 @@ def factor_sums(fit: Fit) -> Moments:
                 moments[joint.key][2].add_(left)
             else:
                 moments[joint.key] = (joint, right, left)
+        if kept is not None:
+            inputs = {f"inputs of {key}": right for key, (_, right, _) in moments.items()}
+            outputs = {f"outputs of {key}": left for key, (*_, left) in moments.items()}
+            kept.follow(inputs | outputs)
     ranks.total(m for _, *pair in moments.values() for m in pair)
     return moments
 

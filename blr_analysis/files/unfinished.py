@@ -10,8 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from blr_analysis.errors import StorageError
-from blr_analysis.files import Folder, drafted
+from blr_analysis.files.folder import Folder
+from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file
+from blr_analysis.files.source import Spec
 
 EVERY = 60.0  # seconds
 SHARE = 20  # and no sooner than so many times what the last writing took
@@ -26,29 +28,41 @@ class Unfinished:
     Attributes:
         path: of the file.
         key: of all that the sums depend on; a file with another key is not read.
+        done: passes that the sums hold.
     """
 
     path: Path
     key: str
+    done: int = 0
     _due: float = field(default_factory=lambda: time.monotonic() + EVERY)
 
-    def taken_up(self, sums: Mapping[str, Tensor]) -> int:
-        """How many passes are in the file, whose sums are put into these; 0 if there is none."""
+    def take_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Put what is in the file into these sums; they stay as they are where there is none."""
         try:
             kept = Folder.open(self.path)
-            if kept.metadata.get("key") != self.key:
-                return 0
-            for name, total in sums.items():
-                total.copy_(kept.tensor(name))
-        except (StorageError, KeyError):
-            for total in sums.values():
-                total.zero_()
-            return 0
-        return int(kept.metadata["passes"])
+        except StorageError:  # none, or damaged
+            return
+        specs = {n: Spec(tuple(t.shape), t.dtype) for n, t in sums.items()}
+        if kept.metadata.get("key") != self.key or dict(kept.specs) != specs:
+            return
+        for name, total in sums.items():
+            total.copy_(kept.tensor(name))
+        self.done = int(kept.metadata["passes"])
+
+    def follow(self, sums: Mapping[str, Tensor]) -> None:
+        """After each pass, of sums that the first one makes: take up after that one, then keep.
+
+        Passes whose numbers, from 0, are below ``done`` are to be left out.
+        """
+        self.done += 1
+        if self.done == 1:
+            self.take_up(sums)
+        else:
+            self.keep(self.done, sums)
 
     def keep(self, passes: int, sums: Mapping[str, Tensor]) -> None:
         """Write the sums after so many passes, if the last time is a while ago."""
-        started = time.monotonic()
+        self.done, started = passes, time.monotonic()
         if started < self._due:
             return
         with drafted(self.path) as draft:
@@ -57,4 +71,5 @@ class Unfinished:
         self._due = now + max(EVERY, SHARE * (now - started))
 
     def remove(self) -> None:
+        """Once the target is whole."""
         self.path.unlink(missing_ok=True)
