@@ -66,7 +66,7 @@ class MergePlan(Tabular):
         assert isinstance(self.settings, Job)
         return self.settings
 
-    @property
+    @cached_property
     def method(self) -> Method:
         """The row of the registry."""
         return self.settings.row

@@ -72,6 +72,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         StorageError: a file that cannot be read or written.
     """
     pieces, lock = _pieces(plan), threading.Lock()
+    sizes = {item.name: plan.bytes_of(item) for item in plan.items}
     outcome = Outcome()
     failed: list[BaseException] = []
 
@@ -96,7 +97,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
                 with lock:
                     if undefined:
                         outcome.fallback[item.name] += undefined
-                    tell(plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1))
+                    tell(sizes[item.name] * (stop - start) // max(item.spec.numel, 1))
         except BaseException as error:
             failed.append(error)
 

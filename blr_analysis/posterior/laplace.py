@@ -60,7 +60,6 @@ EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vecto
 Columns = Callable[[Chunk], Tensor]
 
 
-@torch.inference_mode(False)  # also where the caller switched it on
 def fit_laplace(
     task: Task,
     *,
@@ -136,7 +135,7 @@ def fit_laplace(
     return fit_kept(**locals())
 
 
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # also where the caller switched it on
 def fit_kept(
     task: Task,
     *,
@@ -313,7 +312,7 @@ def _exact(
         warnings.warn(
             f"{floored:.1%} of the exact Hessian is negative and was raised to the prior: train "
             "on to a minimum, or use curvature='ggn'",
-            stacklevel=4,
+            stacklevel=5,
         )
     return form, {"floored": floored}
 

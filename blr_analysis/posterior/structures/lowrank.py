@@ -112,13 +112,13 @@ class LowRank(Structure):
                 f"{most:,} directions explain {directions.share:.1%} of tr(ΛV), not the "
                 f"{1 - tolerance:.1%} asked for, and no more are taken by themselves: give "
                 "rank=..., a larger tolerance or a larger prior_precision",
-                stacklevel=4,
+                stacklevel=5,
             )
         elif directions.share < ENOUGH:
             warnings.warn(
                 f"rank {kept:,} explains {directions.share:.0%} of tr(ΛV): too low for influence, "
                 "where structure='kron' agrees better with retraining",
-                stacklevel=4,
+                stacklevel=5,
             )
         base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
         like = next(iter(fit.params.values()))
