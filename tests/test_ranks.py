@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from blr_analysis.files import storage
 TESTS = Path(__file__).parent
 
 
-def torchrun(count: int, *argv: object) -> subprocess.CompletedProcess[str]:
-    """The script under so many processes of one thread."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+def launched(*argv: object, by: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """The script in processes of one thread, by a launcher or by itself."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.run(
-        [sys.executable, *launcher, str(TESTS / "ranked.py"), *map(str, argv)],
+        [sys.executable, *by, str(TESTS / "ranked.py"), *map(str, argv)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -62,7 +62,8 @@ def two(
     place, task = tmp_path_factory.mktemp("two"), ranked.network()
     q = blr.fit_laplace(task, structure="diag", prior_precision=2.0, progress=False)
     q.save(place / "q.safetensors")
-    said = torchrun(2, place, *texts)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    said = launched(place, *texts, by=torchrun)
     (place / "ended").touch()
     return place, said
 
@@ -115,7 +116,7 @@ def test_commands_write_once_what_one_process_writes(
 
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
-    said = torchrun(4, tmp_path)
+    said = launched(tmp_path, "--fork=4")
     assert said.returncode == 0, said.stderr
     for rank in range(4):
         agree(torch.load(tmp_path / f"rank{rank}.pt")["answers"], alone)
