@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -537,6 +537,40 @@ def moved(batch: Any, device: torch.device) -> Any:
         return type(batch)(moved(v, device) for v in batch)
     send = getattr(batch, "to", None)
     return send(device) if callable(send) else batch
+
+
+def padding(batch: Any) -> tuple[Tensor | None, Any]:
+    """Which positions ``[B, T]`` of a batch are no padding, where it says so, and its labels."""
+    parts = batch if isinstance(batch, tuple | list) else [batch]
+    named = {name: x for p in parts if isinstance(p, Mapping) for name, x in p.items()}
+    mask = named.get("attention_mask")
+    labels = named.get("labels", parts[-1])
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None, labels
+
+
+def padded_behind(batch: Any, ignored: int) -> Any:
+    """The batch with what padding stands before a sequence moved behind it, its labels ignored: a
+    causal model then takes the sequence as it does alone, whatever shares its batch.
+
+    >>> ids, mask = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])
+    >>> moved_there = padded_behind({"labels": ids, "attention_mask": mask}, -100)
+    >>> moved_there["labels"], moved_there["attention_mask"]
+    (tensor([[   5,    6, -100]]), tensor([[1, 1, 0]]))
+    """
+    mask, labels = padding(batch)
+    if mask is None or bool(mask[:, 0].all()):
+        return batch
+    before = mask.cumsum(1) == 0
+    length = torch.arange(mask.shape[1], device=mask.device)
+    order = (length + before.sum(1, keepdim=True)) % mask.shape[1]
+    rows = torch.arange(len(mask), device=mask.device).unsqueeze(1)
+
+    def turned(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape[:2] != mask.shape:
+            return x
+        return (x.masked_fill(before, ignored) if x is labels else x)[rows, order]
+
+    return tree_map(turned, batch)
 
 
 def describe(batch: Any) -> str:

@@ -40,6 +40,7 @@ from blr_analysis.data import (
     describe,
     moved,
     opened,
+    padded_behind,
     read_data,
     read_metadata,
     row_labels,
@@ -47,7 +48,7 @@ from blr_analysis.data import (
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.estimators import centred, read_estimator
-from blr_analysis.likelihoods import SEVERAL, Likelihood, Loss, Weighted, resolve
+from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.sharded import whole_model
 
@@ -322,12 +323,15 @@ class Task:
                 self.plans = task.plans
 
     def fetch(self, indices: Tensor) -> Any:
-        """The collated batch of these examples, on the task's device.
+        """The collated batch of these examples, on the task's device; of a causal language model,
+        what padding stands before a sequence behind it.
 
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
         batch = moved(self.examples.batch(indices), self.device)
+        if isinstance(self.likelihood.kind, CausalLM):
+            batch = padded_behind(batch, self.likelihood.kind.ignore_index)
         if not self._overwrites:
             return batch
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)

@@ -29,6 +29,7 @@ from blr_analysis.backprop.layers import (
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, shared
+from blr_analysis.data import padding
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
 from blr_analysis.progress import track
@@ -222,11 +223,9 @@ def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> An
 
 def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
     """Which positions ``[B, T]`` of a batch are no padding, where it says so."""
-    parts = batch if isinstance(batch, tuple | list) else [batch]
-    named = {name: x for p in parts if isinstance(p, Mapping) for name, x in p.items()}
-    mask, labels = named.get("attention_mask"), named.get("labels", parts[-1])
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.bool()
+    mask, labels = padding(batch)
+    if mask is not None:
+        return mask
     if not isinstance(likelihood, CausalLM) or not isinstance(labels, Tensor) or labels.ndim != 2:
         return None
     return likelihood.counted(labels).flip(1).cumsum(1).flip(1) > 0

@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+import tiny_transformers
 import torch
 from allocations import peak_bytes
 from oracles import dense_precision, flatten, relative, unflatten
@@ -20,6 +21,7 @@ from tiny_lm import (
     with_prompts,
 )
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
 from blr_analysis.backprop import outer
@@ -283,6 +285,30 @@ def test_padding_changes_nothing(left: bool) -> None:
     tokens = blr.token_sensitivity(wider, q, sequences=[2], progress=False)
     narrow = blr.token_sensitivity(world.task, q, sequences=[2], progress=False)
     assert relative(tokens.change, narrow.change) < EXACT
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) -> None:
+    """A label on every token, positions that count from the first column: all numbers are those of
+    sequences by themselves, whatever shares their batch."""
+    pytest.importorskip("transformers")
+    model = tiny_transformers.build(kind, "causal_lm").double()
+    ids = sequences(6, vocabulary=model.config.vocab_size)
+    alone = [cross_entropy(model(x[None]).logits[0, :-1], x[1:]).item() for x in ids]
+    task, truth = (task_of(model, ids, left=left, batch_size=batch_size) for left in (True, False))
+    q = blr.fit_laplace(truth, structure="diag", curvature="empirical_fisher", **FIT)
+    scores = blr.sensitivity(task, q, progress=False)
+    assert scores.tokens.tolist() == [len(x) - 1 for x in ids]
+    losses = torch.tensor(alone) * scores.tokens
+    assert relative(scores.losses, losses) < 1e-6
+    tokens = blr.token_sensitivity(task, q, sequences=range(6), progress=False)
+    assert relative(tokens.losses.sum(), losses.sum()) < 1e-6
+    for how in (dict(structure="diag", curvature="empirical_fisher"), dict(structure="gram")):
+        own, right = (blr.fit_laplace(t, **how, **FIT).precision for t in (task, truth))
+        assert all(relative(own(n), right(n)) < EXACT for n in q.mean)
+    own, right = (blr.influence(t, q, t.subset([1, 4]), progress=False) for t in (task, truth))
+    assert relative(own, right) < EXACT
 
 
 def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
