@@ -54,9 +54,12 @@ def ridge_task(
 ) -> tuple[blr.Task, Tensor, Tensor]:
     """The exact ridge solution as a task, its hat values, and its residuals."""
     z = with_ones(x)
-    gram = z.T @ z + noise * delta * torch.eye(z.shape[1], dtype=torch.float64)
-    theta = torch.linalg.solve(gram, z.T @ y)
-    hat = (z @ torch.linalg.inv(gram) * z).sum(1)
+    scale = noise * delta
+    if z.shape[1] <= len(z):
+        fit = torch.linalg.solve(z.T @ z + scale * torch.eye(z.shape[1]).double(), z.T)
+    else:  # the same matrix, (ZᵀZ + c)⁻¹ Zᵀ = Zᵀ (ZZᵀ + c)⁻¹
+        fit = torch.linalg.solve(z @ z.T + scale * torch.eye(len(z)).double(), z).T
+    theta, hat = fit @ y, (z * fit.T).sum(1)
     task = blr.Task(linear(theta.T), (x, y), likelihood=blr.Gaussian(variance=noise))
     return task, hat, y - z @ theta
 

@@ -92,7 +92,8 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 def test_two_processes_are_one_with_both_their_shares(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports for all of them
+    context.set_forkserver_preload(["torch._dynamo", "blr_analysis.learning_rule.optim"])
     processes = [context.Process(target=work, args=(rank, str(tmp_path))) for rank in range(WORLD)]
     for process in processes:
         process.start()
