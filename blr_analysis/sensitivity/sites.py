@@ -9,15 +9,17 @@ data and its sites; here only what it answers is asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.sensitivity.results import LeftOut, PerExample
 from blr_analysis.views import Plottable
 
@@ -47,9 +49,15 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse; NaN where nothing was
             observed.
         losses_before: −log p(y_i | λ), ``[N]``.
+        error: an estimate of the mean of how far ``losses`` are from fitting again, by steps of the
+            rule without each of a few examples, those of largest deviation among them (no bound);
+            0 for conjugate models, infinite where steps do not come to rest, None where that
+            takes more than five seconds.
         note: what to know of them, in a line.
         table: one row per example. ``plot()`` draws one against the other.
     """
+
+    error: float | None = None
 
     @property
     def nll(self) -> float:
@@ -57,7 +65,9 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         return float(self.losses.double().nanmean())
 
     def __repr__(self) -> str:
-        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{self._noted})"
+        return (
+            f"SiteLeaveOneOut(nll={self.nll:.4f}, {_plus(self.error)}, N={len(self)}{self._noted})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +112,9 @@ class SiteWhatIf:
         nll: the same on the changed data.
         losses: its terms, ``[M]``.
         error: an estimate of how far ``nll`` is from fitting again, by the size of the last step
-            and how fast steps shrink (no bound); 0 for conjugate models, infinite where steps do
-            not shrink, None where the model has no step to repeat, and the subtraction is all there
-            is.
+            and how fast steps shrink (no bound; with few ``steps=`` it misses what is slow to
+            begin); 0 for conjugate models, infinite where steps do not shrink, None where the model
+            has no step to repeat, and the subtraction is all there is.
         steps: how many were taken after the subtraction.
         note: what to know of it, in a line.
     """
@@ -118,8 +128,13 @@ class SiteWhatIf:
     note: str = ""
 
     def __repr__(self) -> str:
-        error = "error unknown" if self.error is None else f"± {self.error:.2g}"
-        return f"SiteWhatIf(nll {self.before:.4f} → {self.nll:.4f}, {error}, steps={self.steps})"
+        moved = f"nll {self.before:.4f} → {self.nll:.4f}, {_plus(self.error)}"
+        note = f"; {self.note}" if self.note else ""
+        return f"SiteWhatIf({moved}, steps={self.steps}{note})"
+
+
+def _plus(error: float | None) -> str:
+    return "error unknown" if error is None else f"± {error:.2g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +144,19 @@ class SiteInfluence:
     Attributes:
         matrix: the rise of −log p(y_j), in nats, when training example i is left out by one
             subtraction, ``[N, M]``.
-        error: an estimate of how far it is from fitting again, ‖gap‖ / ‖what that gives‖, by ten
-            further steps without each of a probe of training examples, and how fast they shrink;
-            0 for conjugate models, None where there is no step to repeat.
+        error: an estimate of how far it is from fitting again, ‖gap‖ / ‖what that gives‖, by
+            steps without each of a probe of training examples, those with the largest rows among
+            them, until they rest; 0 for conjugate models, infinite where they do not, None where
+            there is no step to repeat.
     """
 
     matrix: Tensor
     error: float | None
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.matrix.shape))
+        error = "unknown" if self.error is None else f"{self.error:.2g}"
+        return f"SiteInfluence({shape}, relative error {error}; see .matrix, .top(j))"
 
     def top(self, j: int, k: int = 10) -> Tensor:
         """The k training examples that help test example j most.
@@ -168,7 +189,30 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
 def site_leave_one_out(fitted: SumOfSites, **options: Any) -> SiteLeaveOneOut:
     """Leave-one-out of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    return SiteLeaveOneOut(losses=-after, losses_before=-before, note=getattr(fitted, "note", ""))
+    error, worst = _left_out_error(fitted, before - after, -after)
+    note = "; ".join(filter(None, [getattr(fitted, "note", ""), worst]))
+    return SiteLeaveOneOut(losses=-after, losses_before=-before, error=error, note=note)
+
+
+def _left_out_error(fitted: Any, deviation: Tensor, losses: Tensor) -> tuple[float | None, str]:
+    """The mean gap to fitting again without, of a few examples, and which of them is far off."""
+    if not hasattr(fitted, "refitted") or fitted.n_data < 2:
+        return None, ""
+    start, gaps, worst = monotonic(), 0.0, ""
+    sizes = deviation.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    try:
+        for i, weight, path in _probes(fitted, fitted.data, sizes, least=1, seconds=SOON):
+            if len(path) == 1 or monotonic() > start + SOON:
+                return None, worst
+            again = float(path[-1][i])
+            rest = abs(again - float(path[-2][i])) * _steps_left(path)
+            gap = abs(again - float(losses[i]))
+            gaps += 0.0 if math.isnan(gap) else weight * (gap + rest)
+            if gap > max(1.0, 0.5 * abs(again)) and not worst:
+                worst = f"example {i} is {again:.4g} nats when fitted again"
+    except DataError:
+        return math.inf, worst
+    return gaps / int(deviation.isfinite().sum()), worst
 
 
 def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
@@ -177,44 +221,94 @@ def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
     return SiteScores(losses=-before, deviation=before - after, note=getattr(fitted, "note", ""))
 
 
-STEPS = 10  # after the subtraction
-PROBE = 8  # training examples whose second step is taken
+SOON = 5.0  # seconds for the error of a leave-one-out
+TOL = 1e-6  # nats per example that steps may still have to go, to be at rest
+STEPS, SECONDS, LIMIT = 10, 10.0, 2000  # at least so many, then so long, at most so many
+WINDOW = 3  # steps by which it is judged how fast they shrink
+LARGEST, SPREAD = 4, 8  # training examples that are fitted again to see how far the others are
 
 
 def site_what_if(
     fitted: Any, remove: Any, add: Any, evaluate: Any, steps: Any, options: dict[str, Any]
 ) -> SiteWhatIf:
-    """Other data for a sum of sites: a subtraction, then ``steps`` of the rule on what is left."""
+    """Other data for a sum of sites: a subtraction, then steps of the rule on what is left, until
+    they rest or ``steps`` of them."""
     _refuse(options)
     if remove is None and add is None:
         raise InputError("nothing to change: give remove= or add=")
     data = fitted.data if evaluate is None else evaluate
-    number = STEPS if steps is None else positive_int("steps", steps)
-    qs = list(fitted.refitted(() if remove is None else remove, add=add, steps=number))
+    gone = () if remove is None else remove
+    if steps is None:
+        until = monotonic() + SECONDS
+        q, path, taken = _refitted(fitted, data, gone, add=add, least=STEPS, until=until)
+    else:
+        number = positive_int("steps", steps)
+        q, path, taken = _refitted(fitted, data, gone, add=add, least=number, limit=number)
     before = float(-_seen(fitted.log_predictive(data), data).double().nanmean())
-    losses = [-_seen(fitted.predictive(q, data), data) for q in qs]
-    path = [float(values.double().nanmean()) for values in losses]
-    error = None if len(path) == 1 else abs(path[-1] - path[-2]) * _steps_left(losses, losses[-1])
+    means = [float(values.double().nanmean()) for values in path]
+    error, note = None, getattr(fitted, "note", "")
+    if taken:
+        changes = [b - a for a, b in pairwise(means)]
+        grows = len(changes) == WINDOW and min(changes[-1] / c if c else 0 for c in changes) >= 1
+        left = _steps_left(path)
+        error = math.inf if grows or math.isinf(left) else abs(changes[-1]) * left
+        at_rest = not math.isinf(error) and (steps is not None or error < 1e-3)
+        note = "" if at_rest else f"not at rest after {taken} steps: give more steps=, or fit again"
     return SiteWhatIf(
-        q=qs[-1],
+        q=q,
         before=before,
-        nll=path[-1],
-        losses=losses[-1].cpu(),
+        nll=means[-1],
+        losses=path[-1].cpu(),
         error=error,
-        steps=len(qs) - 1,
-        note=getattr(fitted, "note", "") if len(path) == 1 else "",
+        steps=taken,
+        note=note,
     )
 
 
-def _steps_left(path: list[Tensor], losses: Tensor) -> float:
+def _refitted(
+    fitted: Any,
+    data: Any,
+    gone: Any,
+    *,
+    add: Any = None,
+    least: int = 1,
+    limit: int = LIMIT,
+    until: float = math.inf,
+) -> tuple[Any, list[Tensor], int]:
+    """q after steps of the rule toward fitting again, the losses of the last of them, how many.
+
+    They end at rest or, after ``least``, at the time ``until``.
+    """
+    path: list[Tensor] = []
+    q, taken = None, 0
+    for taken, q in enumerate(fitted.refitted(gone, add=add, steps=limit)):
+        path = [*path[-WINDOW:], -_seen(fitted.predictive(q, data), data)]
+        if not taken or least == limit:
+            continue
+        size, enough = _sizes(path)[-1], TOL * math.sqrt(path[-1].numel())
+        rests = taken >= WINDOW and size * _steps_left(path) <= enough
+        if rests or size <= _rounding(path) or (taken >= least and monotonic() > until):
+            break
+    return q, path, taken
+
+
+def _sizes(path: list[Tensor]) -> list[float]:
+    return [float((b - a).double().nan_to_num().norm()) for a, b in pairwise(path)]
+
+
+def _rounding(path: list[Tensor]) -> float:
+    eps = 1e-9 if path[-1].dtype == torch.float64 else torch.finfo(path[-1].dtype).eps
+    return eps * float(path[-1].double().nan_to_num().norm())
+
+
+def _steps_left(path: list[Tensor]) -> float:
     """How many times its last step a sequence still goes whose steps shrink geometrically.
 
     By three steps where there are so many: coordinates that take turns may grow from one to the
     next.
     """
-    sizes = [float((b - a).double().nan_to_num().norm()) for a, b in pairwise(path)][-3:]
-    rounding = 1e-9 * float(losses.double().nan_to_num().norm())
-    if len(sizes) < 2 or sizes[-1] <= rounding:
+    sizes = _sizes(path)
+    if len(sizes) < 2 or sizes[-1] <= _rounding(path):
         return 1.0
     ratio = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1)) if sizes[0] else math.inf
     return max(1.0, ratio / (1 - ratio)) if ratio < 1 else math.inf
@@ -229,15 +323,36 @@ def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInflu
     rises = [before - fitted.predictive(fitted.without([i]), test) for i in range(fitted.n_data)]
     matrix = torch.stack(rises).cpu()
     gaps, sizes = [], []
-    for i in torch.linspace(0, fitted.n_data - 1, min(PROBE, fitted.n_data)).long().tolist():
-        qs = fitted.refitted([i], steps=STEPS)
-        path = [(before - fitted.predictive(q, test)).cpu() for q in qs]
-        if len(path) == 1:
-            return SiteInfluence(matrix=matrix, error=None)
-        rest = float((path[-1] - path[-2]).norm()) * _steps_left(path, before)
-        gaps.append(float((path[-1] - path[0]).norm()) + rest)
-        sizes.append(float(path[-1].norm()))
+    ranks = matrix.double().nan_to_num().norm(dim=1)
+    try:
+        for i, weight, path in _probes(fitted, test, ranks, least=STEPS, seconds=SECONDS):
+            if len(path) == 1:
+                return SiteInfluence(matrix=matrix, error=None)
+            again = (before + path[-1]).cpu()
+            rest = _sizes(path)[-1] * _steps_left(path)
+            gaps.append(math.sqrt(weight) * (float((again - matrix[i]).norm()) + rest))
+            sizes.append(math.sqrt(weight) * float(again.norm()))
+    except DataError:  # what is left cannot be fitted
+        return SiteInfluence(matrix=matrix, error=math.inf)
     return SiteInfluence(matrix=matrix, error=math.hypot(*gaps) / math.hypot(*sizes))
+
+
+def _probes(
+    fitted: Any, data: Any, sizes: Tensor, *, least: int, seconds: float
+) -> Iterator[tuple[int, float, list[Tensor]]]:
+    """Examples fitted again without: each with how many it stands for, and the last losses.
+
+    Those of the largest ``sizes`` stand for themselves, others, spread evenly, for the rest.
+    """
+    ranked = sizes.argsort(descending=True, stable=True)
+    rest = ranked[LARGEST:].sort().values
+    spread = rest[torch.linspace(0, len(rest) - 1, min(SPREAD, len(rest))).long()]
+    weight = len(rest) / max(len(spread), 1)
+    chosen = [(i, 1.0) for i in ranked[:LARGEST].tolist()]
+    chosen += [(i, weight) for i in spread.tolist()]
+    until = monotonic() + seconds
+    for i, stands_for in chosen:
+        yield i, stands_for, _refitted(fitted, data, [i], least=least, until=until)[1]
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -105,7 +105,8 @@ def what_if(
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned
             conjugate gradients to 1e-6; K: that many rough Gauss–Newton steps, six
             quasi-Newton moves after each; "converge": moves until nothing is left to gain,
-            which is retraining by another name.
+            which is retraining by another name. Of a fitted model of the rule, with EM or
+            messages: None: until they rest, 2,000 steps or ten seconds; K: that many.
         passes: at most about that many passes over the changed data. Of "cg": default 60 where
             ``steps`` is None, no bound else; ``result.error`` says what one more step would
             change. Of "replay": spent on finding the size of the steps and on two trainings;

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_iris
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
@@ -34,6 +35,7 @@ from blr_analysis.learning_rule.inference import (
     poisson,
 )
 from blr_analysis.learning_rule.inference.fitted import rows
+from blr_analysis.sensitivity import sites
 
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
@@ -170,7 +172,7 @@ def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
     again = fit(rest, fitted.q) if fit in (lda, mixture) else fit(rest)
     truth = float(-again.log_predictive(data).mean())
     first = float(-fitted.predictive(fitted.without(gone), data).mean())
-    result = blr.what_if(fitted, remove=gone)
+    result = blr.what_if(fitted, remove=gone, steps=10)
     assert abs(result.nll - truth) < 0.5 * abs(first - truth)
     assert abs(result.nll - truth) <= 3 * result.error + 1e-6
     assert result.steps == 10 and f"{result.nll:.4f}" in repr(result)
@@ -186,25 +188,95 @@ def test_further_examples_come_as_near(name: str) -> None:
     fitted = fit(parts[0])
     again = fit(data, fitted.q) if fit in (lda, mixture) else fit(data)
     truth = float(-again.log_predictive(data).mean())
-    result = blr.what_if(fitted, add=parts[1], evaluate=data)
+    result = blr.what_if(fitted, add=parts[1], evaluate=data, steps=10)
     assert abs(result.nll - truth) < 0.5 * abs(result.before - truth)
     assert abs(result.nll - truth) <= 3 * result.error + 1e-6
 
 
-def test_influence_of_every_model_says_how_exact_it_is() -> None:
-    """Against fitting again, the gap is about what ``error`` says."""
-    for name in ("EM", "factor analysis", "non-conjugate VMP", "hidden Markov model"):
-        fit, data, _ = CASES[name]
-        fitted = fit(data)
-        found = blr.influence(fitted, None, data)
-        truth, probe = [], torch.linspace(0, fitted.n_data - 1, 8).long()
-        for i in probe.tolist():
-            rest = rows(data, torch.tensor([j for j in range(fitted.n_data) if j != i]))
+def plateau() -> tuple[Any, torch.Tensor, int]:
+    """A mixture that goes on as it is for 40 steps without flower 3, and then to another one."""
+    data = load_iris()
+    y, kind = torch.tensor(data.data)[::5, :2], torch.tensor(data.target)[::5]
+    start = 0.8 * torch.nn.functional.one_hot(kind, 3).double() + 0.2 / 3
+    model = GaussianMixtureEM(3, "diag")
+    return model.fit(y, start=start, tol=1e-13, max_iter=5000, progress=False), y, 3
+
+
+def fitted_without(name: str) -> tuple[Any, torch.Tensor]:
+    """A fit, and the losses of all examples when it is fitted again without each."""
+    fit, data, _ = CASES.get(name, (None, None, None))
+    fitted, y, _ = plateau() if fit is None else (fit(data), data, 0)
+    truth = []
+    for i in range(fitted.n_data):
+        kept = torch.tensor([j for j in range(fitted.n_data) if j != i])
+        rest = rows(y, kept)
+        if fit is None:
+            settings = {"start": fitted.q, "tol": 1e-13, "max_iter": 5000, "progress": False}
+            again = fitted.model.fit(rest, **settings)
+        else:
             again = fit(rest, fitted.q) if fit is mixture else fit(rest)
-            truth.append(fitted.log_predictive(data) - again.log_predictive(data))
-        wanted = torch.stack(truth)
-        gap = float((found.matrix[probe] - wanted).norm() / wanted.norm())
-        assert found.error / 1.5 < gap < 1.5 * found.error
+        truth.append(-again.log_predictive(y))
+    return fitted, torch.stack(truth)
+
+
+@pytest.mark.parametrize(
+    "name", ["skew normal of four rows", "logistic regression", "EM", "factor analysis"]
+)
+def test_steps_go_on_until_they_rest(name: str) -> None:
+    fit, data, gone = CASES[name]
+    kept = torch.tensor(
+        [i for i in range(len(data[0] if fit is logistic else data)) if i not in gone]
+    )
+    rest = rows(data, kept)
+    fitted = fit(data)
+    again = fit(rest, fitted.q) if fit is mixture else fit(rest)
+    result = blr.what_if(fitted, remove=gone)
+    assert result.nll == pytest.approx(float(-again.log_predictive(data).mean()), abs=5e-5)
+    assert result.error < 1e-5 and not result.note
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "EM",
+        "plateau",
+        pytest.param("factor analysis", marks=pytest.mark.slow),
+        "non-conjugate VMP",
+        "hidden Markov model",
+    ],
+)
+def test_influence_and_leave_one_out_say_how_exact_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against fitting again without each, the gap is about what ``error`` says."""
+    monkeypatch.setattr(sites, "SOON", 600.0)
+    monkeypatch.setattr(sites, "SECONDS", 600.0)
+    fitted, losses = fitted_without(name)
+    found, wanted = (
+        blr.influence(fitted, None, fitted.data),
+        losses + fitted.log_predictive(fitted.data),
+    )
+    gap = float((found.matrix - wanted).norm() / wanted.norm())
+    assert found.error / 1.25 < gap < 1.25 * found.error
+    loo = blr.leave_one_out(fitted)
+    gap = float((loo.losses - losses.diagonal()).abs().mean())
+    assert loo.error / 1.5 < gap < 1.5 * loo.error
+    assert "\n" not in repr(found) and f"± {loo.error:.2g}" in repr(loo)
+
+
+def test_a_step_that_hardly_moves_is_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "SOON", 600.0)
+    fitted, _, flower = plateau()
+    kept = [i for i in range(fitted.n_data) if i != flower]
+    again = fitted.model.fit(
+        fitted.data[kept], start=fitted.q, tol=1e-13, max_iter=5000, progress=False
+    )
+    result = blr.what_if(fitted, remove=[flower])
+    assert result.nll == pytest.approx(float(-again.log_predictive(fitted.data).mean()), abs=1e-6)
+    assert result.error < 1e-6 and not result.note
+    early = blr.what_if(fitted, remove=[flower], steps=30)
+    assert early.error == float("inf") and "steps=" in repr(early)
+    assert "example 3" in repr(blr.leave_one_out(fitted))
 
 
 def test_states_are_exact_and_rest_at_once() -> None:
