@@ -549,6 +549,8 @@ def top_influence_table(top: Any) -> pd.DataFrame:
     test_target, …   target and prediction of both (not for sequences, nor from an index)
     …                metadata of the training example
     ================ ========================================================
+
+    ``table.attrs["note"]`` says of which curvature it is, where not of the posterior's own.
     """
     n_test, k = top.helpful.shape
     train = torch.cat([top.helpful, top.harmful], dim=1).flatten()
@@ -564,7 +566,9 @@ def top_influence_table(top: Any) -> pd.DataFrame:
         for name, values in top.described(indices, test=side == "test").items():
             columns[f"{side}_{name}"] = values
     chosen = {k: [v[i] for i in train.tolist()] for k, v in top.metadata.items()}
-    return _frame(columns, chosen)
+    table = _frame(columns, chosen)
+    table.attrs["note"] = top.note
+    return table
 
 
 @make_table.register(Influence)

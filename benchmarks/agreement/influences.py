@@ -48,6 +48,7 @@ def fitted(task: blr.Task, tests: blr.Task, structure: str, delta: float) -> Ten
     """∇ℓ_jᵀ Σ ∇ℓ_i with a Laplace posterior of this structure."""
     options: dict[str, Any] = {"progress": False}
     q = blr.fit_laplace(task, structure=structure, prior_precision=delta, **options)
+    options |= {"solver": "posterior"}
     return as_tensor(blr.influence(task, q, tests.with_model(task), **options))
 
 

@@ -167,22 +167,23 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
         plain = influence.as_subclass(Tensor).double()
         return metrics.linear_datamodeling(plain, kept, true).value
 
-    def influence(model: nn.Module, posterior: Any) -> Tensor:
+    def influence(model: nn.Module, posterior: Any, solver: str = "posterior") -> Tensor:
         # of the plain loss, whatever was trained
         judged = blr.Task(
             model, (data.test_x[:JUDGED], data.test_y[:JUDGED]), likelihood=case.loss()
         )
-        options: dict[str, Any] = {"measure": test_losses, "progress": False}
+        options: dict[str, Any] = {"measure": test_losses, "solver": solver, "progress": False}
         return blr.influence(task_of(truth, model), posterior, judged, **options)
 
-    def mean(posteriors: Iterable[Any]) -> Row:
+    def mean(posteriors: Iterable[Any], solver: str = "posterior") -> Row:
         pairs = zip(chosen, posteriors, strict=True)
-        each = [score(influence(model, q)) for model, q in pairs]
+        each = [score(influence(model, q, solver)) for model, q in pairs]
         return (f"{sum(each) / len(each):.3f}", f"{each[0]:.3f}")
 
     chosen = truth.models[:models]
     tasks = [task_of(truth, model) for model in chosen]
     posteriors = [fitted(task) for task in tasks]
+    yield ("default", *mean(posteriors, "auto"))
     yield ("kron", *mean(posteriors))
     pairs = zip(tasks, posteriors, strict=True)
     yield ("kron, expected", *mean(fitted(task, expected=q) for task, q in pairs))
@@ -190,7 +191,9 @@ def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) ->
     yield ("plain gradients", *mean(plain(q) for q in posteriors))
     starts = [first_weights(case, seed) for seed in range(models)]
     pairs = zip(tasks, starts, strict=True)
-    yield ("kron, first weights known", *mean(fitted(t, initial=start) for t, start in pairs))
+    known = [fitted(task, initial=start) for task, start in pairs]
+    yield ("default, first weights known", *mean(known, "auto"))
+    yield ("kron, first weights known", *mean(known))
     if sum(p.numel() for p in chosen[0].parameters()) <= LARGEST:
         yield ("lowrank", *mean(fitted(task, "lowrank") for task in tasks))
     runs = [run(truth, seed) for seed in range(models)]

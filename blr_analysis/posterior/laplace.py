@@ -85,9 +85,8 @@ def fit_laplace(
     Args:
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
-            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given). Of a small
-            model at its minimum (some 2,000 parameters) take "full": influences of 73 parameters
-            agreed with retraining by .36 under "kron", .68 under "full", .91 with "exact" besides.
+            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
+            (:func:`blr_analysis.influence` of small models takes "full" by itself.)
         prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
             task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the

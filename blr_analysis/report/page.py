@@ -116,6 +116,7 @@ def write_page(
         removals=removal_rows(removals, chosen),
         removed_by=grouped(findings),
         tests=data["tests"],
+        influence_note="" if neighbours is None else neighbours.top.note,
         charts=charts,
         version=_version(),
         bokeh=metadata.version("bokeh"),

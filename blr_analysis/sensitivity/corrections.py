@@ -80,12 +80,16 @@ def fitted_to(q: Posterior) -> bool:
     return fitted and not q.record.keys() & {"calibration", "expected"}
 
 
+def laplace_of(task: Task, q: Posterior) -> bool:
+    """Whether it is that matrix at the model's present weights."""
+    params = task.parameters()
+    return fitted_to(q) and all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
+
+
 def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
     """The same Laplace posterior with the whole Gauss–Newton matrix, for a model at the minimum
     that is small enough; None else. (Off the minimum it is no nearer to retraining.)"""
-    params = task.parameters()
-    same = all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
-    if q.structure == "full" or not (fitted_to(q) and same):
+    if q.structure == "full" or not laplace_of(task, q):
         return None
     structure = exact_structure(task)
     if structure is None or not stationarity(task, q).near:

@@ -59,6 +59,7 @@ from blr_analysis.sensitivity.influence.results import (
     quantity_of,
     rooted,
 )
+from blr_analysis.sensitivity.influence.whole import whole
 from blr_analysis.sensitivity.scores import all_fitted, check_test
 from blr_analysis.sensitivity.sites import site_influence, sum_of_sites
 from blr_analysis.task import Task
@@ -66,7 +67,7 @@ from blr_analysis.task import Task
 Measure = str | Callable[[Tensor, Tensor], Tensor]
 WIDE = 4096  # test examples whose projected influence is computed at once
 SAMPLE = 64  # training examples that tell how large gradients are in each direction
-SOLVERS = ("posterior", "cg")
+SOLVERS = ("auto", "posterior", "cg")
 TOLERANCE, ITERATIONS = 1e-3, 100  # of conjugate gradients
 PROBE = (256, 16)  # training and test examples whose exact influence measures a projection
 
@@ -80,7 +81,7 @@ def influence(
     measure: Measure = "loss",
     normalize: Normalize = False,
     expected: bool | None = None,
-    solver: str = "posterior",
+    solver: str = "auto",
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -110,7 +111,12 @@ def influence(
             forward and C backward passes more: an example learned by heart has e_i ≈ 0 although
             it shaped the model. None: as the posterior was fitted,
             ``fit_laplace(..., expected=first)``.
-        solver: "posterior": Σ ∇q_j as the posterior has it. "cg": S⁻¹ ∇q_j with the exact
+        solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but for a small model
+            (up to 4,096 parameters) under one posterior of :func:`blr_analysis.fit_laplace`. At its
+            minimum it takes the exact Hessian, or else the whole curvature; off it, where δ was
+            found, the whole curvature, damped as far as training came, and errors averaged over
+            it: :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with
+            retraining; ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
             the posterior (kron is best) preconditions: for a few test examples, some tens of passes
             over the training data for all of them, five of whose gradients are held for each.
@@ -160,7 +166,7 @@ def influence(
     """
     if (sites := sum_of_sites(task, posterior)) is not None:
         asked = dict(normalize=normalize or None, expected=expected, projection=projection)
-        asked |= dict(solver=None if solver == "posterior" else solver)
+        asked |= dict(solver=None if solver in ("auto", "posterior") else solver)
         return site_influence(sites, test_task, asked)  # type: ignore[return-value]
     place = None if folder is None else Path(path_of(folder)).expanduser()
     question = _Question(
@@ -190,7 +196,7 @@ def top_influence(
     measure: Measure = "loss",
     normalize: Normalize = False,
     expected: bool | None = None,
-    solver: str = "posterior",
+    solver: str = "auto",
     projection: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -267,11 +273,14 @@ class _Question:
         instance("generator", generator, torch.Generator, "a torch.Generator")
         cotangent = cotangent_of(self.measure)
         question = replace(self, memory_budget=memory_budget)
-        works = []
-        for q in qs:
+        works, note = [], ""
+        for given in qs:
+            q = given
+            if self.solver == "auto" and len(qs) == 1:
+                q, note = whole(task, given, memory_budget)
             averaged = q.record.get("expected", False) if self.expected is None else self.expected
             own = _expected(task, q, memory_budget) if averaged else loss_gradient
-            works.append(_Work(task, q, where, cotangent, own, question, generator))
+            works.append(_Work(task, given, q, where, cotangent, own, question, generator, note))
         return works
 
 
@@ -298,18 +307,21 @@ class _Work:
     """Checked arguments; hands out pieces of the matrix, exact or projected."""
 
     task: Task
-    q: Posterior
+    given: Posterior
+    q: Posterior  # that is taken
     test_task: Task
     cotangent: Cotangent
     own: Cotangent  # of the training examples
     question: _Question
     generator: torch.Generator
+    note: str = ""
     error: ProjectionError | None = None
 
     def about(self, checkpoints: int) -> Pairs:
         measure, kind = self.question.measure, quantity_of(self.question.normalize)
         words = measure if isinstance(measure, str) else getattr(measure, "__name__", "measure")
-        return Pairs(self.task, self.q, self.test_task, self.error, words, kind, checkpoints)
+        about = (self.task, self.given, self.test_task, self.error, words, kind, checkpoints)
+        return Pairs(*about, note=self.note)
 
     def scaled(self, progress: bool | None) -> Iterator[Piece]:
         """The pieces, normalized where that is asked for."""

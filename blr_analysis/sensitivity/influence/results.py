@@ -77,6 +77,7 @@ class Pairs:
     Attributes:
         quantity: "influence", "normalized_influence" or "cosine".
         checkpoints: of how many posteriors it is the mean; ``posterior`` is the last.
+        note: of which curvature it is, where not of the posterior's own.
     """
 
     task: Task = field(repr=False)
@@ -86,13 +87,14 @@ class Pairs:
     measure: str = "loss"
     quantity: str = "influence"
     checkpoints: int = 1
+    note: str = ""
 
     def __str__(self) -> str:
         """What sets it apart from the plain influence of one posterior; usually nothing."""
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
-        words += filter(None, [caveat_of(self.posterior)])
+        words += filter(None, [self.note, caveat_of(self.posterior)])
         return ", ".join(words)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
@@ -118,6 +120,7 @@ class Influence(Tensor, Tabular):
 
     Attributes:
         error: :class:`ProjectionError` of a projected influence, None of an exact one.
+        note: of which curvature it is, in a line, "" where just of the posterior.
     """
 
     pairs: Pairs
@@ -144,6 +147,10 @@ class Influence(Tensor, Tabular):
     @property
     def error(self) -> ProjectionError | None:
         return self.pairs.error
+
+    @property
+    def note(self) -> str:
+        return self.pairs.note
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def top(self, k: int = SHOWN) -> TopInfluence:
@@ -226,6 +233,11 @@ class Matches(Tabular):
     def k(self) -> int:
         return self.helpful.shape[1]
 
+    @property
+    def note(self) -> str:
+        """Of which curvature it is, in a line, "" where just of the posterior."""
+        return ""
+
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Further columns of these training (or test) examples."""
         return {}
@@ -248,6 +260,10 @@ class TopInfluence(Matches):
     def error(self) -> ProjectionError | None:
         """Of a projected influence; None of an exact one."""
         return self.pairs.error
+
+    @property
+    def note(self) -> str:
+        return self.pairs.note
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         return self.pairs.described(indices, test=test)

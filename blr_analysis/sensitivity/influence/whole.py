@@ -1,0 +1,118 @@
+"""The posterior that influence is taken under: of a small model, more than it was asked with.
+
+At the minimum of the objective, what a model becomes without an example is decided by the Hessian
+itself. Off it (minibatches, a fixed number of epochs) retraining does not go to the minimum but
+stops early, which damps its moves in directions of little curvature, where the evidence's δ leaves
+them free. Gradient flow for a time T damps them as δ = 1/T does, and
+
+    L(θ₀) − L(θ̂) = ∫₀ᵀ ‖dθ/dt‖² dt ≥ ‖θ̂ − θ₀‖² / T,    hence 1/T ≤ (L(θ₀) − L(θ̂)) / ‖θ̂ − θ₀‖²
+
+That bound, L summed over the data, is the damping taken: under twice as much the penalty would
+have cost as much as training gained. Only the whole curvature wants it: the eigenvalues of a
+Kronecker one are means over large and small ones.
+
+Sources: Ali, Kolter & Tibshirani, "A continuous-time view of early stopping for least squares",
+AISTATS 2019 (1/T); Bae et al., "Training data attribution via approximate unrolling", NeurIPS 2024.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from blr_analysis.backprop.loss import evaluated
+from blr_analysis.backprop.tree import dot
+from blr_analysis.errors import BLRError
+from blr_analysis.likelihoods import Gaussian
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.posterior.structures import LowRank
+from blr_analysis.sensitivity.corrections import EXACT, exact_structure, laplace_of
+from blr_analysis.task import Task
+
+HESSIAN = 6e9  # N·P²: up to here the exact Hessian takes seconds
+QUIET: dict[str, bool] = {"progress": False}
+
+
+def whole(task: Task, q: Posterior, memory_budget: int | None) -> tuple[Posterior, str]:
+    """The posterior to take instead of one that :func:`blr_analysis.fit_laplace` made at the
+    model's weights, and what to say of it; q, where seconds give no better."""
+    if task.likelihood.is_sequence:
+        return q, ""
+    structure, fitted = exact_structure(task), partial(_fitted, task, memory_budget)
+    if not laplace_of(task, q):
+        captured = q.record.get("source", "subset") not in ("laplace", "subset")
+        crude = structure is not None and q.structure in ("diag", "kron") and captured
+        return q, f"of a {q.structure} posterior: fit_laplace(task) finds more" if crude else ""
+    if stationarity(task, q).near:
+        return (q, "") if structure is None else _at_minimum(q, structure, fitted)
+    if "prior_choice" not in q.record:
+        return q, _short_of_rank(q)
+    damping = early_stop(task, q)
+    if damping is None or (structure is None and q.structure not in ("lowrank", "full")):
+        return q, _short_of_rank(q)
+    said = f"of the whole curvature, damped by {damping:.3g} as early stopping does"
+    prior = Prior({None: damping}, q.prior.mean)
+    if structure is None:
+        damped = q.at(prior)
+        return damped, "; ".join(filter(None, (said, _short_of_rank(damped))))
+    taken = fitted(structure, prior)
+    if not isinstance(task.likelihood.kind, Gaussian):  # whose curvature is the same everywhere
+        taken = fitted(structure, prior, expected=taken)
+    return taken, said
+
+
+def early_stop(task: Task, q: Posterior) -> float | None:
+    """(L(θ₀) − L(θ̂)) / ‖θ̂ − θ₀‖², θ₀ the prior's mean; None where training gained nothing, or
+    the model breaks down at θ₀."""
+    gap = q.prior.gap(q.mean)
+    start = {n: m - gap[n] for n, m in q.mean.items()}
+    try:
+        before, after = (evaluated(task, w, **QUIET)[0] for w in (start, dict(q.mean)))
+    except BLRError:
+        return None
+    gain = float(before.losses.double().sum() - after.losses.double().sum())
+    return gain / dot(gap, gap) if gain > 0 and math.isfinite(gain) else None
+
+
+def _at_minimum(
+    q: Posterior, structure: str, fitted: Callable[..., Posterior]
+) -> tuple[Posterior, str]:
+    """With the Hessian, where that takes seconds and is positive, else the Gauss–Newton matrix."""
+    size = sum(m.numel() for m in q.mean.values())
+    if structure == "full" and q.n_data * size**2 <= HESSIAN:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where it is not positive it is not taken
+            hessian = fitted(structure, q.prior, curvature="exact")
+        if not hessian.record["floored"]:
+            return hessian, "of the exact Hessian"
+    if q.structure == "full":
+        return q, ""
+    return fitted(structure, q.prior), "of the whole curvature"
+
+
+def _fitted(
+    task: Task, memory_budget: int | None, structure: str, prior: Prior, **options: Any
+) -> Posterior:
+    if structure == "lowrank":
+        options |= {"tolerance": EXACT}
+    options |= {"memory_budget": memory_budget} | QUIET
+    return fit_laplace(task, structure=structure, prior_precision=prior, **options)
+
+
+def _short_of_rank(q: Posterior) -> str:
+    """What to do where a low rank leaves out directions that the prior does not hold."""
+    if not isinstance(q.form, LowRank):
+        return ""
+    least = float(torch.linalg.eigvalsh(q.form.core)[0])
+    delta = max(float(torch.as_tensor(d).max()) for d in q.prior.entries.values())
+    if least <= delta:
+        return ""
+    return f"rank {len(q.form.core)} leaves out curvature above δ: give more, or structure='kron'"

@@ -1,0 +1,160 @@
+"""Influence takes more of a small model's curvature than the posterior it is asked with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, vmap
+
+import blr_analysis as blr
+from blr_analysis.posterior.structures import LowRank
+
+DELTA = 0.3
+QUIET = dict(progress=False)
+
+
+def data(seed: int, n: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g, dtype=torch.float64)
+    noise = 0.5 * torch.randn(n, generator=g, dtype=torch.float64)
+    return x, (x[:, 0] * x[:, 1] + noise > 0).long()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+
+
+def flat(model: nn.Module) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """The weights as one vector, and the outputs of one example at such a vector."""
+    names = [n for n, _ in model.named_parameters()]
+    shapes = [p.shape for _, p in model.named_parameters()]
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def outputs(w: Tensor, x: Tensor) -> Tensor:
+        parts = w.split([s.numel() for s in shapes])
+        tree = {n: v.view(s) for n, v, s in zip(names, parts, shapes, strict=True)}
+        return functional_call(model, tree, (x[None],))[0]
+
+    return theta, outputs
+
+
+def converged(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    """At the minimum of the losses' sum and DELTA's penalty."""
+    descent = torch.optim.LBFGS(
+        model.parameters(), max_iter=1000, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def objective() -> Tensor:
+        descent.zero_grad()
+        weights = sum(p.square().sum() for p in model.parameters())
+        loss = nn.functional.cross_entropy(model(x), y, reduction="sum") + DELTA / 2 * weights
+        loss.backward()
+        return loss
+
+    descent.step(objective)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_at_the_minimum_with_the_exact_hessian(structure: str) -> None:
+    x, y = data(0, 40)
+    asked = data(1, 5)
+    model = converged(network(), x, y)
+    task, test = blr.Task(model, (x, y)), blr.Task(model, asked)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, **QUIET)
+    theta, outputs = flat(model)
+
+    def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs(w, x)[None], y[None])
+
+    each = vmap(grad(loss), (None, 0, 0))
+    total = hessian(lambda w: sum(loss(w, *pair) for pair in zip(x, y, strict=True)))(theta)
+    total += DELTA * torch.eye(len(theta), dtype=torch.float64)
+    known = each(theta, x, y) @ torch.linalg.solve(total, each(theta, *asked).mT)
+    found = blr.influence(task, q, test, **QUIET)
+    assert float((found.matrix - known).norm() / known.norm()) < 1e-8
+    assert "Hessian" in found.note and found.note in repr(found)
+    top = blr.top_influence(task, q, test, k=2, **QUIET)
+    assert top.table.attrs["note"] == found.note
+    own = blr.influence(task, q, test, solver="posterior", **QUIET)
+    assert own.note == "" and float((own.matrix - known).norm() / known.norm()) > 0.05
+
+
+@pytest.fixture(scope="module")
+def stopped() -> nn.Module:
+    """Trained for a few epochs of minibatches."""
+    model, (x, y) = network(), data(0, 120)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(20):
+        for rows in torch.randperm(len(x)).split(20):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def test_off_the_minimum_damped_as_far_as_training_came(stopped: nn.Module) -> None:
+    x, y = data(0, 120)
+    task = blr.Task(stopped, (x, y))
+    q = blr.fit_laplace(task, **QUIET)
+    found = blr.influence(task, q, task, expected=False, **QUIET)
+    theta, outputs = flat(stopped)
+    with torch.no_grad():
+        after = nn.functional.cross_entropy(stopped(x), y, reduction="sum")
+    before = len(x) * torch.tensor(2.0).log()  # weights of 0 know nothing
+    damping = float((before - after) / theta.square().sum())
+    assert f"{damping:.3g}" in found.note
+    plain = blr.fit_laplace(task, structure="full", prior_precision=damping, **QUIET)
+    jacobians = vmap(jacrev(outputs), (None, 0))(theta, x)  # [N, C, P]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(32, 2, generator=generator, dtype=torch.float64)
+    curvature = damping * torch.eye(len(theta), dtype=torch.float64)
+    sigma = torch.linalg.inv(plain.form.matrix)
+    for j, f in zip(jacobians, stopped(x).detach(), strict=True):
+        values, turn = torch.linalg.eigh(j @ sigma @ j.mT)
+        moves = drawn @ (turn * values.clamp_min(0).sqrt() @ turn.mT)
+        p = torch.cat([f + moves, f - moves]).softmax(-1)
+        mean = torch.diag_embed(p).mean(0) - (p[:, :, None] * p[:, None]).mean(0)
+        curvature += j.mT @ mean @ j
+    p = stopped(x).detach().softmax(-1) - nn.functional.one_hot(y)
+    gradients = torch.einsum("ncp,nc->np", jacobians, p)
+    known = gradients @ torch.linalg.solve(curvature, gradients.mT)
+    assert float((found.matrix - known).norm() / known.norm()) < 1e-6
+    assert not torch.allclose(blr.influence(task, q, task, **QUIET).matrix, found.matrix)
+
+
+def test_what_was_chosen_stays(stopped: nn.Module) -> None:
+    """A δ that was given, one of the gradients' posteriors among several."""
+    task = blr.Task(stopped, data(0, 120))
+    q = blr.fit_laplace(task, prior_precision=DELTA, **QUIET)
+    own = blr.influence(task, q, task, solver="posterior", **QUIET)
+    assert torch.equal(blr.influence(task, q, task, **QUIET).matrix, own.matrix)
+    found = blr.fit_laplace(task, **QUIET)
+    own = blr.influence(task, found, task, solver="posterior", **QUIET)
+    assert torch.equal(blr.influence(task, [found, found], task, **QUIET).matrix, own.matrix)
+
+
+def test_low_rank_says_what_it_lacks(stopped: nn.Module) -> None:
+    task = blr.Task(stopped, data(0, 120))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        few = dict(structure="lowrank", prior_precision=1e-3, rank=2, **QUIET)
+        q = blr.fit_laplace(task, **few)
+    assert isinstance(q.form, LowRank)
+    assert "rank 2" in blr.influence(task, q, task, **QUIET).note
+    own = blr.Posterior.from_optimizer(torch_adam(stopped), stopped, n_data=120)
+    assert "fit_laplace" in blr.influence(task, own, task, **QUIET).note
+
+
+def torch_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Adam after a step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, weight_decay=0.01)
+    x, y = data(0, 120)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return optimizer
