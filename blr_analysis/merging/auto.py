@@ -7,13 +7,16 @@ base's precision where that is given; propagated statistics where there are task
 With validation tasks the best mean NLL (or accuracy) decides; without them that of the tasks whose
 statistics are propagated: these are of every other example then, and the rest are judged by, since
 merges fit best what their statistics are of (what is taken is made with all examples again). Where
-there are neither, the predicted gap decides,
+there are neither, the predicted gap of each task decides, as a part of what the average loses,
 
-    Σ_t α_t ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
+    Σ_t gap_t(θ) / gap_t(average),      gap_t(θ) = ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
 
-in nats, where α_t are the user's. It is smallest for the merge under H_t itself, so that only the
-average, task arithmetic and the base's precision are judged by it, and shrinkage and the power of G
-stay as given. It cannot see that H_t are wrong: only validation does that.
+since the sizes of H_t are not to be compared: a task whose model is sure of its data has small ones
+and would be given up for the others. (Moments of inputs, "gram", are no losses, and are not
+balanced.) It is smallest for the "balanced" merge, under the precisions
+H_t / gap_t(average), so that only that and those without precisions or with the base's are judged
+by it, and shrinkage and the power of G stay as given. It cannot see that H_t are wrong in shape:
+only validation does that.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
 from blr_analysis.merging.at_weights import State, named_tasks, state_of
 from blr_analysis.merging.curve import CRITERIA, MergePoint, Merger, Trial, rank
-from blr_analysis.merging.in_memory import SETTINGS, merged
-from blr_analysis.merging.job import Job
+from blr_analysis.merging.in_memory import SETTINGS, merged, one_each
+from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import CURVED
 from blr_analysis.merging.plan import open_model
@@ -94,9 +97,16 @@ class Merged(dict[str, Tensor]):
 
 
 def candidates(
-    count: int, *, based: bool, structure: str, settings: Mapping[str, Any], tasks: Any
+    count: int,
+    *,
+    based: bool,
+    structure: str,
+    settings: Mapping[str, Any],
+    balance: Sequence[Weight],
+    tasks: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of :func:`blr_analysis.merge` by a name for each candidate."""
+    """Arguments of :func:`blr_analysis.merge` by a name for each candidate; ``balance`` holds the
+    weights of the balanced one."""
     average = {"method": "linear", "weights": [1.0] * count, "normalize": True}
     found: dict[str, dict[str, Any]] = {"average": average}
     if based and not settings["normalize"]:  # else the average again, whatever α
@@ -110,6 +120,9 @@ def candidates(
             words = "".join(f", {key} {value:g}" for key, value in family.items())
             how = {**own, **family}
             found[f"fisher, {structure}{words}"] = {"method": "fisher", **how}
+            if balance and "gram" not in structure and family == families(structure, settings)[0]:
+                name = f"fisher, {structure}{words}, balanced"
+                found[name] = {"method": "fisher", **how, "weights": list(balance)}
             if based and (first["base_precision"] is not None or first["delta"]):
                 name = f"gradient_matching, {structure}{words}"
                 found[name] = {"method": "gradient_matching", **how, **first}
@@ -182,9 +195,12 @@ def chosen(
     ]
     kinds = {p.structure for p in opened}
     structure = " and ".join(sorted(kinds))
-    kind: Any = {"based": base is not None, "structure": structure, "settings": settings}
-    found = candidates(len(states), **kind, tasks=tasks)
     common = {k: settings[k] for k in COMMON}
+    average = merged(None, states, method="linear", progress=False, **common)
+    gaps = [p.gap(average, s) for p, s in zip(opened, states, strict=True)] if opened else []
+    kind: Any = {"based": base is not None, "structure": structure, "settings": settings}
+    kind["balance"] = _balanced(settings["weights"], gaps)
+    found = candidates(len(states), **kind, tasks=tasks)
     if validate is not None:
         tried = candidates(len(states), **kind, tasks=known)
         points, by = _tried(start, states, validate, tried, common), criterion
@@ -196,8 +212,31 @@ def chosen(
             if all(how.get(key, value) == value for key, value in own.items())
         }
         points, by = _predicted(start, states, opened, found, common), "gap"
-    best = min(points, key=lambda p: rank(p, "nll" if by == "gap" else criterion))
+
+    def order(point: MergePoint) -> Any:
+        if by != "gap":
+            return rank(point, criterion)
+        pairs = zip(point.nlls, gaps, strict=True)
+        return round(sum(new / old if old else math.inf for new, old in pairs), 9)
+
+    best = min(points, key=order)
     return Choice(best.method, found[best.method], tuple(points), by)
+
+
+def _balanced(weights: Any, gaps: Sequence[float]) -> list[Weight]:
+    """α_t / gap_t, times the mean gap; none where they are not all above 0."""
+    if not gaps or min(gaps) <= 0:
+        return []
+    mean = sum(gaps) / len(gaps)
+    shares = [mean / gap for gap in gaps]
+    given = one_each("weights", weights, len(gaps), 1.0)
+    if any(not callable(a) and a <= 0 for a in given):
+        return []
+
+    def scaled(alpha: Weight, share: float) -> Weight:
+        return (lambda name: alpha(name) * share) if callable(alpha) else alpha * share
+
+    return [scaled(alpha, share) for alpha, share in zip(given, shares, strict=True)]
 
 
 def _halves(task: Task) -> tuple[Task, Task]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from blr_analysis.checks import printable
 from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.recipe.places import hub_name
+from blr_analysis.merging.stream import WORSE
 
 if TYPE_CHECKING:
     from blr_analysis.merging.folders import MergeReport
@@ -32,6 +33,8 @@ CARD, RECIPE = "README.md", "merge_recipe.yml"
 REPORT_CSV, REPORT_JSON = "merge_report.csv", "merge_report.json"
 TEMPLATE = "chat_template.jinja"
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
+BALANCED = ": `auto` balances them"
+BETTER = ": take the average, smaller weights or `auto`"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
 
@@ -104,6 +107,13 @@ def outcome(report: MergeReport) -> list[str]:
         said.append(
             f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrink:g}, "
             f"power {power:g}): residual {worst:.1g} at most, after {most} iterations at most"
+        )
+    if report.lost:
+        mean = sum(report.lost) / len(report.lost)
+        said.append(
+            f"by their precisions the models lose {mean:.2g} times what they lose in the plain "
+            f"average (from {min(report.lost):.2g} to {max(report.lost):.2g})"
+            + (BETTER if mean > WORSE else BALANCED if max(report.lost) > WORSE else "")
         )
     if plan.method.uses_precisions:
         total = report.fallback_total

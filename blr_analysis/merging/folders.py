@@ -38,6 +38,8 @@ class MergeReport(Tabular):
         seconds: that it took.
         choice: of method "auto".
         solves: by layer merged as one matrix, the residual and iterations of its equation.
+        lost: by model, what its diagonal precision says that it loses, as a part of what it loses
+            in the plain average, by the first entries of every tensor; empty without.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class MergeReport(Tabular):
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
     choice: Any = None
+    lost: tuple[float, ...] = ()
 
     @property
     def bytes_read(self) -> int:
@@ -120,7 +123,7 @@ def execute(
         seconds = time.perf_counter() - started
         fallback, solves = dict(met.fallback), dict(met.solves)
         names = tuple(shards.names)
-        report = MergeReport(target, plan, fallback, files, names, seconds, solves)
+        report = MergeReport(target, plan, fallback, files, names, seconds, solves, lost=met.lost)
         if documents is not None:
             for name, text in documents(report).items():
                 (draft / name).write_text(text, encoding="utf-8")

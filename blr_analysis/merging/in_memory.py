@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
 from typing import Any
@@ -21,7 +21,7 @@ from blr_analysis.merging.methods import CURVED, METHODS, Method
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.propagated import propagated
-from blr_analysis.merging.stream import Memory, stream
+from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import bar
 
 
@@ -40,11 +40,13 @@ def merged(
     max_memory: int = MAX_MEMORY,
     threads: int | None = None,
     progress: bool | None = None,
+    tell: Callable[[Outcome], object] = lambda met: None,
     **settings: Any,
 ) -> dict[str, Tensor]:
     """:func:`blr_analysis.merge` of models in memory by a named method.
 
     Args:
+        tell: told what was met on the way.
         settings: of :class:`blr_analysis.merging.job.MergeSettings`; all others as there.
     """
     how = MergeSettings(**settings)
@@ -90,7 +92,7 @@ def merged(
     assert isinstance(reference, Loaded)
     sink = Memory(plan.items, {n: t.device for n, t in reference.tensors.items()})
     with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
-        stream(plan, sink, shown.update)
+        tell(stream(plan, sink, shown.update))
     return sink.tensors
 
 

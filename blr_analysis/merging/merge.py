@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from blr_analysis.merging.auto import COMMON, Merged, chosen
 from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.in_memory import ARGUMENTS, SETTINGS, merged, one_each, refuse_idle
 from blr_analysis.merging.job import Job, Member, Weight
-from blr_analysis.merging.lora.adapters import merge_adapters
 from blr_analysis.merging.methods import method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD, plan_folders
+from blr_analysis.merging.stream import WORSE, Outcome
 from blr_analysis.task import Task
 
 State = Mapping[str, Tensor]
@@ -157,7 +158,7 @@ def merge(
     if tasks is not None or not any(on_disk):
         if out is not None or rank is not None:
             raise InputError("out= and rank= are for folders; a merge in memory is returned")
-        return merged(**{k: v for k, v in given.items() if k in ARGUMENTS})
+        return merged(**{k: v for k, v in given.items() if k in ARGUMENTS}, tell=_warn)
     if out is None:
         raise InputError("folders are merged into a folder: name it with out=")
     count = len(models)
@@ -178,9 +179,22 @@ def merge(
         base_precision=_path("base_precision", base_precision),
     )
     if rank is not None:
+        from blr_analysis.merging.lora.adapters import merge_adapters  # which needs pydantic
+
         return merge_adapters(job, out, rank=rank, max_memory=max_memory, threads=threads)
     plan = plan_folders(job, max_memory=max_memory, threads=threads)
     return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
+
+
+def _warn(met: Outcome) -> None:
+    mean = sum(met.lost) / max(len(met.lost), 1)
+    if mean > WORSE:
+        warnings.warn(
+            f"by their precisions the models lose {mean:.2g} times what they lose in the plain "
+            'average: take method="linear", smaller weights or "auto"',
+            UserWarning,
+            stacklevel=8,  # two decorators each of merged and merge
+        )
 
 
 def _by_choice(given: dict[str, Any]) -> Any:

@@ -44,15 +44,28 @@ class Memory:
         self.tensors[name].view(-1)[start : start + len(values)] = values
 
 
+SAMPLE = 2**12  # entries of a tensor by which gaps are told
+WORSE = 1.01  # times the average's gaps: more than rounding and the sample make
 Piece = tuple[Item, int, int]
 
 
 @dataclass
 class Outcome:
-    """What streaming met: by tensor the entries without a precision, by layer how it was solved."""
+    """What streaming met: by tensor the entries without a precision, by layer how it was solved,
+    and of some entries of each tensor the gaps that diagonal precisions predict (:func:`_gaps`).
+    """
 
     fallback: Counter[str] = field(default_factory=Counter)
     solves: dict[str, Solved] = field(default_factory=dict)
+    gaps: list[Tensor] = field(default_factory=list)
+
+    @property
+    def lost(self) -> tuple[float, ...]:
+        """By model, its predicted gap over the one in the plain average; empty where none is."""
+        if not self.gaps:
+            return ()
+        ours, average = torch.stack(self.gaps).sum(0)
+        return tuple((ours / average).tolist()) if bool((average > 0).all()) else ()
 
 
 def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
@@ -73,7 +86,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
     """
     pieces, lock = _pieces(plan), threading.Lock()
     sizes = {item.name: plan.bytes_of(item) for item in plan.items}
-    outcome = Outcome()
+    met = Outcome()
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -87,16 +100,18 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
                 item, start, stop = piece
                 if item.layer:
                     solved = _merge_layer(plan, item.layer, sink, scratch)
-                    undefined, outcome.solves[item.layer] = solved.undefined, solved
+                    undefined, met.solves[item.layer] = solved.undefined, solved
                 else:
                     known = _measured(plan, item, scratch)
                     undefined = sum(
-                        _merge(plan, item, low, min(low + plan.chunk, stop), sink, scratch, known)
+                        _merge(
+                            plan, item, low, min(low + plan.chunk, stop), sink, met, scratch, known
+                        )
                         for low in range(start, stop, plan.chunk)
                     )
                 with lock:
                     if undefined:
-                        outcome.fallback[item.name] += undefined
+                        met.fallback[item.name] += undefined
                     tell(sizes[item.name] * (stop - start) // max(item.spec.numel, 1))
         except BaseException as error:
             failed.append(error)
@@ -119,7 +134,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         torch.set_num_threads(threads)
     if failed:
         raise failed[0]
-    return outcome
+    return met
 
 
 def _pieces(plan: MergePlan) -> Iterator[Piece]:
@@ -164,8 +179,8 @@ def _read(plan: MergePlan, item: Item, start: int, stop: int, scratch: Scratch) 
 
 
 def _merge(
-    plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch,
-    known: Sequence[float] | None,
+    plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, met: Outcome,
+    scratch: Scratch, known: Sequence[float] | None,
 ) -> int:  # fmt: skip
     if item.fate == COPIED:
         sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
@@ -185,11 +200,22 @@ def _merge(
     else:
         weights = item.weights if known is None else known
         undefined = combine_into(result, base, models, weights, given.curved, given.first, scratch)
+        if start == 0 and set(item.curved) == {OWN} and min(weights) > 0:
+            times = item.spec.numel / min(SAMPLE, item.spec.numel)
+            met.gaps.append(times * _gaps(given, result))
     rounded = _rounded(result, item.spec.dtype, scratch)
     if not bool(rounded.sum().isfinite()):  # or no entry of it is NaN or inf
         _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
     sink.put(item.name, start, rounded)
     return undefined if plan.method.uses_precisions else 0
+
+
+def _gaps(given: _Inputs, result: Tensor) -> Tensor:
+    """½ Σ H_t (θ − θ_t)² over the first entries by model, at the merge and the average, [2, T]."""
+    models = torch.stack([m[:SAMPLE].double() for m in given.models])
+    curved = torch.stack([h[:SAMPLE].double() for h in given.curved if isinstance(h, Tensor)])
+    at = torch.stack([result[:SAMPLE].double(), models.mean(0)])
+    return 0.5 * (curved * (at[:, None] - models).square()).sum(-1).cpu()
 
 
 def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | None:

@@ -19,7 +19,8 @@ from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.plan import plan_folders
-from blr_analysis.posterior import fit_laplace
+from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
 
@@ -101,6 +102,35 @@ def test_by_the_predicted_gap(family: dict[str, Any]) -> None:
         product = q.precision_product({n: s.unsqueeze(0) for n, s in step.items()})
         truth = sum(float(((product[n][0] - flat * s) * s).sum()) for n, s in step.items()) / 2
         assert gap == pytest.approx(truth, rel=1e-4)
+
+
+def test_the_sizes_of_precisions_do_not_count(family: dict[str, Any]) -> None:
+    """Each task's are divided by what it loses in the average: those of a task that is sure of its
+    data, and has small ones, count as much."""
+    models = family["models"]
+    fitted = [fit_laplace(t, structure="diag", prior_precision=1e-9) for t in family["tasks"]]
+    small = [fitted[0], scaled(fitted[1], 1e-3)]
+
+    def gaps_of(state: Any) -> list[float]:
+        pairs = zip(fitted, models, strict=True)
+        return [precision_in_memory("q", q, None).gap(state, m) for q, m in pairs]
+
+    gaps = gaps_of(merge(None, models, method="linear"))
+    merged = [merge(None, models, precisions=p, method="auto") for p in (fitted, small)]
+    truth = merge(None, models, precisions=fitted, method="fisher", weights=[1 / g for g in gaps])
+    for made in merged:
+        assert made.choice.name.endswith("balanced")
+        for name, value in made.items():
+            assert relative(value, truth[name]) < 1e-5
+    given_up = gaps_of(merge(None, models, precisions=small, method="fisher"))
+    assert given_up[1] > gaps[1]
+
+
+def scaled(q: Posterior, scale: float) -> Posterior:
+    return Posterior(
+        q.mean, q.form.zeros().plus(q.form, scale), prior_precision=1e-9 * scale,
+        n_data=q.n_data, record=q.record,
+    )  # fmt: skip
 
 
 def test_folders_take_the_same(family: dict[str, Any], tmp_path) -> None:

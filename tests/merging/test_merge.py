@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,30 @@ def test_in_memory_it_is_the_formula() -> None:
             delta=0.25,
         )
         assert torch.equal(tensor, expected)
+
+
+def test_what_the_models_lose_by_their_precisions(tmp_path: Path) -> None:
+    """½ Σ H_t (θ − θ_t)² over that at the plain average: in the report; above 1 it is warned of."""
+    family, folders = family_in_memory(), write_family(tmp_path, torch.float32)
+    models, precisions = family["models"], family["precisions"]
+    average = blr.merge(None, models, method="linear")
+
+    def lost(state: Any) -> list[float]:
+        return [
+            sum(float((h[n] * (state[n] - m[n]).square()).sum()) for n in m)
+            for m, h in zip(models, precisions, strict=True)
+        ]
+
+    for k, weights in enumerate(([1.0, 1.0], [3.0, 3.0])):
+        method = "fisher" if k == 0 else "gradient_matching"
+        report = blr.merge(**arguments(folders, method), weights=weights, out=tmp_path / str(k))
+        pairs = zip(lost(load(report.folder)), lost(average), strict=True)
+        assert report.lost == pytest.approx([ours / plain for ours, plain in pairs], rel=1e-4)
+        worse = sum(report.lost) > len(models)
+        assert worse == (method == "gradient_matching") == ("smaller weights" in model_card(report))
+        with pytest.warns(UserWarning, match="average") if worse else nullcontext() as told:
+            blr.merge(**arguments(family, method), weights=weights)
+        assert not worse or told[0].filename == __file__
 
 
 def test_linear_and_task_arithmetic() -> None:
