@@ -105,7 +105,8 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     binary = len(estimator.coef_) == 1
     targets = torch.from_numpy(places).double() if binary else torch.from_numpy(places)
     kind = _by_class(estimator.class_weight, estimator.classes_, places)
-    shrunk = delta if estimator.solver == "liblinear" else 0.0
+    liblinear = estimator.solver == "liblinear"  # whose intercept is a weight of this column
+    shrunk = delta / estimator.intercept_scaling**2 if liblinear else 0.0
     return Estimator(
         model,
         x,

@@ -408,7 +408,7 @@ class Task:
         before = versions(batch)
         try:
             runner = _Runner(self.model, self.forward)
-            with _without_checkpoints(), _plain_recurrences(self.model):
+            with _without_checkpoints(), _plain_recurrences(self.model), _dense(self.model):
                 outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -510,6 +510,20 @@ def _plain_recurrences(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def _dense(model: nn.Module) -> Iterator[None]:
+    """Embeddings whose gradients are dense: those of ``sparse=True`` cannot be worked with."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    sparse = [m for m in embeddings if m.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

@@ -39,6 +39,10 @@ MLP = MLPClassifier((3,), "tanh", solver="lbfgs", alpha=1.0, random_state=0, **T
 CASES: dict[str, tuple[Any, np.ndarray]] = {
     "logistic, 3 classes": (LogisticRegression(C=0.5, **TIGHT), WORDS),
     "logistic, 2 classes": (LogisticRegression(C=2.0, **TIGHT), YES),
+    "logistic, its intercept as a column of 5": (
+        LogisticRegression(C=0.1, solver="liblinear", intercept_scaling=5.0, **TIGHT),
+        YES,
+    ),
     "logistic, weighted": (LogisticRegression(class_weight={0: 1.0, 1: 3.0}, **TIGHT), YES),
     "least squares": (LinearRegression(), REAL),
     "ridge": (Ridge(alpha=3.0), REAL),

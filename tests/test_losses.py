@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -176,8 +177,9 @@ def test_negative_curvature_of_a_function_counts_as_none() -> None:
     check_hessian_parts(likelihood, f, y)
 
 
-def test_a_loss_that_curves_near_the_targets_alone_is_taken() -> None:
-    x, y = normal(N, 3), 100 + normal(N, 1, seed=1)
+@pytest.mark.parametrize("shape", [(N,), (N, 1)])
+def test_a_loss_that_curves_near_the_targets_alone_is_taken(shape: tuple[int, ...]) -> None:
+    x, y = normal(N, 3), 100 + normal(*shape, seed=1)
     task = blr.Task(nn.Linear(3, 1).double(), (x, y), likelihood=nn.HuberLoss())
     assert float(blr.sensitivity(task, _flat(task), progress=False).error.abs().max()) == 1
 
@@ -196,6 +198,72 @@ def test_settings_are_said_and_compared() -> None:
     assert Categorical(label_smoothing=0.1).judged_by(Categorical())
     assert not Categorical().judged_by(Categorical(label_smoothing=0.1))
     assert not Gaussian(2.0).judged_by(Gaussian())
+
+
+class Focal(nn.Module):
+    """A loss module of one's own, with a setting, a buffer and a reduction."""
+
+    def __init__(self, gamma: float = 2.0, weight: Tensor = W) -> None:
+        super().__init__()
+        self.gamma, self.reduction = gamma, "mean"
+        self.register_buffer("weight", weight)
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        losses = -self.weight[y] * torch.log_softmax(f, -1).gather(-1, y[:, None]).squeeze(-1)
+        return losses.mean() if self.reduction == "mean" else losses
+
+
+def powered(power: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda f, y: focal(f, y) ** power
+
+
+LOADED_TWICE = """
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+    def forward(self, f, y):
+        return {}
+"""
+
+
+def loaded(says: str) -> nn.Module:
+    scope = {"nn": nn, "focal": focal, "__name__": "losses"}
+    exec(LOADED_TWICE.format(says), scope)
+    return scope["Twice"]()
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (nn.HuberLoss, lambda: nn.HuberLoss(delta=2.0)),
+        (lambda: nn.SmoothL1Loss(reduction="sum"), nn.HuberLoss),
+        (nn.MultiLabelSoftMarginLoss, lambda: nn.MultiLabelSoftMarginLoss(weight=W)),
+        (lambda: nn.PoissonNLLLoss(log_input=False), nn.PoissonNLLLoss),
+        (Focal, lambda: Focal(gamma=1.0)),
+        (Focal, lambda: Focal(weight=2 * W)),
+        (lambda: focal, lambda: Focal()),
+        (lambda: powered(1.0), lambda: powered(2.0)),
+        (lambda: partial(focal), lambda: partial(focal, y=3)),
+        (lambda: Focal().forward, lambda: Focal(gamma=1.0).forward),
+        (lambda: loaded("focal(f, y)"), lambda: loaded("2 * focal(f, y)")),
+    ],
+)
+def test_two_of_one_loss_are_the_same(make, other) -> None:
+    assert resolve(make()).same(resolve(make()))
+    assert not resolve(make()).same(resolve(other()))
+    assert not resolve(other()).same(resolve(make()))
+
+
+def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
+    model, x, y = nn.Linear(3, C).double(), normal(N, 3), classes()
+    task, test = (blr.Task(model, (x, y), likelihood=Focal()) for _ in range(2))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    scores = blr.sensitivity(task, q, progress=False)
+    influence = blr.influence(task, q, test, progress=False)
+    assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
+    assert blr.what_if(task, q, add=test, progress=False).nll > 0
+    with pytest.raises(InputError, match="likelihood"):
+        blr.influence(task, q, blr.Task(model, (x, y), likelihood=Focal(gamma=1.0)), progress=False)
 
 
 @pytest.mark.parametrize(

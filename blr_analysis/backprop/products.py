@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blr_analysis import ranks
@@ -27,6 +27,8 @@ from blr_analysis.task import Task
 Tree = dict[str, Tensor]
 Product = Callable[[list[Tensor]], list[Tensor]]
 KINDS = ("ggn", "hessian")
+PROBES = 8  # random vectors that tell whether a matrix is symmetric
+ASYMMETRY = 1e-3  # ‖H − Hᵀ‖ / ‖H‖; rounding makes 4e-6 at most in float32
 HELD = 512 * 2**20  # bytes of graphs that are kept between products where the user names no bound
 
 
@@ -119,7 +121,13 @@ class Curvature:
             group = max(1, self._budget // max(1, part.size))
             for start in range(0, count, group):
                 columns = [x[start : start + group] for x in flat]
-                for whole, share in zip(total, part.multiply(columns), strict=True):
+                try:
+                    shares = part.multiply(columns)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    raise self._not_twice(error) from error
+                for whole, share in zip(total, shares, strict=True):
                     whole[start : start + group] += share
         swept = torch.tensor([self._swept - before])
         ranks.total([*total, swept])
@@ -129,6 +137,38 @@ class Curvature:
             n: t.reshape((*lead, *p.shape))
             for (n, p), t in zip(self._params.items(), total, strict=True)
         }
+
+    def check_symmetric(self) -> None:
+        """Raise :class:`ModelError` unless uᵀHv = vᵀHu, as where torch's second derivative of an
+        operation is wrong.
+
+        Of K standard normal columns V, E‖VᵀHV − (VᵀHV)ᵀ‖² = K(K − 1) ‖H − Hᵀ‖², and
+        E‖HV‖² = K ‖H‖².
+        """
+        source = torch.Generator().manual_seed(0)
+        probes = {
+            n: torch.randn(PROBES, *p.shape, generator=source).to(p)
+            for n, p in self._params.items()
+        }
+        products = self.product(probes, progress=False)
+        v, hv = (
+            torch.cat([x.double().reshape(PROBES, -1) for x in tree.values()], dim=1)
+            for tree in (probes, products)
+        )
+        inner = v @ hv.mT
+        off = float((inner - inner.mT).norm() / ((PROBES - 1) ** 0.5 * hv.norm()))
+        dtype = next(p.dtype for n, p in self._task.model.named_parameters() if n in self._params)
+        if off > max(ASYMMETRY, 100 * torch.finfo(dtype).eps):
+            raise ModelError(
+                f"the loss's second derivative is not symmetric ({off:.1%}): torch has an "
+                "operation's wrong, as that of weight_norm (remove_parametrizations takes it out); "
+                'use curvature="ggn"'
+            )
+
+    def _not_twice(self, error: RuntimeError) -> ModelError:
+        bags = [n for n, m in self._task.model.named_modules() if isinstance(m, nn.EmbeddingBag)]
+        remedy = f"replace {bags[0]!r} by nn.Embedding and a mean" if bags else "write it otherwise"
+        return ModelError(f"torch cannot differentiate the model twice: {error} {remedy}")
 
     def _lead(self, v: Tree) -> torch.Size:
         leads = {}

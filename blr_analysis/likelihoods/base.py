@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +70,7 @@ class Likelihood(ABC):
 
     def same(self, other: Likelihood) -> bool:
         """Whether the other is of this type, with these settings; the examples' weights aside."""
-        return type(self.plain) is type(other.plain) and vars(self.plain) == vars(other.plain)
+        return alike(self.plain, other.plain)
 
     def judged_by(self, test: Likelihood) -> bool:
         """Whether a test set may be scored by the other: the same, or the same without settings."""
@@ -162,6 +166,37 @@ class Likelihood(ABC):
             raise DataError(f"{self.name} targets contain NaN or inf; drop or mend those examples")
         self.check_values(targets, outputs)
         return targets
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two losses, or settings of them, are the same: one object, or the same code with the
+    same values inside, as of one class that was loaded twice."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    mine, theirs = _parts(a), _parts(b)
+    plain = mine is None or theirs is None
+    return np.array_equal(a, b) if plain else alike(mine, theirs)
+
+
+def _parts(thing: Any) -> Any:
+    """What a function, a class or an object is made of; None of a plain value."""
+    if isinstance(thing, FunctionType):
+        held = [cell.cell_contents for cell in thing.__closure__ or ()]
+        return thing.__code__, thing.__defaults__, thing.__kwdefaults__, held
+    if isinstance(thing, partial):
+        return thing.func, thing.args, thing.keywords
+    if isinstance(thing, MethodType):
+        return thing.__func__, thing.__self__
+    if isinstance(thing, type):
+        own = {n: f.__code__ for n, f in vars(thing).items() if isinstance(f, FunctionType)}
+        return thing.__module__, thing.__qualname__, thing.__bases__, own
+    return (type(thing), vars(thing)) if hasattr(thing, "__dict__") else None
 
 
 def check_alike(outputs: Tensor, targets: Tensor) -> None:

@@ -305,6 +305,7 @@ def _exact(
             "parameters"
         )
     hessian = Curvature(task, params, kind="hessian", memory_budget=chunking.memory_budget)
+    hessian.check_symmetric()
     exact = kind.from_products(params, lambda v: hessian.product(v, progress=chunking.progress))
     form, floored = exact.plus_prior(prior).floored(prior)
     if floored:

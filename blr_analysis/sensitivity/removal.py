@@ -82,6 +82,8 @@ def exact_removals(
     size = sum(m.numel() * m.element_size() for m in q.mean.values())
     together = max(1, (chunking.memory_budget or HELD) // (VECTORS * size))
     precision = Precision(task, q.mean, q.prior, kind=kind, memory_budget=chunking.memory_budget)
+    if kind == "hessian":
+        precision.curvature.check_symmetric()
     outputs: list[Tensor] = []
     solutions: list[tuple[Tensor, ...]] = []
     iterations = 0

@@ -189,6 +189,37 @@ def test_operations_that_cannot_be_batched_go_one_by_one() -> None:
         assert bool(found[name].any())
 
 
+class Words(nn.Module):
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.out = table, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x)
+        return self.out(torch.tanh(rows if rows.ndim == 2 else rows.mean(1)))
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_embeddings_of_sparse_gradients_have_the_products_of_others(kind: str) -> None:
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = Words(nn.Embedding(7, 3, sparse=sparse)).double()
+        task = Task(model, (torch.randint(7, (9, 4)), torch.arange(9) % 2))
+        params = task.parameters()
+        slope = flat(loss_and_gradient(task, params)[0])
+        found.append((slope, flat(Curvature(task, params, kind=kind).product(vectors(task)))))
+        assert model.table.sparse is sparse
+    assert all(bool(one.any()) and torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_what_torch_differentiates_only_once_is_named(kind: str) -> None:
+    task = Task(Words(nn.EmbeddingBag(7, 3)), (torch.randint(7, (9, 4)), torch.arange(9) % 2))
+    with pytest.raises(ModelError, match="'table'"):
+        Curvature(task, task.parameters(), kind=kind).product(vectors(task, 2))
+
+
 def test_the_model_is_left_as_it_is() -> None:
     task = problem("categorical")
     task.model.train()

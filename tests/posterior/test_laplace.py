@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
+from blr_analysis import calibrate
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Gaussian
@@ -176,6 +177,18 @@ def test_an_indefinite_hessian_is_raised_to_the_prior_and_says_so() -> None:
     truth = torch.tensor([[4.5, -4.0], [-4.0, 4.5]]).double()
     assert relative(dense_precision(q), truth) < EXACT
     assert q.record["floored"] == 0.5
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_a_second_derivative_that_torch_has_wrong_is_refused(structure: str) -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model = randomised(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)))
+    task = Task(model, (normal(9, 4), torch.arange(9) % 3))
+    with pytest.raises(ModelError, match="symmetric"):
+        curvature_of(task, structure, curvature="exact")
+    q = fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    with pytest.raises(ModelError, match="symmetric"):
+        calibrate(task, q, 4, kind="hessian", progress=False)
 
 
 @pytest.mark.parametrize("structure", ["kron", "lowrank"])

@@ -45,6 +45,16 @@ def test_a_parameter_without_dimensions(tempered: blr.Task, structure: str) -> N
     assert result.parameters["scale"].shape == ()
 
 
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_the_hessian_of_a_parameter_without_dimensions(structure: str) -> None:
+    model, x = Tempered().double(), normal(20, 4)
+    with torch.no_grad():
+        outputs, features = model(x), model.layer(x)
+    task = blr.Task(model, (x, outputs), likelihood="gaussian")
+    q = blr.fit_laplace(task, structure=structure, curvature="exact", prior_precision=2.0, **QUIET)
+    assert relative(q.precision("scale"), 2 + features.square().sum()) < 1e-9
+
+
 def test_a_weight_that_lies_in_memory_by_columns() -> None:
     x, y = normal(20, 5), torch.arange(20) % 3
     model = nn.Linear(5, 3).double()

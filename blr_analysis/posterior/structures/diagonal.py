@@ -32,7 +32,7 @@ class Diagonal(Spectral):
     @classmethod
     def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Diagonal:
         diagonal = [
-            torch.cat([x.flatten(1) for x in products.values()], dim=1)[:, rows].diagonal()
+            torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)[:, rows].diagonal()
             for rows, products in unit_products(params, times)
         ]
         parts = torch.cat(diagonal).split([p.numel() for p in params.values()])

@@ -49,7 +49,7 @@ class Full(Structure):
     @classmethod
     def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Full:
         columns = [
-            torch.cat([x.flatten(1) for x in products.values()], dim=1)
+            torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)
             for _, products in unit_products(params, times)
         ]
         matrix = torch.cat(columns)
