@@ -193,8 +193,8 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", **quiet)
     with tempfile.TemporaryDirectory() as folder:
         built = blr.Index.build(task, q, f"{folder}/index", rank=rank, **quiet)
-        sheets = {n: s.like(q) for n, s in built._sheets.items()}
-        row = measured(lambda: [z for z in _projected(task, q, sheets, QUIET, None)], 1)
+        sketch = built._sketch
+        row = measured(lambda: _projected(task, q, sketch, sketch.roots(q), QUIET), 1)
         found = built.top(questions, 10, **quiet).helpful
         exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
         pairs = zip(found.tolist(), exact.tolist(), strict=True)
@@ -210,19 +210,20 @@ def search(rank: int, repeats: int) -> dict[str, float]:
     from safetensors.torch import save_file
 
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import Kept, _files
+    from blr_analysis.sensitivity.influence.index import _files
 
-    n = 100_000
+    n, signs = 100_000, 16 * rank
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in _files(n).items():
-            z = torch.randn(len(rows), rank).half()
-            save_file({"directions": z, "norms": torch.ones(len(rows))}, f"{folder}/{name}")
+            bits = torch.randint(256, (len(rows), signs // 8), dtype=torch.uint8)
+            save_file({"gradients": bits}, f"{folder}/{name}")
         index = object.__new__(Index)
-        for name, value in {"path": Path(folder), "n_data": n}.items():
+        known = {"path": Path(folder), "n_data": n, "numbers": signs, "signs": True}
+        for name, value in {**known, "self_influence": torch.ones(n)}.items():
             object.__setattr__(index, name, value)
-        asked = Kept(torch.randn(1, rank), {})
-        index._best(asked, 10)
-        return measured(lambda: index._best(asked, 10), repeats)
+        asked = torch.randn(1, signs)
+        index._best(asked, 10, False)
+        return measured(lambda: index._best(asked, 10, False), repeats)
 
 
 ROWS = (

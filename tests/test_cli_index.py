@@ -16,6 +16,7 @@ from commands import run
 
 import blr_analysis as blr
 from blr_analysis.backprop import engine
+from blr_analysis.cli import index as commands
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
@@ -238,6 +239,7 @@ def test_a_dry_run_counts_what_the_run_then_does(
     ran: list[int] = []
     true = engine.record
     monkeypatch.setattr(engine, "record", lambda *a, **k: ran.append(k["size"]) or true(*a, **k))
+    monkeypatch.setattr(commands, "ROUGH", 0.01)
     place, argv = tmp_path / "index", ("index", model, model / "data.jsonl", "--rank", 64)
     for options in (("--prior-precision", 1.0), ("--fit", "diag", "--prior-precision", 1.0), ()):
         code, out, err = run(capsys, *argv, *options, "--out", place, "--dry-run")

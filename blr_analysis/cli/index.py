@@ -53,7 +53,7 @@ def index(
     base: Base = None,
     text: TextColumn = None,
     rank: Annotated[
-        int, typer.Option(metavar="K", min=1, help="Numbers kept of every example, 2 bytes each.")
+        int, typer.Option(metavar="K", min=1, help="Kept of every example: 2·K bytes.")
     ] = 16384,
     max_length: Length = None,
     dry_run: DryRun = False,
@@ -88,7 +88,7 @@ def index(
     console = paper()
     for name, value in {
         "sequences" if texts else "examples": f"{built.n_data:,}",
-        "numbers": f"{built.numbers:,} of each",
+        "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
         "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
         f"{built.error.spearman:.3f}",
         "written": str(out),

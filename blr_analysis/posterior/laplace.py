@@ -166,12 +166,12 @@ def fit_kept(
     retrieves = isinstance(prior_precision, str)
     if retrieves:
         one_of("prior_precision", prior_precision, (RETRIEVAL,))
-        if not task.likelihood.is_sequence or structure not in ("diag", "kron"):
+        fits = structure in ("diag", "kron") and curvature != "exact"
+        if not (task.likelihood.is_sequence and fits):
             raise InputError('"retrieval" takes sequences, under structure "diag" or "kron"')
-        prior_precision = None
-    elif prior_precision is None:
-        prior_precision = task.prior_precision
-    given = Prior({None: 1.0}) if prior_precision is None else prior_precision
+    stated = task.prior_precision if prior_precision is None else prior_precision
+    unknown = stated is None or retrieves
+    given: Any = Prior({None: 1.0}) if unknown else stated
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
     if kind.of_inputs and curvature != "ggn":
         raise InputError(f"structure={structure!r} has no curvature: leave curvature out")
@@ -183,7 +183,7 @@ def fit_kept(
     columns, count = _columns(task, curvature, samples, generator, expected)
     # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
     unbound = not (task.likelihood.is_sequence or memory_budget or kept)
-    measures = prior_precision is None or unbound
+    measures = unknown or unbound
     slope: dict[str, Tensor] = {}
 
     def passes(
@@ -230,7 +230,7 @@ def fit_kept(
     )
     kronecker: Structure | None = None
     choice: dict[str, Any] = {}
-    if prior_precision is None and not kind.of_inputs:
+    if unknown and not kind.of_inputs:
         kronecker, _ = Kronecker.fitted(fit)
         delta, how = chosen_prior(kronecker, prior.gap(params), slope)
         prior = Prior({None: delta}, prior.mean)
@@ -242,7 +242,7 @@ def fit_kept(
             form, more = kronecker, {}
         else:
             form, more = kind.fitted(replace(fit, prior=prior))
-        if prior_precision is None and kind.of_inputs:
+        if unknown and kind.of_inputs:
             sizes = [d.double().sum() for d in form.diagonal().values()]
             mean = float(torch.stack(sizes).sum()) / sum(p.numel() for p in params.values())
             prior = Prior({None: TINY * mean}, prior.mean)

@@ -71,8 +71,8 @@ def reciprocal_ranks(halves: Mapping[str, Tensor], form: Spectral, delta: float)
     lengths = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
     cosines = (gram / lengths / lengths.unsqueeze(1))[:n, n:]
     own = cosines.diagonal()
-    better = [(cosines > own).sum(0), (cosines > own.unsqueeze(1)).sum(1)]
-    return sum(1 / (1.0 + count) for count in better) / 2
+    better = torch.stack([(cosines > own).sum(0), (cosines > own.unsqueeze(1)).sum(1)])
+    return (1 / (1.0 + better)).mean(0)
 
 
 def _layers(form: Spectral, count: int) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import mlp
@@ -64,12 +66,12 @@ def test_with_room_for_everything_it_is_exact(
 
 
 @pytest.mark.parametrize(("few", "threads"), [(0, 1), (8, 1), (8, 2)])
-def test_a_search_in_half_precision_finds_the_same(
+def test_a_search_by_signs_finds_the_same(
     few: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(module, "SPARE", 2)
+    monkeypatch.setattr(module, "SPARE", N - 3)
     monkeypatch.setattr(module, "CACHED", 200)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
     asked: dict[str, Any] = {"normalize": bool(few), **QUIET}
@@ -85,41 +87,59 @@ def test_a_search_in_half_precision_finds_the_same(
         assert relative(getattr(top, f"{side}_values"), truth.mT) < 1e-6
 
 
-def test_rows_of_their_own_multiply_where_both_have_them() -> None:
-    def drawn(n: int, m: int) -> tuple[module.Kept, torch.Tensor]:
-        rows = torch.stack([torch.randperm(9)[:m] for _ in range(n)])
-        numbers, z, dense = torch.randn(n, m, 2), torch.randn(n, 3), torch.zeros(n, 9, 2)
-        dense.scatter_(1, rows.unsqueeze(-1).expand(-1, -1, 2), numbers)
-        return module.Kept(z, {"w": (rows, numbers)}), torch.cat([z, dense.flatten(1)], dim=1)
-
-    (stored, table), (asked, questions) = drawn(5, 4), drawn(3, 6)
-    truth = table @ questions.mT
-    assert relative(stored.products(asked), truth) < 1e-6
-    assert relative(stored.norms(), table.double().norm(dim=1)) < 1e-6
-    half = (kept.times(torch.ones(len(kept.z)), torch.float16) for kept in (stored, asked))
-    assert relative(next(half).products(next(half)), truth) < 1e-2
+def drawn(count: int, numbers: int, seed: int) -> torch.Tensor:
+    """Unit vectors whose numbers are of very different sizes, all near one direction."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.logspace(0, -2, numbers, dtype=torch.float64)
+    x = torch.randn(count, numbers, generator=generator, dtype=torch.float64) * size
+    return torch.nn.functional.normalize(x + 0.3 * size)
 
 
-def test_a_word_table_keeps_the_rows_of_each_texts_own_words() -> None:
-    """Where every matrix has two rows of its own, ten numbers are all that there is to keep."""
-    matrices = torch.zeros(6, 1, 50, 3, dtype=torch.float64)
-    rows = torch.stack([torch.randperm(50)[:2].sort().values for _ in matrices])
-    for matrix, two in zip(matrices, rows, strict=True):
-        matrix[0, two] = torch.randn(2, 3, dtype=torch.float64)
-    source = torch.Generator().manual_seed(0)
-    found = module.leading(lambda: (("w", m) for m in matrices), 10, 4.0, source, words=50)["w"]
-    where, numbers = found.largest(matrices)
-    assert torch.equal(where.sort().values, rows)
-    kept = module.Kept(torch.empty(6, 0, dtype=torch.float64), {"w": (where, numbers)})
-    flat = matrices.flatten(1)
-    assert relative(kept.products(kept), flat @ flat.mT) < 1e-12
+def signed(x: torch.Tensor, size: int) -> tuple[module.Sketch, torch.Tensor]:
+    """The sketch of these vectors, which come in three matrices, under Σ = 1."""
+    sizes = {"a": 700, "b": 1, "c": 2299}
+    mean = {n: torch.zeros(k) for n, k in sizes.items()}
+    ones = {n: torch.ones(k) for n, k in sizes.items()}
+    q = blr.Posterior(mean, ones, prior_precision=1.0, n_data=1)
+    sketch, z = module.Sketch(size, signs=True), x.new_zeros(len(x), size)
+    parts = zip(sketch.roots(q).values(), x.split(list(sizes.values()), 1), strict=True)
+    for (start, root), w in parts:
+        sketch.add(z, w * root, start)
+    return sketch, sketch.mixed(z)
+
+
+@pytest.mark.parametrize("size", [256, 1024, 2048])
+def test_signs_err_as_the_formula_says(size: int) -> None:
+    x, y = drawn(60, 3000, 0), drawn(50, 3000, 1)
+    truth = x @ y.T
+    (sketch, stored), (_, asked) = signed(x, size), signed(y, size)
+    assert asked.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
+    units = sketch.stored(stored, torch.ones(60), torch.float16)
+    assert units.shape == (60, size // 8) and units.dtype == torch.uint8
+    error = sketch.products(units, asked) - truth
+    assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
+    coarse = sketch.likeness(units, asked) - truth
+    assert float(coarse.std()) < 2 * (math.pi / 2 / size) ** 0.5
+
+
+def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
+    x = drawn(4, 3000, 0)
+    _, mixed = signed(x, 512)
+    bits = np.unpackbits(np.random.PCG64(0).random_raw(47).view(np.uint8))[:3000]
+    by_hand = torch.zeros(4, 512, dtype=torch.float64)
+    by_hand.index_add_(1, torch.arange(3000) % 512, x * torch.from_numpy(bits * 2.0 - 1))
+    matrix = module.hadamard(256).double()
+    assert torch.equal(matrix, matrix.T) and relative(matrix @ matrix, torch.eye(256)) < 1e-6
+    assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)
     index = blr.Index.build(task, q, tmp_path / "i", rank=60, **QUIET)
-    assert index.numbers < 120
+    parameters = sum(p.numel() for p in task.parameters().values())
+    assert index.signs and parameters <= index.numbers < parameters + 256  # room is for 960
+    assert module.Sketch.of(q, 20, torch.float16).size == 256  # of 320 bits
     assert 0 < index.error.relative_rms < 1
     exact = blr.influence(task, q, test, **QUIET)
     gap = relative(index.influence(test, **QUIET), exact.matrix)

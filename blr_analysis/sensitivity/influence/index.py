@@ -1,16 +1,18 @@
 """Gradients of the training data on disk, small enough to be searched: no pass for a question.
 
-For a layer with gradient G_i and posterior covariance Σ, what is kept of an example is
+For gradients g and posterior covariance Σ, w = Σ^½ g in the posterior's own basis, and the
+influence of i on j is w_iᵀ w_j. Where there is room, w is kept; elsewhere K signs:
 
-    z_i = Lᵀ (Σ^½ G_i) R,    z_iᵀ z_j ≈ G_iᵀ Σ G_j
+    z = H S w,    w_iᵀ w_j ≈ ‖w_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
 
-with orthonormal L and R: the leading directions, on either side, of Σ^½ G over some of the training
-examples, in the posterior's own basis (its Kronecker factors, where it has them). Layers get the
-numbers that keep most of Σ ‖Σ^½ G_i‖². With as many numbers as parameters nothing is left out.
-(Choe et al., 2024, project on both sides too, with the Fisher's factors.)
+S adds up the numbers of w, with random signs, in K places (a count sketch), and H mixes these by
+Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
+‖w_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point, for K up to their
+numbers: sixteen signs have a third of the error of one sum in half precision. Whitened gradients
+of language models fill their space, so that few directions hold little of any.
 
-The gradient of a word table is large in few rows, those of the example's own rare words, and they
-are other rows in every example. In the place of Lᵀ stand the example's largest rows, and which.
+Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
+al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,7 +37,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import Term, slices
+from blr_analysis.backprop.terms import slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
@@ -42,7 +45,6 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import vocabulary_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.blocks import loss_terms, pieces
@@ -59,110 +61,92 @@ from blr_analysis.sensitivity.influence.results import (
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 2
-CONFIG, PLAN, DIRECTIONS = "index_config.json", "index_plan.json", "directions.safetensors"
+FORMAT, VERSION = "blr_analysis.index", 3
+CONFIG, PLAN = "index_config.json", "index_plan.json"
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-SAMPLE = 64  # training examples that the directions are found in
-LONGEST = 1024  # rows of a word table that are looked at, of every example
-WIDER = 4  # times the directions of an average matrix: how many are looked into
-TOGETHER = 2**20  # numbers of a layer's gradients that are made at once
-PRICES = 60  # halvings of the price of a number
+MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
+TOGETHER = 2**20  # numbers of a layer's gradients, or of sketches, that are made at once
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
-CACHED = 2**18  # stored numbers that are multiplied at once, so that they stay in the cache
-FEW = 8  # questions that are asked one by one in half precision
-SPARE = 64  # examples beyond those asked for, whose rank half precision could have changed
+CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
+FEW = 8  # questions whose signs alone are compared first
+SPARE = 64  # examples beyond those asked for, whose rank that could have changed
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """The directions of one matrix: L ``[g, O, a]`` and R ``[g, I, b]``, orthonormal; with a = 0,
-    ``own`` of the O rows of each example in the place of L."""
+class Sketch:
+    """What is kept of w: ``size`` signs of sums, or all of its ``size`` numbers."""
 
-    left: Tensor
-    right: Tensor
-    own: int = 0
-
-    @property
-    def size(self) -> int:
-        """Numbers that are kept of a gradient."""
-        return len(self.left) * (self.own or self.left.shape[-1]) * self.right.shape[-1]
-
-    def like(self, q: Posterior) -> Sheet:
-        """In the posterior's dtype, on its device."""
-        other = next(iter(q.mean.values()))
-        return Sheet(self.left.to(other), self.right.to(other), self.own)
-
-    def largest(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The ``own`` largest rows of W ``[B, 1, O, I]``: which, and WR there ``[B, m, b]``."""
-        rows = w[:, 0].square().sum(-1).topk(self.own).indices
-        taken = w[:, 0].gather(1, rows.unsqueeze(-1).expand(-1, -1, w.shape[-1]))
-        return rows, taken @ self.right
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of some examples: LᵀWR of all matrices ``[n, K]``, and of those that have rows
-    of their own which ``[n, m]`` and their numbers ``[n, m, b]``."""
-
-    z: Tensor
-    own: Mapping[str, tuple[Tensor, Tensor]]
+    size: int
+    signs: bool
 
     @classmethod
-    def joined(cls, parts: Sequence[Kept]) -> Kept:
-        """Those of several runs of examples."""
-        pairs = {n: list(zip(*(p.own[n] for p in parts), strict=True)) for n in parts[0].own}
-        own = {n: (torch.cat(rows), torch.cat(numbers)) for n, (rows, numbers) in pairs.items()}
-        return cls(torch.cat([part.z for part in parts]), own)
+    def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Sketch:
+        """What takes the room of so many numbers at most; signs beyond P add next to nothing."""
+        assert isinstance(q.form, Spectral)
+        parameters = sum(s.numel() for s in q.form.values.values())
+        if parameters <= rank:
+            return cls(parameters, signs=False)
+        room, enough = 8 * dtype.itemsize * rank // MIX, -(-parameters // MIX)
+        return cls(max(1, min(room, enough)) * MIX, signs=True)
 
-    @classmethod
-    def read(cls, stored: Mapping[str, Tensor]) -> Kept:
-        """Of a file, unit vectors."""
-        names = [n.removesuffix(".rows") for n in stored if n.endswith(".rows")]
-        own = {n: (stored[f"{n}.rows"], stored[f"{n}.numbers"]) for n in names}
-        return cls(stored["directions"], own)
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of an example, on disk."""
+        return self.size // 8 if self.signs else self.size * dtype.itemsize
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a file."""
-        rows = {f"{n}.rows": rows.int() for n, (rows, _) in self.own.items()}
-        numbers = {f"{n}.numbers": numbers for n, (_, numbers) in self.own.items()}
-        return {"directions": self.z, **rows, **numbers}
+    def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
+        """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
+        times random signs. (The raw bits of PCG64 are the same in all versions of NumPy.)"""
+        assert isinstance(q.form, Spectral)
+        count = sum(s.numel() for s in q.form.values.values())
+        raw = np.random.PCG64(0).random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
+        bits, found, start = torch.from_numpy(np.unpackbits(raw)), {}, 0
+        for name, s in q.form.values.items():
+            signs = 2 * bits[start : start + s.numel()].to(s).view_as(s) - 1
+            found[name] = start, s.rsqrt().mul_(signs)
+            start += s.numel()
+        return found
 
-    def norms(self) -> Tensor:
-        """``[n]``, in double precision."""
-        parts = [self.z, *(numbers.flatten(1) for _, numbers in self.own.values())]
-        return torch.stack([torch.linalg.vector_norm(x.double(), dim=1) for x in parts]).norm(dim=0)
+    def add(self, z: Tensor, w: Tensor, start: int) -> None:
+        """Numbers ``[B, n]`` that begin at this place, into sums ``[B, size]``."""
+        at, place = 0, start % self.size
+        while at < w.shape[1]:
+            part = w[:, at : at + self.size - place]
+            z[:, place : place + part.shape[1]] += part
+            at, place = at + part.shape[1], 0
 
-    def times(self, factors: Tensor, dtype: torch.dtype) -> Kept:
-        """Every example by its factor ``[n]``, then in this dtype."""
-        own = {
-            n: (rows, (numbers * factors.view(-1, 1, 1).to(numbers)).to(dtype))
-            for n, (rows, numbers) in self.own.items()
-        }
-        return Kept((self.z * factors.unsqueeze(1).to(self.z)).to(dtype), own)
+    def mixed(self, z: Tensor) -> Tensor:
+        """H of the sums, where their signs will be taken."""
+        if not self.signs:
+            return z
+        return (hadamard(MIX).to(z) @ z.view(len(z), MIX, -1)).flatten(1)
 
-    def part(self, rows: slice) -> Kept:
-        """Some of the examples."""
-        own = {n: (where[rows], numbers[rows]) for n, (where, numbers) in self.own.items()}
-        return Kept(self.z[rows], own)
+    def stored(self, z: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+        """For a file: unit vectors, or bits."""
+        if self.signs:
+            return torch.from_numpy(np.packbits((z > 0).numpy(), axis=1))
+        return (z / lengths.to(z).unsqueeze(1)).to(dtype)
 
-    def products(self, asked: Kept) -> Tensor:
-        """With those of the questions, in their dtype, ``[n, M]``; in half precision as stored."""
-        dtype = asked.z.dtype
-        if dtype == torch.float16:
-            values = torch.stack([torch.mv(self.z, q) for q in asked.z], dim=1)
-        else:
-            some = self.z.split(max(1, CACHED // max(1, self.z.shape[1])))
-            values = torch.cat([part.to(dtype) @ asked.z.mT for part in some])
-        for name, (rows, numbers) in self.own.items():
-            for j, (places, theirs) in enumerate(zip(*asked.own[name], strict=True)):
-                where = torch.full((1 + int(max(rows.max(), places.max())),), len(places))
-                where[places.long()] = torch.arange(len(places))
-                held = torch.cat([theirs, theirs.new_zeros(1, theirs.shape[1])])[where[rows.long()]]
-                pairs = numbers.to(dtype).flatten(1).unsqueeze(1), held.flatten(1).unsqueeze(2)
-                values[:, j] += torch.bmm(*pairs).view(-1)
-        return values
+    def products(self, units: Tensor, asked: Tensor) -> Tensor:
+        """Of what is stored ``[n, ...]`` with z of the questions ``[M, size]``, ``[n, M]``."""
+        some = units.split(max(1, CACHED // self.size))
+        if not self.signs:
+            return torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
+        bits = (torch.from_numpy(np.unpackbits(part.numpy(), axis=1)) for part in some)
+        sums = torch.cat([part.to(asked.dtype) @ asked.mT for part in bits])
+        return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
+
+    def likeness(self, units: Tensor, asked: Tensor) -> Tensor:
+        """The same from the signs of either side: cosines, by how many are equal."""
+        theirs = np.packbits((asked > 0).numpy(), axis=1).view(np.uint64)
+        ours = np.array_split(units.numpy().view(np.uint64), -(-units.nbytes // CACHED))
+        unequal = [
+            [np.bitwise_count(part ^ question).sum(1, dtype=np.int64) for part in ours]
+            for question in theirs
+        ]
+        shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
+        return (math.pi * torch.from_numpy(shares)).cos()
 
 
 @dataclass(frozen=True)
@@ -175,6 +159,7 @@ class Index:
         error: how far its influence is from the exact one, on pairs of training examples.
         n_data: examples that are stored.
         numbers: kept of each.
+        signs: whether they are signs, of random sums; else the gradient itself.
     """
 
     path: Path
@@ -182,7 +167,7 @@ class Index:
     error: ProjectionError
     n_data: int
     numbers: int
-    _sheets: Mapping[str, Sheet] = field(repr=False)
+    signs: bool
     _task: Task | None = field(default=None, repr=False)
 
     @classmethod
@@ -198,7 +183,7 @@ class Index:
         memory_budget: int | None = None,
         progress: bool | None = None,
     ) -> Index:
-        """Visit the training data once, and keep ``rank`` numbers of every example.
+        """Visit the training data once, and keep of every example as much as ``rank`` numbers take.
 
         A build that was killed goes on where it was, file by file, and ends in the same bits; one
         of the same data (all are read, and compared by their sha256) that is there is opened.
@@ -207,9 +192,11 @@ class Index:
             task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
                 "gram".
             path: a folder, made if need be.
-            rank: numbers per example, shared out among the layers; every matrix gets one at least.
-            dtype: of the numbers on disk, "float16", "float32" or "float64"; with float16,
-                ``rank=32768`` is 64 kB per example.
+            rank: room per example, in numbers of this dtype. Models with no more parameters are
+                kept whole; of others, signs of random sums, 16 in the place of a float16, no more
+                of them than parameters.
+            dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
+                example.
             memory_budget: as for :func:`blr_analysis.influence`.
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
@@ -251,28 +238,29 @@ class Index:
         chunking = Chunking(memory_budget=memory_budget, progress=False)
         leads = ranks.first()
         shared(task, q.mean)  # refuses ranks that differ
+        sketch = Sketch.of(q, rank, DTYPES[dtype])
         with held(place) if leads else nullcontext():
             if leads:
                 place.mkdir(parents=True, exist_ok=True)
                 _claim(place, described)
-                _find_directions(task, q, place, rank, chunking)
             ranks.wait()
-            sheets = {n: s.like(q) for n, s in _read_sheets(place).items()}
-            numbers = sum(sheet.size for sheet in sheets.values())
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
-            check_room(place / STEM, len(missing) * SHARD * numbers * DTYPES[dtype].itemsize)
+            check_room(place / STEM, len(missing) * SHARD * sketch.nbytes(DTYPES[dtype]))
+            roots = sketch.roots(q) if missing else {}
             for k in ranks.share(torch.arange(len(missing))).tolist():
                 file, rows = place / missing[k], files[missing[k]]
-                _write_shard(task, q, sheets, file, rows, DTYPES[dtype], chunking)
+                _write_shard(task, q, sketch, roots, file, rows, DTYPES[dtype], chunking)
+            del roots
             ranks.wait()
             if leads and not (place / CONFIG).is_file():
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
                 with ranks.alone():
-                    error = _measured(task, q, place, list(files), chunking)
+                    error = _measured(task, q, sketch, place, chunking)
+                kept = {"numbers": sketch.size, "signs": sketch.signs}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
-                _write_json(place / CONFIG, described | more | {"numbers": numbers})
+                _write_json(place / CONFIG, described | more | kept)
         ranks.wait()
         return cls.open(place, task=task)
 
@@ -301,8 +289,7 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        sheets = _read_sheets(place)
-        return cls(place, q, error, about["n_data"], about["numbers"], sheets, task)
+        return cls(place, q, error, about["n_data"], about["numbers"], about["signs"], task)
 
     @torch.inference_mode(False)
     def influence(
@@ -378,43 +365,41 @@ class Index:
 
     def _project(
         self, task: Task, normalize: Normalize, progress: bool | None
-    ) -> tuple[Kept, Tensor]:
-        """What is kept of the questions, divided by the lengths ``[M]`` that they count with."""
+    ) -> tuple[Tensor, Tensor]:
+        """z of the questions, divided by the lengths ``[M]`` that they count with."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
-        sheets = {n: s.like(q) for n, s in self._sheets.items()}
-        parts = list(_projected(task, q, sheets, Chunking(progress=progress), None))
-        asked = Kept.joined([kept for kept, _ in parts])
-        if normalize != "cosine":
-            return asked, torch.ones(len(asked.z), dtype=torch.float64)
-        lengths = rooted(torch.cat([squares for _, squares in parts]))
-        return asked.times(1 / lengths, asked.z.dtype), lengths
+        sketch = self._sketch
+        asked, squares = _projected(task, q, sketch, sketch.roots(q), Chunking(progress=progress))
+        lengths = rooted(squares) if normalize == "cosine" else torch.ones_like(squares)
+        return asked / lengths.to(asked).unsqueeze(1), lengths
+
+    @property
+    def _sketch(self) -> Sketch:
+        return Sketch(self.numbers, self.signs)
 
     def _own(self, normalize: Normalize) -> Tensor:
         """What the stored examples are divided by, ``[N]``."""
         return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
 
     def _products(
-        self, asked: Kept, normalize: Normalize, *, rough: bool = False
+        self, asked: Tensor, normalize: Normalize, *, rough: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their values, file by file, read by memory map; ``rough``: in half precision,
-        a file on each of torch's threads."""
-        dtype, sizes = asked.z.dtype, asked.norms().clamp_min(torch.finfo(torch.float64).tiny)
-        units = asked.times(1 / sizes, torch.float16 if rough else dtype)
+        """Rows and their values, file by file, read by memory map; ``rough``: from signs alone, a
+        file on each of torch's threads."""
         files, threads = _files(self.n_data), torch.get_num_threads()
-        own = self._own(normalize)
+        lengths = self.self_influence.clamp_min(0).sqrt() / self._own(normalize)
+        product = self._sketch.likeness if rough else self._sketch.products
 
         def values_of(name: str) -> Tensor:
-            stored = load_file(self.path / name)
-            values = Kept.read(stored).products(units).to(dtype)
-            lengths = stored["norms"] / own[files[name]]
-            return values * lengths.to(dtype).unsqueeze(1) * sizes.to(dtype)
+            values = product(load_file(self.path / name)["gradients"], asked)
+            return values * lengths[files[name]].to(values).unsqueeze(1)
 
         values: Iterable[Tensor] = map(values_of, files)
-        if rough and threads > 1:  # a product of one file is too small for them all
+        if rough and threads > 1:
             alone: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
             try:
                 with ThreadPoolExecutor(threads, **alone) as pool:
@@ -423,21 +408,23 @@ class Index:
                 torch.set_num_threads(threads)
         yield from zip(files.values(), values, strict=True)
 
-    def _best(self, asked: Kept, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
-        """Values and rows ``[k, M]`` of the largest, then of the smallest. Of a few questions they
-        are looked for in half precision, with some to spare, whose values are then computed."""
-        first = load_file(self.path / next(iter(_files(self.n_data))))["directions"]
-        rough = first.dtype == torch.float16 and len(asked.z) <= FEW
+    def _best(self, asked: Tensor, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
+        """Values and rows ``[k, M]`` of the largest, then of the smallest. For a few questions they
+        are looked for by signs on either side, with some to spare whose values are then computed.
+        """
+        rough = self.signs and len(asked) <= FEW and hasattr(np, "bitwise_count")  # of NumPy 2
         best = Best(min(k + SPARE if rough else k, self.n_data))
         for rows, values in self._products(asked, normalize, rough=rough):
             best.add(rows, values)
         if not rough:
             return best.sides()
+        lengths = self.self_influence.clamp_min(0).sqrt() / self._own(normalize)
         sides = []
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            stored = _stored(self.path, self.n_data, union)
-            exact = stored.products(asked) / self._own(normalize)[union].unsqueeze(1)
+            units = _stored(self.path, self.n_data, union)
+            exact = self._sketch.products(units, asked)
+            exact *= lengths[union].to(exact).unsqueeze(1)
             values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
         return sides
@@ -454,12 +441,12 @@ class Index:
 
 def build_cost(task: Task, fit: Sequence[Stage], rank: int) -> Forecast:
     """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any."""
-    n, probe = task.n_data, sum(min(task.n_data, count) for count in PROBE)
+    n = task.n_data
+    rows, columns = (min(n, count) for count in PROBE)
     stages = [
         *fit,
-        Stage("directions", 2 * min(n, SAMPLE), rotated=True),  # how large, and which
         Stage("index", n, rotated=True),
-        Stage("error", probe, rotated=True),
+        Stage("error", rows + 2 * columns, rotated=True),  # exactly, and the questions' sums
     ]
     parameters = task.parameters().values()
     each = min(rank, sum(p.numel() for p in parameters)) * torch.float16.itemsize
@@ -490,15 +477,14 @@ def _files(n_data: int) -> dict[str, Tensor]:
     return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
 
 
-def _stored(place: Path, n_data: int, rows: Tensor) -> Kept:
-    """What is kept of these examples, in double precision."""
-    files, each = [place / name for name in _files(n_data)], []
-    for row in rows.tolist():
-        stored = load_file(files[row // SHARD])
-        one = slice(row % SHARD, row % SHARD + 1)
-        kept = Kept.read(stored).part(one).times(torch.ones(1), torch.float64)
-        each.append(kept.times(stored["norms"][one], torch.float64))
-    return Kept.joined(each)
+def _stored(place: Path, n_data: int, rows: Tensor) -> Tensor:
+    """What is kept of these examples, which rise."""
+    each = []
+    for name, of_file in _files(n_data).items():
+        own = rows[torch.isin(rows, of_file)] - of_file[0]
+        if len(own):
+            each.append(load_file(place / name)["gradients"][own])
+    return torch.cat(each)
 
 
 def _claim(place: Path, described: dict[str, Any]) -> None:
@@ -519,208 +505,62 @@ def _claim(place: Path, described: dict[str, Any]) -> None:
     _write_json(place / PLAN, described)
 
 
-def _roots(q: Posterior) -> Mapping[str, Tensor]:
-    """Σ^½ in the posterior's basis, by name."""
-    assert isinstance(q.form, Spectral)
-    return {name: s.rsqrt() for name, s in q.form.values.items()}
-
-
-def _scaled(
-    q: Posterior, terms: list[Term], roots: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Σ^½ G of every matrix in the posterior's basis, ``[B, g, O, I]``, layer by layer."""
-    for term, basis in q.form.paired(terms):
-        turned = term if basis is None else term.rotated(basis)
-        for name, gradients in turned.jacobian().items():
-            scaled = gradients[:, 0].mul_(roots[name])  # nobody else reads these
-            if basis is None:
-                rows = scaled.shape[1] if scaled.ndim > 1 else 1
-                scaled = scaled.reshape(len(scaled), 1, rows, -1)
-            yield name, scaled
-
-
-def _parts(q: Posterior, terms: list[Term]) -> Iterator[list[Term]]:
-    """As many examples at once as have small gradients of a layer; one, where they are large."""
-    assert isinstance(q.form, Spectral)
-    largest = max(s.numel() for s in q.form.values.values())
-    for some in slices(terms[0].n_examples, TOGETHER // largest):
-        yield [term.part(some) for term in terms]
-
-
 def _projected(
     task: Task,
     q: Posterior,
-    sheets: Mapping[str, Sheet],
+    sketch: Sketch,
+    roots: Mapping[str, tuple[int, Tensor]],
     chunking: Chunking,
-    indices: Tensor | None,
-) -> Iterator[tuple[Kept, Tensor]]:
-    """What is kept and the exact ‖Σ^½ g‖² ``[B]`` of each chunk, on the CPU."""
-    roots, like = _roots(q), next(iter(q.mean.values()))
+    indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """z ``[B, size]`` and the exact ‖w‖² ``[B]`` of these examples, on the CPU."""
+    largest = max(sketch.size, *(root.numel() for _, root in roots.values()))
+    like, sums, squares = next(iter(q.mean.values())), [], []
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
-        parts, squares = [], []
-        for terms in _parts(q, loss_terms(task, chunk)):
-            size = terms[0].n_examples
-            found = {n: s.left.new_zeros(size, s.size) for n, s in sheets.items() if not s.own}
-            own = {}
-            for name, s in ((n, s) for n, s in sheets.items() if s.own):
-                empty = s.right.new_zeros(size, s.own, s.right.shape[-1])
-                own[name] = torch.arange(s.own).repeat(size, 1), empty
-            square = torch.zeros(size, dtype=torch.float64)
-            for name, w in _scaled(q, terms, roots):
-                square += torch.linalg.vector_norm(w.flatten(1), dim=1).double().square().cpu()
-                sheet = sheets[name]
-                if sheet.own:
-                    own[name] = sheet.largest(w)
-                else:
-                    found[name] = (sheet.left.mT @ (w @ sheet.right)).flatten(1)
-            z = torch.cat([like.new_empty(size, 0), *found.values()], dim=1).cpu()
-            parts.append(Kept(z, {n: (r.cpu(), x.cpu()) for n, (r, x) in own.items()}))
+        whole = loss_terms(task, chunk)
+        for some in slices(whole[0].n_examples, TOGETHER // largest):
+            size = some.stop - some.start
+            z, square = like.new_zeros(size, sketch.size), torch.zeros(size, dtype=torch.float64)
+            for term, basis in q.form.paired([term.part(some) for term in whole]):
+                turned = term if basis is None else term.rotated(basis)
+                for name, gradients in turned.jacobian().items():
+                    start, root = roots[name]
+                    w = gradients[:, 0].mul_(root).flatten(1)  # nobody else reads these
+                    square += torch.linalg.vector_norm(w, dim=1).double().square().cpu()
+                    sketch.add(z, w, start)
+            check_finite(square, "projected gradient")
+            sums.append(sketch.mixed(z).cpu())
             squares.append(square)
-        kept = Kept.joined(parts)
-        check_finite(kept.norms(), "projected gradient")
-        yield kept, torch.cat(squares)
+    return torch.cat(sums), torch.cat(squares)
 
 
-def _find_directions(task: Task, q: Posterior, place: Path, rank: int, chunking: Chunking) -> None:
-    """Write the directions, found in some of the examples, where no run before did."""
-    if not (place / DIRECTIONS).is_file():
-        found = _find_sheets(task, q, rank, chunking)
-        tensors = {f"{n}.left": s.left for n, s in found.items()}
-        tensors |= {f"{n}.right": s.right for n, s in found.items()}
-        tensors |= {f"{n}.own": torch.tensor(s.own) for n, s in found.items()}
-        with drafted(place / DIRECTIONS) as draft:
-            save_file(tensors, draft, {"format": "pt", "order": json.dumps(list(found))})
+@cache
+def hadamard(n: int) -> Tensor:
+    """Sylvester's orthogonal matrix of ±1/√n, for a power of two.
 
-
-def _read_sheets(place: Path) -> dict[str, Sheet]:
-    stored = load_file(place / DIRECTIONS)
-    names = sorted(n.removesuffix(".left") for n in stored if n.endswith(".left"))
-    return {
-        n: Sheet(stored[f"{n}.left"], stored[f"{n}.right"], int(stored[f"{n}.own"])) for n in names
-    }
-
-
-def _find_sheets(task: Task, q: Posterior, rank: int, chunking: Chunking) -> dict[str, Sheet]:
-    """The directions of some of the examples."""
-    generator = torch.Generator().manual_seed(0)
-    some = torch.randperm(task.n_data, generator=generator)[:SAMPLE].sort().values
-    roots = _roots(q)
-
-    def sweep() -> Iterator[tuple[str, Tensor]]:
-        for chunk in chunks(task, q.mean, chunking, columns=1, indices=some):
-            for terms in _parts(q, loss_terms(task, chunk)):
-                for name, each in _scaled(q, terms, roots):
-                    for w in each:
-                        yield name, w
-
-    words = vocabulary_of(task, dict(q.mean))
-    return leading(sweep, rank, WIDER * math.sqrt(rank / len(roots)), generator, words)
-
-
-def leading(
-    sweep: Callable[[], Iterator[tuple[str, Tensor]]],
-    rank: int,
-    wide: float,
-    generator: torch.Generator,
-    words: int = 0,
-) -> dict[str, Sheet]:
-    """Leading eigenvectors of Σ W Wᵀ and Σ Wᵀ W over the matrices W ``[g, O, I]`` of every name.
-
-    They are found within a random range that is ``wide`` (Halko et al., 2011); the numbers go where
-    they add most to Σ ‖Lᵀ W R‖². Of matrices with a row for each of ``words``, rows of each
-    example's own.
+    >>> hadamard(2) * 2**0.5
+    tensor([[ 1.,  1.],
+            [ 1., -1.]])
     """
-    energy: dict[str, float] = {}
-    sums: dict[tuple[str, int], Tensor] = {}
-    moments: dict[tuple[str, int], Tensor] = {}
-    tables: dict[str, Tensor] = {}  # Σ of the squares of the largest row, the next, …
-    for name, w in sweep():
-        energy[name] = energy.get(name, 0.0) + float(w.square().sum())
-        if words and w.shape[:2] == (1, words):
-            sizes = w[0].square().sum(-1).sort(descending=True).values
-            tables[name] = tables.get(name, 0) + sizes
-            moments[name, 1] = moments.get((name, 1), 0) + w.mT @ w
-            continue
-        for side, x in enumerate((w, w.mT)):
-            width = min(x.shape[1], math.ceil(max(wide, rank / (x.shape[0] * x.shape[2]))))
-            drawn = torch.randn(len(x), x.shape[2], width, generator=generator).to(x)
-            sums[name, side] = sums.get((name, side), x.new_zeros(())) + x @ drawn
-    ranges = {key: torch.linalg.qr(y)[0] for key, y in sums.items()}
-    moments |= dict.fromkeys(ranges, torch.zeros(()))
-    for name, w in sweep():
-        for side, x in enumerate((w, w.mT) if name not in tables else ()):
-            inside = ranges[name, side].mT @ x
-            moments[name, side] = moments[name, side].to(x) + inside @ inside.mT
-    shares: dict[tuple[str, int], Tensor] = {}
-    for key, moment in moments.items():
-        values, vectors = torch.linalg.eigh(moment)
-        ranges[key] = ranges[key] @ vectors.flip(-1) if key in ranges else vectors.flip(-1)
-        shares[key] = values.flip(-1).sum(0).clamp_min(0).cumsum(0) / (energy[key[0]] or 1.0)
-    for name, sizes in tables.items():
-        most = max(LONGEST, rank // len(shares[name, 1]))
-        shares[name, 0] = sizes.cumsum(0)[:most] / (energy[name] or 1.0)
-    grids = {n: energy[n] * torch.outer(shares[n, 0], shares[n, 1]) for n in energy}
-    groups = {n: len(ranges[n, 1]) for n in energy}
-    return {
-        n: Sheet(ranges[n, 1].new_empty(1, words, 0), ranges[n, 1][..., :b].contiguous(), a)
-        if n in tables
-        else Sheet(ranges[n, 0][..., :a].contiguous(), ranges[n, 1][..., :b].contiguous())
-        for n, (a, b) in shared_out(grids, groups, rank, tables).items()
-    }
-
-
-def shared_out(
-    grids: Mapping[str, Tensor],
-    groups: Mapping[str, int],
-    rank: int,
-    tables: Container[str] = (),
-) -> dict[str, tuple[int, int]]:
-    """For each name the a and b that maximise Σ grid[a − 1, b − 1] with Σ g · a · b ≤ rank, by the
-    price of a number; 1 and 1 at least. Of ``tables`` a row takes b + 2: it says which it is.
-
-    >>> grids = {"steep": torch.tensor([[9.0], [9.1]]), "flat": torch.tensor([[2.0, 4.0]])}
-    >>> shared_out(grids, {"steep": 1, "flat": 1}, 3)
-    {'steep': (1, 1), 'flat': (1, 2)}
-    """
-
-    costs = {}
-    for n, grid in grids.items():
-        a, b = (torch.arange(1.0, k + 1) for k in grid.shape)
-        costs[n] = groups[n] * torch.outer(a, b + 2.0 * (n in tables)).to(grid)
-
-    def bought(price: float) -> dict[str, tuple[int, int]]:
-        best = {n: int((grid - price * costs[n]).argmax()) for n, grid in grids.items()}
-        return {n: (k // grids[n].shape[1] + 1, k % grids[n].shape[1] + 1) for n, k in best.items()}
-
-    if sum(float(cost[-1, -1]) for cost in costs.values()) <= rank:
-        return {n: (grid.shape[0], grid.shape[1]) for n, grid in grids.items()}
-    low, high = 0.0, max(float(grid.max()) for grid in grids.values()) or 1.0
-    chosen = bought(low)
-    for _ in range(PRICES):
-        price = (low + high) / 2 if not low else math.sqrt(low * high)
-        tried = bought(price)
-        if sum(float(costs[n][a - 1, b - 1]) for n, (a, b) in tried.items()) > rank:
-            low = price
-        else:
-            high, chosen = price, tried
-    return chosen
+    matrix, two = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(matrix) < n:
+        matrix = torch.kron(two, matrix)
+    return matrix / n**0.5
 
 
 def _write_shard(
     task: Task,
     q: Posterior,
-    sheets: Mapping[str, Sheet],
+    sketch: Sketch,
+    roots: Mapping[str, tuple[int, Tensor]],
     file: Path,
     rows: Tensor,
     dtype: torch.dtype,
     chunking: Chunking,
 ) -> None:
-    """The unit vectors of these examples, their lengths, and their exact self-influences."""
-    parts, squares = zip(*_projected(task, q, sheets, chunking, rows), strict=True)
-    kept = Kept.joined(parts)
-    norms = kept.norms()
-    units = kept.times(1 / norms.clamp_min(torch.finfo(torch.float64).tiny), dtype)
-    stored = {**units.tensors(), "norms": norms, "self_influence": torch.cat(squares)}
+    """What is kept of these examples, and their exact self-influences."""
+    z, squares = _projected(task, q, sketch, roots, chunking, rows)
+    stored = {"gradients": sketch.stored(z, rooted(squares), dtype), "self_influence": squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
 
@@ -738,20 +578,23 @@ def _write_examples(place: Path, task: Task, files: list[str]) -> None:
 
 
 def _measured(
-    task: Task, q: Posterior, place: Path, files: list[str], chunking: Chunking
+    task: Task, q: Posterior, sketch: Sketch, place: Path, chunking: Chunking
 ) -> ProjectionError:
     """What is stored against exact influence, on random pairs of training examples."""
     generator = torch.Generator().manual_seed(1)
     rows, columns = (
         torch.randperm(task.n_data, generator=generator)[:most].sort().values for most in PROBE
     )
-    one, two = (_stored(place, task.n_data, names) for names in (rows, columns))
+    asked, _ = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
+    squares = torch.cat([load_file(place / n)["self_influence"] for n in _files(task.n_data)])
+    estimate = sketch.products(_stored(place, task.n_data, rows), asked)
+    estimate *= squares[rows].sqrt().to(estimate).unsqueeze(1)
     budget = chunking.memory_budget
     found = pieces(
         task, q, task, indices=rows, test_indices=columns, memory_budget=budget, progress=False
     )
     exact = torch.cat([piece.values.cpu() for piece in found])
-    return ProjectionError.between(one.products(two), exact)
+    return ProjectionError.between(estimate, exact)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
