@@ -113,10 +113,11 @@ def influence(
             ``fit_laplace(..., expected=first)``.
         solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but for a small model
             (up to 4,096 parameters) under one posterior of :func:`blr_analysis.fit_laplace`. At its
-            minimum it takes the exact Hessian, or else the whole curvature; off it, where δ was
-            found, the whole curvature, damped as far as training came, and errors averaged over
-            it: :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with
-            retraining; ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
+            minimum, unless both structure and δ were named, it takes the exact Hessian, or else
+            the whole curvature; off it, where δ was found, the whole curvature, damped as far as
+            training came, and errors averaged over it:
+            :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with retraining;
+            ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
             the posterior (kron is best) preconditions: for a few test examples, some tens of passes
             over the training data for all of them, five of whose gradients are held for each.
