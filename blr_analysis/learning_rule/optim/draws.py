@@ -199,8 +199,8 @@ def _fill_normal(
                 stream.manual_seed((seed + piece.storage_offset()) % 2**32)
                 piece.normal_(0.0, std, generator=stream)
         root = torch._foreach_add(hess, decay)
-        torch._foreach_sqrt_(root)
-        torch._foreach_div_(noise, root)
+        torch._foreach_rsqrt_(root)  # torch would split a square root over its threads
+        torch._foreach_mul_(noise, root)
 
     first = torch.full((), float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
     # before its first step a parameter has the precision it was given
