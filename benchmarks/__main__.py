@@ -84,7 +84,8 @@ def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def compared(measured: Result) -> dict[str, str]:
     """What one problem says, of one run: multiples of the floor and of the others' times."""
-    floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron")
+    floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron", "inputs turned")
+    floors += ("self-influence diag", "self-influence kron")
     row = {
         f"{what}: × floor": f"{measured[what]['seconds'] / measured[what]['floor']:.2f}"
         for what in floors

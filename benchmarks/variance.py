@@ -10,6 +10,8 @@ ratio comes from one run. kronfluence needs an environment of its own; name its 
 * V diag, V kron: the whole C × C prediction variance of every example.
 * sensitivity: `blr.sensitivity` end to end: V, errors, deviations, losses, self-influence.
 * self-influence: `blr.sensitivity(..., variance=False)`, one backward pass.
+* inputs turned: what a linear layer sees times a square matrix, of all of them. The kron rows
+  cannot do without it where inputs are dense.
 * published: `vmap(jacrev)` and an einsum over P × C Jacobians, 100 images at a time.
 * laplace-torch: its functional variance with Kronecker factors, curvlinops backend.
 * kronfluence: EK-FAC self-influence, one number per example; fitting not counted.
@@ -77,6 +79,19 @@ def forward_backward(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Non
         F.cross_entropy(model(x), y, reduction="sum").backward()
 
     return run
+
+
+def turned(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """The inputs of all linear layers in another basis: one matrix product each."""
+    linear = [layer for layer in layer_modules(model) if isinstance(layer, nn.Linear)]
+    seen: list[Tensor] = []
+    handles = [m.register_forward_hook(lambda _, given, z: seen.append(given[0])) for m in linear]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    pairs = [(a, torch.rand(a.shape[1], a.shape[1], device=a.device)) for a in seen]
+    return lambda: [a @ basis for a, basis in pairs]
 
 
 def published(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
@@ -163,6 +178,8 @@ def worker(method: str, name: str, quick: bool, device: str) -> dict[str, float]
         images = 200 if name == "mlp" else 20
         scale = len(x) / images
         call = laplace_torch(model, x, y, images)
+    elif method == "inputs turned":
+        call = turned(model, x)
     elif method.startswith("V "):
         call = v_only(method.removeprefix("V "), model, x, y)
     elif method.startswith("self-influence "):
@@ -188,6 +205,7 @@ METHODS = [
     "V diag",
     "sensitivity diag",
     "published",
+    "inputs turned",
     "V kron",
     "sensitivity kron",
     "self-influence diag",
