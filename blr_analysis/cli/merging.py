@@ -4,7 +4,7 @@ inside of it, so that no other pays for it."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,13 +83,14 @@ def merge(
 ) -> None:
     """Read, check, merge, report."""
     from dataclasses import replace
+    from functools import partial
 
     from blr_analysis.cli.sizes import read_size
     from blr_analysis.errors import InputError
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
     from blr_analysis.merging.folders import execute
-    from blr_analysis.merging.plan import plan_folders
+    from blr_analysis.merging.plan import SHARD, plan_folders
     from blr_analysis.merging.recipe import read_recipe
 
     if out is None and not dry_run:
@@ -109,15 +110,18 @@ def merge(
         say(f"auto: {choice!r}")
         _print(console, "Tried", ("merge", choice.by), _tried(choice))
     parsed = replace(parsed, job=job)
-    if parsed.adapter_rank is not None and out is not None and not dry_run:
-        from blr_analysis.merging.lora.adapters import merge_adapters
+    write: Callable[..., MergeReport]
+    plan: MergePlan
+    if parsed.adapter_rank is None:
+        plan = plan_folders(job, max_memory=memory, threads=threads)
+        write = partial(execute, plan, max_shard_bytes=shard)
+    else:
+        from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
 
-        made = merge_adapters(
-            job, out, rank=parsed.adapter_rank, max_memory=memory, threads=threads
-        )
-        console.print(repr(made), soft_wrap=True)
-        return
-    plan = plan_folders(job, max_memory=memory, threads=threads)
+        if verify or shard != SHARD:
+            raise InputError("an adapter is one file, not verified: no --verify, no --shard-size")
+        plan = plan_adapters(job, parsed.adapter_rank, max_memory=memory, threads=threads)
+        write = partial(write_adapter, plan)
     for note in plan.notes:
         say(note)
     if out is not None:
@@ -126,9 +130,7 @@ def merge(
         show_plan(plan, parsed, console, tensors=tensors)
         return
     say(f"merging {len(plan.parts)} models by {plan.method.name}")
-    report = execute(
-        plan, out, max_shard_bytes=shard, documents=lambda report: documents(report, parsed)
-    )
+    report = write(out, documents=lambda report: documents(report, parsed))
     say("done")
     show_report(report, console, tensors=tensors)
     if verify:
@@ -213,7 +215,7 @@ def _show_fates(plan: MergePlan, console: Console) -> None:
         key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
         groups[key] += 1
         numbers[key] += item.spec.numel
-        written[key] += item.spec.nbytes
+        written[key] += plan.bytes_for(item)
     rows = [
         (key[0], f"{groups[key]:,}", f"{numbers[key]:,}", key[1], size(written[key]), key[2])
         for key in groups

@@ -84,7 +84,7 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
     if recipe is not None:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
         lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
-    return "\n".join([*_front_matter(job, plan.method.name), "", *lines]) + "\n"
+    return "\n".join([*_front_matter(job, plan.method.name, plan.library), "", *lines]) + "\n"
 
 
 def outcome(report: MergeReport) -> list[str]:
@@ -122,7 +122,7 @@ def outcome(report: MergeReport) -> list[str]:
             f"{total:,} numbers{share} in {_count(len(report.fallback), 'tensor')} had no positive "
             "precision to weigh by, and were merged by task arithmetic"
         )
-    return said
+    return said + report.remarks
 
 
 def report_rows(report: MergeReport) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def report_rows(report: MergeReport) -> list[dict[str, Any]]:
             "fate": item.fate,
             "shape": "x".join(map(str, item.spec.shape)),
             "dtype": _dtype(item.spec.dtype),
-            "bytes": item.spec.nbytes,
+            "bytes": report.plan.bytes_for(item),
             "weights": " ".join(f"{weight:.9g}" for weight in item.weights),
             "precisions": " ".join(item.curved if report.plan.method.uses_precisions else ()),
             "fallback": report.fallback.get(item.name, 0),
@@ -262,7 +262,7 @@ def package_version() -> str:
         return "unknown"
 
 
-def _front_matter(job: Job, method: str) -> list[str]:
+def _front_matter(job: Job, method: str, library: str) -> list[str]:
     """Only names on the hub are listed as base models: it refuses a card with any other."""
     models = ([] if job.base is None else [job.base], [member.model for member in job.members])
     names = [hub_name(place) for group in models for place in group]
@@ -272,7 +272,7 @@ def _front_matter(job: Job, method: str) -> list[str]:
     return [
         "---",
         *([*listed, *relation] if known else []),
-        "library_name: transformers",
+        f"library_name: {library}",
         "tags:",
         *(f"- {_quoted(tag)}" for tag in ("merge", "blr_analysis", method)),
         "---",

@@ -63,6 +63,11 @@ class MergeReport(Tabular):
         return self.plan.bytes_written
 
     @property
+    def remarks(self) -> list[str]:
+        """What else is to be said, a sentence each."""
+        return []
+
+    @property
     def merged(self) -> int:
         """The number of tensors that were merged, running statistics (averaged) among them."""
         return sum(item.fate != COPIED for item in self.plan.items)

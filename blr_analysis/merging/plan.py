@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,6 +59,7 @@ class MergePlan(Tabular):
     chunk: int = CHUNK
     workers: int = 1
     memory: int = 0
+    library: ClassVar[str] = "transformers"  # which loads the result
 
     @property
     def job(self) -> Job:
@@ -126,7 +127,11 @@ class MergePlan(Tabular):
     @property
     def bytes_written(self) -> int:
         """Bytes of tensors in the result."""
-        return sum(item.spec.nbytes for item in self.items)
+        return sum(map(self.bytes_for, self.items))
+
+    def bytes_for(self, item: Item) -> int:
+        """Bytes that are written for one tensor."""
+        return item.spec.nbytes
 
     @property
     def bytes_read(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import blr_analysis as blr
+from blr_analysis.cli import main
 from blr_analysis.errors import BLRError, InputError
+from blr_analysis.merging.card import size
 from blr_analysis.merging.lora.adapters import low_rank
 from blr_analysis.merging.recipe import read_recipe
 
@@ -181,7 +184,8 @@ def test_a_quantised_base_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "word"), [(17, "above the matrix"), (2.5, "whole number"), (0, "whole number")]
+    ("rank", "word"),
+    [(17, "17 is above"), *((r, "whole number") for r in (2.5, 0, float("inf"), float("nan")))],
 )
 def test_ranks_that_cannot_be(tmp_path: Path, rank: float, word: str) -> None:
     folders = pair(tmp_path, llama, ATTENTION, ATTENTION)
@@ -191,6 +195,95 @@ def test_ranks_that_cannot_be(tmp_path: Path, rank: float, word: str) -> None:
             out=tmp_path / "out",
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_is_cut_to_each_matrix(tmp_path: Path) -> None:
+    """k_proj is narrower than q_proj; a rank above it is the whole of it."""
+    narrow = {"target_modules": ["q_proj", "k_proj"], "r": 3}
+    folders = pair(tmp_path, llama, narrow, narrow)
+    file = load_file(folders[0].adapter / "adapter_model.safetensors")
+    small = min(len(t) for n, t in file.items() if "k_proj.lora_B" in n)
+    assert small < 16
+    report = blr.merge(
+        folders[0].base,
+        [f.adapter for f in folders],
+        method="linear",
+        rank=16,
+        out=tmp_path / "out",
+    )
+    assert max(report.lost.values()) < 1e-6
+    assert max(report.ranks.values()) <= 6
+    first, second = steps(folders)
+    for name, tensor in loaded(folders, tmp_path / "out").items():
+        torch.testing.assert_close(tensor, (first[name] + second[name]) / 2, rtol=0, atol=2e-6)
+
+
+RECIPE = """merge_method: task_arithmetic
+base_model: 0/base
+adapter_rank: 2
+out_dtype: bfloat16
+chat_template: chatml
+models: [{model: 0/adapter, parameters: {weight: 0.5}}, {model: 1/adapter, parameters: {weight: 1}}]
+"""
+
+
+def test_a_recipe_writes_all_that_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = pair(tmp_path, llama, ATTENTION, SECOND)
+    (folders[0].adapter / "tokenizer.json").write_text("{}")
+    (tmp_path / "r.yml").write_text(RECIPE)
+    command = ["merge", str(tmp_path / "r.yml"), str(tmp_path / "out"), "--tensors"]
+    assert main([*command, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "q_proj" in said
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    written = size(sum(t.nbytes for t in tensors.values()))
+    assert written in planned  # of rank 2, which all products have
+    assert f"{written} written" in said
+    texts = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if "model.s" not in p.name}
+    assert {"tokenizer.json", "merge_report.csv", "merge_report.json"} <= set(texts)
+    assert "im_start" in texts["chat_template.jinja"]
+    assert RECIPE in texts["merge_recipe.yml"]
+    assert "library_name: peft" in texts["README.md"]
+    first, second = steps(folders)
+    for name, step in loaded(folders, tmp_path / "out").items():
+        whole = 0.5 * first[name] + second[name]
+        if not whole.any():
+            continue
+        u, s, v = torch.linalg.svd(whole)
+        expected = u[:, :2] * s[:2] @ v[:2]
+        assert float((step - expected).norm()) <= 2e-2 * float(s[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "word"),
+    [
+        ("rank: 2", "rank: 99", [], "99 is above"),
+        ("1/adapter", "1/base", [], "is none"),
+        ("", "", ["--verify"], "no --verify"),
+        ("", "", ["--shard-size", "1kB"], "no --shard-size"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_does(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    options: list[str],
+    word: str,
+) -> None:
+    folders = pair(tmp_path, llama, ATTENTION, SECOND)
+    assert folders
+    (tmp_path / "r.yml").write_text(RECIPE.replace(old, new))
+    for dry in ([], ["--dry-run"]):
+        assert main(["merge", str(tmp_path / "r.yml"), str(tmp_path / "out"), *options, *dry]) == 2
+        assert re.search(word, capsys.readouterr().err)
+        assert not (tmp_path / "out").exists()
 
 
 def test_only_matrices_of_adapters(tmp_path: Path) -> None:

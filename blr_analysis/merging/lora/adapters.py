@@ -16,9 +16,11 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,17 +33,20 @@ from blr_analysis.files import (
     Source,
     Spec,
     check_free,
+    check_room,
     drafted,
 )
 from blr_analysis.files.shards import save_file
 from blr_analysis.merging.arranged import Arranged, Place
-from blr_analysis.merging.fates import OpenModel
+from blr_analysis.merging.fates import Item, OpenModel
+from blr_analysis.merging.files import copy_files
+from blr_analysis.merging.folders import Documents, MergeReport
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import CONFIG, TENSORS, is_adapter, open_adapter
 from blr_analysis.merging.lora.changes import LoraUpdate, translate
 from blr_analysis.merging.lora.files import group, read_entries
 from blr_analysis.merging.lora.source import Streamed
-from blr_analysis.merging.plan import MergePlan, make_plan
+from blr_analysis.merging.plan import MAX_MEMORY, MergePlan, make_plan
 from blr_analysis.merging.precisions import check_belongs, open_precision
 from blr_analysis.merging.stream import stream
 
@@ -50,25 +55,49 @@ FLOOR = 1e-6  # of a metric's mean: directions that no example has count that mu
 
 
 @dataclass(frozen=True)
-class MergedAdapter:
+class AdapterPlan(MergePlan):
+    """A merge into an adapter.
+
+    Attributes:
+        updates: where the product lies that makes each tensor.
+        rank: r, or below 1 the share of each step's square that is kept.
+        ranks: of each tensor: at most, until it is known.
+    """
+
+    updates: Mapping[str, LoraUpdate] = field(default_factory=dict)
+    rank: float = 1.0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    library: ClassVar[str] = "peft"
+
+    def bytes_for(self, item: Item) -> int:
+        """Of both matrices."""
+        update = self.updates[item.name]
+        return self.ranks[item.name] * (update.rows + update.cols) * item.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MergedAdapter(MergeReport):
     """An adapter that was written.
 
     Attributes:
-        folder: where.
         ranks: of each module.
         lost: of each module, ‖ΔW − BA‖ / ‖ΔW‖ in the metric.
     """
 
-    folder: Path
-    ranks: Mapping[str, int]
-    lost: Mapping[str, float]
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def remarks(self) -> list[str]:
+        """How much of the steps the ranks hold."""
+        ranks, worst = sorted(set(self.ranks.values())), max(self.lost.values())
+        return [
+            f"adapter of {len(self.ranks)} modules, ranks {ranks[0]} to {ranks[-1]}, "
+            f"{worst:.2g} of a step lost at most"
+        ]
 
     def __repr__(self) -> str:
-        ranks, worst = sorted(set(self.ranks.values())), max(self.lost.values())
-        return (
-            f"adapter of {len(self.ranks)} modules, ranks {ranks[0]} to {ranks[-1]}, "
-            f"{worst:.2g} of a step lost at most, in {self.folder}"
-        )
+        return f"{self.remarks[0]}, in {self.folder}"
 
 
 class Shaped(Source):
@@ -122,6 +151,43 @@ def low_rank(
     return u[:, :kept] * root / rows[:, None], a if back is None else a @ back, lost
 
 
+def plan_adapters(
+    job: Job, rank: float, *, max_memory: int = MAX_MEMORY, threads: int | None = None
+) -> AdapterPlan:
+    """Open and check everything that a merge of adapters into one needs; nothing is written.
+
+    Args:
+        job: the merge; its members are plain LoRA adapters of its base. What is written is
+            float32, unless its ``out_dtype`` is another.
+        rank: of every module, at most, and where a matrix is smaller that is its own; below 1,
+            the share of each step's square that is kept.
+        max_memory, threads: as for other merges; on top come the largest matrix and its
+            decomposition, once for every thread.
+
+    Raises:
+        InputError: a rank above every matrix, no base, members that are no adapters, slices or a
+            union of vocabularies.
+        ModelError: adapters with more than the matrices of plain LoRA.
+        Others as :func:`blr_analysis.merging.plan.make_plan`.
+    """
+    if isinstance(rank, bool) or not rank > 0 or (rank >= 1 and rank % 1):
+        raise InputError(f"rank must be a whole number, or a share between 0 and 1, got {rank!r}")
+    if job.base is None:
+        raise InputError("adapters are merged on a base: name base_model")
+    if job.slices or job.vocabulary is not None:
+        raise InputError("an adapter has its base's layers and tokens: no slices, no union")
+    plain = [str(m.model) for m in job.members if not is_adapter(m.model)]
+    if plain:
+        raise InputError(f"a rank is for adapters alone: {some(plain)} is none")
+    plan, updates = _plan(job, max_memory, threads)
+    whole = {n: min(u.rows, u.cols) for n, u in updates.items()}
+    if rank > max(whole.values()):
+        raise InputError(f"rank {rank:g} is above the matrix of every module: give less")
+    ranks = {n: most if rank < 1 else min(most, int(rank)) for n, most in whole.items()}
+    same = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    return AdapterPlan(**same, updates=updates, rank=rank, ranks=ranks)
+
+
 def merge_adapters(
     job: Job,
     out: str | os.PathLike[str],
@@ -130,45 +196,53 @@ def merge_adapters(
     max_memory: int,
     threads: int | None = None,
 ) -> MergedAdapter:
-    """Merge adapters of one base into an adapter that PEFT loads.
+    """:func:`write_adapter` of what :func:`plan_adapters` plans."""
+    return write_adapter(plan_adapters(job, rank, max_memory=max_memory, threads=threads), out)
+
+
+@torch.no_grad()
+def write_adapter(
+    plan: AdapterPlan, out: str | os.PathLike[str], *, documents: Documents | None = None
+) -> MergedAdapter:
+    """Write an adapter that PEFT loads, with the tokenizer of the first one where it has any.
 
     Args:
-        job: the merge; its members are plain LoRA adapters of its base.
+        plan: of :func:`plan_adapters`.
         out: a folder that is new or empty.
-        rank: of every module, at most; below 1, the share of each step's square that is kept.
-        max_memory, threads: as for other merges; on top come the largest matrix and its
-            decomposition, once for every thread.
+        documents: as of :func:`blr_analysis.merging.folders.execute`.
 
     Raises:
-        InputError: a rank above a matrix, no base, or members that are no adapters.
-        ModelError: adapters with more than the matrices of plain LoRA.
-        Others as :func:`blr_analysis.merging.plan.make_plan`.
+        ModelError, PosteriorError, StorageError: as there; a factor that the dtype cannot hold.
     """
-    if isinstance(rank, bool) or not rank > 0 or (rank >= 1 and rank != int(rank)):
-        raise InputError(f"rank must be a whole number, or a share between 0 and 1, got {rank!r}")
-    if job.base is None:
-        raise InputError("adapters are merged on a base: name base_model")
-    plain = [str(m.model) for m in job.members if not is_adapter(m.model)]
-    if plain:
-        raise InputError(f"a rank is for adapters alone: {some(plain)} is none")
-    target = Path(out).expanduser()
+    started = time.perf_counter()
+    job, target = plan.job, Path(out).expanduser()
     check_free(target)
-    plan, updates = _plan(job, max_memory, threads)
-    for name, update in updates.items():
-        if rank > min(update.rows, update.cols):
-            raise InputError(
-                f"rank {rank} is above the matrix of {name!r}, {update.rows} × {update.cols}"
-            )
-    sink = _Decomposed(plan, updates, rank)
-    with torch.no_grad():
-        stream(plan, sink, lambda count: None)
+    check_room(target, plan.bytes_written)
+    sink = _Decomposed(plan)
+    exact = [replace(item, spec=Spec(item.spec.shape, REAL)) for item in plan.items]
+    met = stream(replace(plan, items=tuple(exact)), sink, lambda count: None)
+    first, source = job.members[0].model, job.tokenizer_source
     with drafted(target) as draft:
         draft.mkdir()
         save_file(sink.tensors, draft / TENSORS, {"format": "pt"})
-        entries = read_entries(job.members[0].model)
-        (draft / CONFIG).write_text(json.dumps(_config(entries, sink.ranks), indent=2), "utf-8")
+        config = json.dumps(_config(read_entries(first), sink.ranks), indent=2)
+        (draft / CONFIG).write_text(config, "utf-8")
+        files = copy_files(first, first if source == "base" else Path(source), draft, None)
+        report = MergedAdapter(
+            target,
+            replace(plan, ranks=sink.ranks_by_tensor),
+            dict(met.fallback),
+            files,
+            (TENSORS,),
+            time.perf_counter() - started,
+            dict(met.solves),
+            ranks=sink.ranks,
+            lost=sink.lost,
+        )
+        for name, text in documents(report).items() if documents is not None else ():
+            (draft / name).write_text(text, encoding="utf-8")
         check_free(target)
-    return MergedAdapter(target, sink.ranks, sink.lost)
+    return report
 
 
 def _config(entries: Mapping[str, object], ranks: Mapping[str, int]) -> dict[str, object]:
@@ -229,7 +303,7 @@ def _plan(
             stored = {n: s for n, s in precision.stored.items() if n in updates}
             precision = replace(precision, stored=stored, layers=layers)
         parts.append(OpenModel(among(own), precision, member.weight, member.density))
-    settings = replace(job, out_dtype=REAL)
+    settings = replace(job, out_dtype=job.out_dtype or REAL)
     plan = make_plan(settings, among(start), parts, max_memory=max_memory, threads=threads)
     return plan, updates
 
@@ -255,17 +329,18 @@ def _module(key: str) -> str:
 class _Decomposed:
     """A sink that keeps B and A of every tensor, and no tensor longer than until it is whole."""
 
-    def __init__(self, plan: MergePlan, updates: Mapping[str, LoraUpdate], rank: float) -> None:
-        self._plan, self._updates, self._rank = plan, updates, rank
+    def __init__(self, plan: AdapterPlan) -> None:
+        self._plan = plan
         self._open: dict[str, tuple[Tensor, int]] = {}
         self._lock = threading.Lock()
         self.tensors: dict[str, Tensor] = {}
         self.ranks: dict[str, int] = {}
+        self.ranks_by_tensor: dict[str, int] = {}
         self.lost: dict[str, float] = {}
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Take a piece; the last one of a tensor decomposes it."""
-        update = self._updates[name]
+        update, dtype = self._plan.updates[name], self._plan.job.out_dtype or REAL
         with self._lock:
             whole, left = self._open.get(name) or (
                 torch.empty(update.rows * update.cols),
@@ -279,7 +354,7 @@ class _Decomposed:
             del self._open[name]
         step = whole.view(update.rows, update.cols)
         step = step.T if update.transposed else step
-        b, a, lost = low_rank(step, self._rank, *self._metric(name, update))
+        b, a, lost = low_rank(step, self._plan.rank, *self._metric(name, update))
         prefix, module = update.a, update.a.removeprefix("base_model.model.")
         embedding = update.transposed and ".lora_embedding_B" in update.b
         made = (
@@ -287,9 +362,13 @@ class _Decomposed:
             if embedding
             else {"lora_A.weight": a, "lora_B.weight": b}
         )
+        stored = {f"{prefix}.{k}": t.to(dtype).contiguous() for k, t in made.items()}
+        if not all(bool(t.isfinite().all()) for t in stored.values()):
+            raise ModelError(f"the factors of {name!r} do not fit into {dtype}: widen out_dtype")
         with self._lock:
-            self.tensors |= {f"{prefix}.{k}": t.to(REAL).contiguous() for k, t in made.items()}
+            self.tensors |= stored
             self.ranks[module], self.lost[module] = len(a), lost
+            self.ranks_by_tensor[name] = len(a)
 
     def _metric(self, name: str, update: LoraUpdate) -> tuple[Tensor | None, Tensor | None]:
         """L and R from the tasks' precisions, weighted as in the merge."""
