@@ -14,6 +14,7 @@ from commands import run
 
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
+from blr_analysis.merging.card import outcome
 from blr_analysis.merging.merge import merge
 from blr_analysis.posterior.precision_files import read_precision_record
 
@@ -166,5 +167,7 @@ def test_precisions_with_structure(
     report = merge(None, places, precisions=stored, out=tmp_path / "out", **how)
     assert any("att" in name for name in report.solves)
     assert max(s.residual for s in report.solves.values()) <= 1e-8
+    tied = any("head alone" in sentence for sentence in outcome(report))
+    assert tied == (structure == "gram" and kind == "gpt2")
     with pytest.raises(PosteriorError, match="swapped"):
         merge(None, places, precisions=stored[::-1], out=tmp_path / "two", **how)

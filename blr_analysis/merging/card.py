@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr_analysis.checks import printable
+from blr_analysis.checks import printable, some
 from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.recipe.places import hub_name
 from blr_analysis.merging.stream import WORSE
@@ -108,13 +108,15 @@ def outcome(report: MergeReport) -> list[str]:
             f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrink:g}, "
             f"power {power:g}): residual {worst:.1g} at most, after {most} iterations at most"
         )
-    if report.lost:
-        mean = sum(report.lost) / len(report.lost)
+    if report.gap_ratios:
+        mean = sum(report.gap_ratios) / len(report.gap_ratios)
         said.append(
             f"by their precisions the models lose {mean:.2g} times what they lose in the plain "
-            f"average (from {min(report.lost):.2g} to {max(report.lost):.2g})"
-            + (BETTER if mean > WORSE else BALANCED if max(report.lost) > WORSE else "")
+            f"average (from {min(report.gap_ratios):.2g} to {max(report.gap_ratios):.2g})"
+            + (BETTER if mean > WORSE else BALANCED if max(report.gap_ratios) > WORSE else "")
         )
+        if tables := {k for p in plan.held for k in p.tables} & set(report.solves):
+            said.append(f"{some(sorted(tables))}: tied, and weighed by its use as a head alone")
     if plan.method.uses_precisions:
         total = report.fallback_total
         share = f" ({total / entries:.2g} of all)" if total and entries else ""

@@ -38,8 +38,8 @@ class MergeReport(Tabular):
         seconds: that it took.
         choice: of method "auto".
         solves: by layer merged as one matrix, the residual and iterations of its equation.
-        lost: by model, what its diagonal precision says that it loses, as a part of what it loses
-            in the plain average, by the first entries of every tensor; empty without.
+        gap_ratios: by model, what its diagonal precision says that it loses, as a part of what it
+            loses in the plain average, by the first entries of every tensor; empty without.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class MergeReport(Tabular):
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
     choice: Any = None
-    lost: tuple[float, ...] = ()
+    gap_ratios: tuple[float, ...] = ()
 
     @property
     def bytes_read(self) -> int:
@@ -128,7 +128,9 @@ def execute(
         seconds = time.perf_counter() - started
         fallback, solves = dict(met.fallback), dict(met.solves)
         names = tuple(shards.names)
-        report = MergeReport(target, plan, fallback, files, names, seconds, solves, lost=met.lost)
+        report = MergeReport(
+            target, plan, fallback, files, names, seconds, solves, gap_ratios=met.lost
+        )
         if documents is not None:
             for name, text in documents(report).items():
                 (draft / name).write_text(text, encoding="utf-8")

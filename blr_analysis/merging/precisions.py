@@ -41,6 +41,7 @@ class StoredPrecision:
         kind: what the numbers are, as the record says it.
         layers: those with factors, by their weights: how they are read as matrices, and the mean
             eigenvalue of their inputs' moments, where it is known.
+        tied: parameters that have several names.
         sha256: the fingerprint of the model that it belongs to, where it was recorded, and how
             many numbers of each tensor it is of.
         mean: the weights that it belongs to, where they are in memory.
@@ -53,6 +54,7 @@ class StoredPrecision:
     frozen: frozenset[str] = frozenset()
     kind: str = ""
     layers: Mapping[str, tuple[Joint, float | None]] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
     sha256: tuple[str, int | None] | None = None
     mean: Mapping[str, Tensor] | None = None
 
@@ -75,6 +77,11 @@ class StoredPrecision:
         """ "diag", "gram" or "kron"."""
         wide = any(self.has_outputs(key) for key in self.layers)
         return "kron" if wide else "gram" if self.layers else "diag"
+
+    @property
+    def tables(self) -> set[str]:
+        """Layers of "gram" that are tied to an embedding, whose look-ups do not count."""
+        return {key for key in self.layers if key in self.tied and not self.has_outputs(key)}
 
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
@@ -204,6 +211,7 @@ def _recorded(
         frozen=frozenset(record.get("frozen") or ()),
         kind=record.get("kind") or "",
         layers=layers,
+        tied=frozenset(record.get("tied") or ()),
         sha256=_sha256(record),
     )
 

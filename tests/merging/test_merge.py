@@ -89,8 +89,8 @@ def test_what_the_models_lose_by_their_precisions(tmp_path: Path) -> None:
         method = "fisher" if k == 0 else "gradient_matching"
         report = blr.merge(**arguments(folders, method), weights=weights, out=tmp_path / str(k))
         pairs = zip(lost(load(report.folder)), lost(average), strict=True)
-        assert report.lost == pytest.approx([ours / plain for ours, plain in pairs], rel=1e-4)
-        worse = sum(report.lost) > len(models)
+        assert report.gap_ratios == pytest.approx([ours / plain for ours, plain in pairs], rel=1e-4)
+        worse = sum(report.gap_ratios) > len(models)
         assert worse == (method == "gradient_matching") == ("smaller weights" in model_card(report))
         with pytest.warns(UserWarning, match="average") if worse else nullcontext() as told:
             blr.merge(**arguments(family, method), weights=weights)

@@ -236,6 +236,7 @@ def write_adapter(
             (TENSORS,),
             time.perf_counter() - started,
             dict(met.solves),
+            gap_ratios=met.lost,
             ranks=sink.ranks,
             lost=sink.lost,
         )
