@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from torch import Tensor
 from blr_analysis.checks import positive_int
 from blr_analysis.files.headers import write_header
 from blr_analysis.files.source import Spec
-
-PAUSE = 0.05  # seconds between two flushes
 
 
 def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -119,34 +115,6 @@ class Shards:
             total = sum(spec.nbytes for spec in self.specs.values())
             held = {name: file for file, names in self._shards.items() for name in names}
             write_index(self.folder, self.stem, held, {"total_size": total})
-
-    @contextmanager
-    def flushed(self) -> Iterator[None]:
-        """While pieces are put, the files go to the disk: little is left to wait for at the end.
-
-        Raises:
-            OSError: the disk took less than was written.
-        """
-        over, failed = threading.Event(), []
-
-        def flush() -> None:
-            try:
-                while not over.wait(PAUSE):
-                    for file in self.names:
-                        with FileIO(self.folder / file, "r+") as written:
-                            os.fsync(written.fileno())
-            except OSError as error:  # of which no later call need be told
-                failed.append(error)
-
-        helper = threading.Thread(target=flush, daemon=True)
-        helper.start()
-        try:
-            yield
-        finally:
-            over.set()
-            helper.join()
-        if failed:
-            raise failed[0]
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""

@@ -88,7 +88,7 @@ class Source(ABC):
         name: for messages: the folder or file.
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
         notes: what a user should be told about all of it.
-        origin: the file whose fingerprint its precisions record, where that is not its own.
+        origin: the file that makes a base what it is, such as an adapter's.
     """
 
     name: str

@@ -234,6 +234,7 @@ def fisher(
             source="fisher",
             frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
             tied=_tied(loaded, names),
+            **({"adapter": True} if adapter else {}),
         )
         for sums in kept.values():
             sums.remove()

@@ -118,8 +118,7 @@ def execute(
         draft.mkdir()
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
-        shown = bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True)
-        with shards.flushed(), shown:
+        with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
             met = stream(plan, shards, shown.update)
         change = partial(fit_config, plan, reference)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)

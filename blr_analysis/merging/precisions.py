@@ -45,6 +45,7 @@ class StoredPrecision:
         sha256: the fingerprint of the model that it belongs to, where it was recorded, and how
             many numbers of each tensor it is of.
         mean: the weights that it belongs to, where they are in memory.
+        adapter: whether the fingerprint is that of an adapter's file.
     """
 
     source: Source
@@ -57,6 +58,7 @@ class StoredPrecision:
     tied: frozenset[str] = frozenset()
     sha256: tuple[str, int | None] | None = None
     mean: Mapping[str, Tensor] | None = None
+    adapter: bool = False
 
     @property
     def name(self) -> str:
@@ -213,6 +215,7 @@ def _recorded(
         layers=layers,
         tied=frozenset(record.get("tied") or ()),
         sha256=_sha256(record),
+        adapter=bool(record.get("adapter")),
     )
 
 
@@ -225,7 +228,7 @@ def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
 def check_belongs(precision: StoredPrecision, model: Source) -> None:
     """Raise :class:`PosteriorError` where the precision was recorded for other weights."""
     other = False
-    origin = model if isinstance(model, Folder) else model.origin
+    origin = model.origin if precision.adapter else model if isinstance(model, Folder) else None
     if precision.sha256 is not None and origin is not None:
         digest, most = precision.sha256
         other = fingerprint(origin, most=most, progress=False) != digest

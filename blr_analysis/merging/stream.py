@@ -200,7 +200,8 @@ def _merge(
     else:
         weights = item.weights if known is None else known
         undefined = combine_into(result, base, models, weights, given.curved, given.first, scratch)
-        if start == 0 and set(item.curved) == {OWN} and min(weights) > 0:
+        told = set(item.curved) == {OWN} and min(weights) > 0 and not plan.layers
+        if start == 0 and told:
             times = item.spec.numel / min(SAMPLE, item.spec.numel)
             met.gaps.append(times * _gaps(given, result))
     rounded = _rounded(result, item.spec.dtype, scratch)

@@ -136,30 +136,6 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
     assert left(tmp_path) == []
 
 
-def test_a_disk_that_takes_less_than_was_written_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the flushes on the way: the system names such a failure once, and not at the end again."""
-    calls, fsync, put = [], os.fsync, shards.Shards.put
-
-    def failing(fd: int) -> None:
-        calls.append(fd)
-        if len(calls) == 1:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(fd)
-
-    def slow(self: shards.Shards, *given: Any) -> None:
-        put(self, *given)
-        time.sleep(0.0 if calls else 0.02)
-
-    monkeypatch.setattr(shards, "PAUSE", 0.001)
-    monkeypatch.setattr(os, "fsync", failing)
-    monkeypatch.setattr(shards.Shards, "put", slow)
-    with pytest.raises(StorageError, match="Input/output error"):
-        execute(small_plan(tmp_path), tmp_path / "out")
-    assert left(tmp_path) == []
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_merge_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
