@@ -127,6 +127,27 @@ def test_messages_count_in_every_answer(model: Path, tmp_path: Path) -> None:
         assert kept.tolist() == ([10, 11] if kind == "split" else [4, 5, 10, 11])
 
 
+def test_a_header_may_end_within_a_token_but_turns_stand(model: Path, tmp_path: Path) -> None:
+    """A token that begins in the header counts, as after a prompt; a turn that is written
+    otherwise once others follow is refused."""
+    loaded = load_model(model)
+    turns = [("user", "the film"), ("assistant", "od"), ("user", "a book"), ("assistant", "od")]
+    rows = [{"messages": [{"role": role, "content": words} for role, words in turns]}]
+    file = written(tmp_path, rows)
+    glued = TEMPLATE.replace(
+        "{{ m.content }}", "{{ 'go' if m.role == 'assistant' }}{{ m.content }}"
+    )
+    loaded.tokenizer.chat_template = glued + "{{ 'go' if add_generation_prompt }}"
+    batch = language_task(loaded, file).fetch(torch.arange(1))
+    words = loaded.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist())
+    assert " ".join(words) == "[CLS] the film [SEP] good [SEP] [CLS] a book [SEP] good [SEP]"
+    (kept,) = (batch["labels"][0] != -100).nonzero(as_tuple=True)
+    assert kept.tolist() == [4, 5, 10, 11]
+    loaded.tokenizer.chat_template = "{{ 'dull ' if messages | length > 2 }}" + TEMPLATE
+    with pytest.raises(DataError, match="rewrites"):
+        language_task(loaded, file)
+
+
 def test_datasets_are_read_as_their_files_are(model: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     loaded = load_model(model)

@@ -198,26 +198,29 @@ def _chat(loaded: Pretrained, turns: list[dict[str, Any]], first: int, place: st
     if not getattr(loaded.tokenizer, "chat_template", None):
         raise InputError("the tokenizer has no chat template: give prompt and answer, or text")
 
-    def ids(upto: int, prompt: bool = False) -> Ids:
-        how: dict[str, Any] = {"tokenize": True, "return_dict": True}
+    def text(upto: int, prompt: bool = False) -> str:
         try:
-            given = loaded.tokenizer.apply_chat_template(
-                turns[:upto], add_generation_prompt=prompt, **how
+            return loaded.tokenizer.apply_chat_template(
+                turns[:upto], add_generation_prompt=prompt, tokenize=False
             )
         except Exception as error:  # of jinja, or raised by the template
             raise DataError(f"{place}: the chat template does not take it: {error}") from error
+
+    def ids(words: str) -> Ids:
+        given: Any = loaded.tokenizer(words, add_special_tokens=False, verbose=False)
         return list(given["input_ids"])
 
-    whole = ids(len(turns))
+    written = text(len(turns))
+    whole = ids(written)
     spans = []
     for k, turn in enumerate(turns):
         if turn["role"] == "assistant" and k >= first:
             if not str(turn.get("content") or "").strip():
                 raise DataError(f"{place} has an empty answer")
-            before, after = ids(k, prompt=True), ids(k + 1)
-            if whole[: len(after)] != after or after[: len(before)] != before:
+            before, after = text(k, prompt=True), text(k + 1)
+            if not written.startswith(after) or not after.startswith(before):
                 raise DataError(f"{place}: the chat template rewrites earlier turns; give the text")
-            spans.append((len(before), len(after)))
+            spans.append((_common(ids(before), whole), _common(ids(after), whole)))
     row = {"input_ids": whole, "attention_mask": [1] * len(whole)}
     words = " ".join(str(turn.get("content") or "") for turn in turns)
     start = spans[0][0] if spans else len(whole)
