@@ -178,10 +178,10 @@ def training_chart(table: pd.DataFrame) -> dict[str, Any]:
     return _item(chart)
 
 
-def plain_label(text: str, most: int = 28) -> str:
+def plain_label(text: str) -> str:
     """Somebody's word as a tick label: short, and never taken for a formula."""
     text = " ".join(text.split())
-    text = text if len(text) <= most else text[: most - 1] + "…"
+    text = text if len(text) <= 28 else text[:27] + "…"
     return text.replace("$$", "$\u200b$").replace("\\", "\\\u200b")
 
 

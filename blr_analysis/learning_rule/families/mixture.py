@@ -236,14 +236,14 @@ class Marginal:
         log_probs = torch.stack([self.log_prob(part).mean(0) for part in draws], -1)
         return -(self.weights * log_probs).sum(-1)
 
-    def _entropy_on_the_line(self, nodes: int = 16) -> Tensor:
+    def _entropy_on_the_line(self) -> Tensor:
         """Gauss–Legendre on panels as narrow as the narrowest component there asks for."""
         mean, precision = self.components.mean, self.components.precision
         std = precision.reshape(mean.shape).rsqrt()
         steps = torch.arange(-13, 14, dtype=mean.dtype, device=mean.device)
         edges = (mean + std * steps).flatten(-2).sort(-1).values.detach()
         left, width = edges[..., :-1, None], edges.diff(dim=-1).unsqueeze(-1)
-        at, share = (torch.as_tensor(x, dtype=mean.dtype).to(mean.device) for x in leggauss(nodes))
+        at, share = (torch.as_tensor(x, dtype=mean.dtype).to(mean.device) for x in leggauss(16))
         points = (left + 0.5 * width * (at + 1)).flatten(-2)
         measure = (0.5 * width * share).flatten(-2)
         logs = self.log_prob(points.movedim(-1, 0).unsqueeze(-1)).movedim(0, -1)
