@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -10,9 +11,11 @@ from oracles_retraining import leave_one_out_weights, retrained, trained, with_o
 from parts import normal
 from scipy.stats import pearsonr
 from sklearn.datasets import load_breast_cancer
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
+from blr_analysis.sensitivity.corrections import OVERSTATED, bound_of
 
 
 @cache
@@ -75,3 +78,50 @@ def test_bad_numbers(refine) -> None:
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
     with pytest.raises(InputError, match="refine must be"):
         blr.leave_one_out(task, q, refine=refine)
+
+
+def retrained_network(model: nn.Module, x: Tensor, y: Tensor, delta: float) -> nn.Module:
+    """From these weights to the minimum of Σ (f − y)² and δ's penalty."""
+    descent = torch.optim.LBFGS(
+        model.parameters(),
+        max_iter=800,
+        history_size=40,
+        tolerance_grad=1e-9,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
+    )
+
+    def objective() -> Tensor:
+        descent.zero_grad()
+        weights = sum(p.square().sum() for p in model.parameters())
+        loss = (model(x) - y).square().sum() + delta / 2 * weights
+        loss.backward()
+        return loss
+
+    descent.step(objective)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+@pytest.mark.slow
+def test_a_network_of_a_gaussian_is_refined_unasked() -> None:
+    """A linear model's cavity is exact; a network's is rough where leverages are high."""
+    torch.manual_seed(0)
+    x, delta = 1.5 * normal(60, 2), 0.1
+    y = (x[:, :1].sin() * x[:, 1:]) + 0.3 * normal(60, 1, seed=1)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    model = retrained_network(model, x, y, delta).eval()
+    task = blr.Task(model, (x, y), likelihood=nn.MSELoss())
+    fitted = dict(structure="full", prior_precision=delta, progress=False)
+    q = blr.fit_laplace(task, **fitted)
+    rough, loo = (blr.leave_one_out(task, q, refine=k, progress=False) for k in (0, None))
+    high = [i for i, word in enumerate(loo.correction) if word == "descent"]
+    assert high and set(high) == set((rough.leverage > 0.5).nonzero().flatten().tolist())
+    true = []
+    for i in high:
+        rest = [k for k in range(60) if k != i]
+        other = retrained_network(copy.deepcopy(model), x[rest], y[rest], delta)
+        true.append((other(x[i]) - y[i]).square().sum().detach())
+    errors = [float((a.losses[high] - torch.stack(true)).abs().sum()) for a in (loo, rough)]
+    assert errors[0] < 0.8 * errors[1]
+    hessian = blr.fit_laplace(task, curvature="exact", **fitted)  # which may hold less than Λ_i
+    assert bound_of(hessian) == OVERSTATED < bound_of(q)
