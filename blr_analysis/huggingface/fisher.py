@@ -18,7 +18,7 @@ from blr_analysis import ranks
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
-from blr_analysis.huggingface.data import Texts, class_indices, read_texts
+from blr_analysis.huggingface.data import Texts, class_indices, read_rows, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
 from blr_analysis.huggingface.models import (
     Pretrained,
@@ -27,7 +27,8 @@ from blr_analysis.huggingface.models import (
     load_tuned,
     read_config,
 )
-from blr_analysis.huggingface.tokens import Encoded, encode, task_of
+from blr_analysis.huggingface.questions import answer_columns, read_tokens
+from blr_analysis.huggingface.tokens import Encoded, encode, read_length, task_of
 from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
@@ -116,7 +117,8 @@ def fisher(
             with an adapter of one: the precision is then of the weights that the adapter changes,
             with it added, by the base's names, as a merge takes it.
         data: .jsonl, .csv, .tsv, .parquet or .txt; see
-            :func:`~blr_analysis.huggingface.data.read_texts`.
+            :func:`~blr_analysis.huggingface.data.read_texts`. Of a language model also prompts with
+            answers, or messages, whose answers alone count, as ``index`` and ``audit`` read them.
         base: where an adapter's base is, unless its configuration names a folder here.
         kind: "mc", the Fisher with labels drawn from the model (the file needs none); "emp", the
             empirical Fisher; "ggn", exact over the classes (not for language models);
@@ -331,7 +333,13 @@ def _read(
     if label is not None and not classifies:
         raise InputError("a language model has no label column: its labels are the tokens")
     labelled = classifies and (kind in LABELLED or label is not None)
-    texts = read_texts(data, text=text, label=label, labelled=labelled)
+    table, where = (None, "") if classifies or text is not None else read_rows(data)
+    answers = () if table is None else answer_columns(table)
+    if table is not None and answers:
+        values = zip(*(table[name].tolist() for name in answers), strict=True)
+        texts = Texts(Path(path_of(data)).expanduser(), list(values), None, answers)
+    else:
+        texts = read_texts(data, text=text, label=label, labelled=labelled)
     labels = None
     if labelled:
         known = {str(k): int(v) for k, v in (loaded.config.label2id or {}).items()}
@@ -342,7 +350,13 @@ def _read(
     if examples is not None:
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randperm(len(texts), generator=generator)[:examples].sort()[0].tolist()
-    return encode(texts, loaded, labels, max_length=max_length, chosen=chosen), texts
+    if table is None or not answers:
+        return encode(texts, loaded, labels, max_length=max_length, chosen=chosen), texts
+    most = read_length(loaded, max_length)
+    used = table if chosen is None else table.iloc[chosen]
+    _, rows, _, cut = read_tokens(loaded, used, where, None, most)
+    rows.sort(key=lambda row: len(row["input_ids"]))
+    return Encoded(rows, None, loaded.pad_id, most, cut), texts
 
 
 def _tied(loaded: Pretrained, names: dict[str, str]) -> dict[str, list[str]]:

@@ -100,22 +100,43 @@ def language_task(
     table, where = read_rows(data)
     if not len(table):
         raise DataError(f"{where} holds no examples")
-    columns, encode = _reader(loaded, table, where, text)
-    rows, shown, cut = [], [], 0
-    for i, values in enumerate(zip(*(table[c].tolist() for c in columns), strict=True), start=1):
-        place = f"row {i} of {where}"
-        words, row, start = encode(values, place)
-        length = len(row["input_ids"])
-        _check(loaded, row, start, max_length, place)
-        cut += max_length is not None and length > max_length
-        rows.append({n: ids[:max_length] for n, ids in row.items()})
-        shown.append(" ".join(words.split())[:SHOWN])
+    columns, rows, words, cut = read_tokens(loaded, table, where, text, max_length)
+    shown = [" ".join(each.split())[:SHOWN] for each in words]
     tokens = Tokens(rows, loaded.pad_id, cut)
     loader = DataLoader(tokens, batch_size=batch_size, collate_fn=tokens.collate)  # type: ignore[arg-type]
     metadata = {"text": shown, **_others(table, {*columns, "text"})}
     return Task(
         loaded.model, loader, likelihood="causal_lm", batch_size=batch_size, metadata=metadata
     )
+
+
+def read_tokens(
+    loaded: Pretrained, table: Any, where: str, text: str | None, max_length: int | None
+) -> tuple[tuple[str, ...], list[dict[str, Ids]], list[str], int]:
+    """The columns that are read; every row's ids and labels, and words; how many rows were cut."""
+    columns, encode = _reader(loaded, table, where, text)
+    rows, shown, cut = [], [], 0
+    each = zip(*(table[c].tolist() for c in columns), strict=True)
+    for i, values in zip(table.index, each, strict=True):
+        place = f"row {i + 1} of {where}"
+        words, row, start = encode(values, place)
+        _check(loaded, row, start, max_length, place)
+        cut += max_length is not None and len(row["input_ids"]) > max_length
+        rows.append({n: ids[:max_length] for n, ids in row.items()})
+        shown.append(words)
+    return columns, rows, shown, cut
+
+
+def answer_columns(table: Any) -> tuple[str, ...]:
+    """Those of messages, or of prompts and answers (and inputs); none: the rows are texts."""
+    held = next((name for name in MESSAGES if name in table), None)
+    if held is not None:
+        return (held,)
+    pair = tuple(next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
+    instructed = pair[0] == "instruction" and "input" in table
+    if not all(pair) or (instructed and "text" in table):
+        return ()
+    return (*pair, "input") if instructed else pair
 
 
 Encoded = tuple[str, dict[str, Ids], int]  # the words, ids with labels, where labels begin
@@ -125,15 +146,13 @@ def _reader(
     loaded: Pretrained, table: Any, where: str, text: str | None
 ) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...], str], Encoded]]:
     """The columns that are read, and what makes ids of a row of them."""
-    if text is None:
-        held = next((name for name in MESSAGES if name in table), None)
-        if held is not None:
-            return (held,), lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
-        pair = tuple(next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
-        instructed = pair[0] == "instruction" and "input" in table
-        if all(pair) and not (instructed and "text" in table):
-            columns = (*pair, "input") if instructed else pair
-            return columns, lambda row, place: _answered(loaded, _joined(row, place), pair, place)
+    columns = answer_columns(table) if text is None else ()
+    if len(columns) == 1:
+        return columns, lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
+    if columns:
+        return columns, lambda row, place: _answered(
+            loaded, _joined(row, place), columns[:2], place
+        )
     columns = text_columns(table, where, text)
     if len(columns) > 1:
         raise DataError(f"a language model reads one text, not {', '.join(columns)}: name it")

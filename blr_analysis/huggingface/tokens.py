@@ -27,7 +27,8 @@ class Encoded:
 
     Attributes:
         rows: the model's inputs of each example, as lists of ids.
-        labels: a class per example, or None for language models, whose labels are the ids.
+        labels: a class per example, or None for language models, whose labels are in the rows, or
+            else the ids.
         truncated: how many texts were longer than ``max_length``.
     """
 
@@ -64,10 +65,10 @@ class Encoded:
         def padded(name: str, fill: int) -> Tensor:
             return torch.tensor([r[name] + [fill] * (longest - len(r[name])) for r in rows])
 
-        fills = {"input_ids": self.pad_id}
+        fills = {"input_ids": self.pad_id, "labels": IGNORED}
         batch = {name: padded(name, fills.get(name, 0)) for name in rows[0]}
         if self.labels is None:
-            batch["labels"] = padded("input_ids", IGNORED)
+            batch.setdefault("labels", padded("input_ids", IGNORED))
         else:
             batch["labels"] = torch.tensor([label for _, label in items])
         return batch
@@ -95,18 +96,13 @@ def encode(
         InputError: a ``max_length`` that the model cannot read.
         DataError: a pair for a language model; a text of less than two tokens for one.
     """
-    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
-        raise InputError(
-            f"max_length={max_length} is more than the {loaded.longest} tokens that "
-            f"{str(loaded.folder)!r} reads"
-        )
+    most = read_length(loaded, max_length)
     causal = loaded.task == "causal_lm"
     if causal and len(texts.texts[0]) > 1:
         raise DataError(
             f"a language model reads one text, not {', '.join(texts.columns)}: name one with "
             "text= (--text)"
         )
-    most = max_length or min(loaded.longest, LONGEST)
     order = list(range(len(texts))) if chosen is None else list(chosen)
     rows, truncated = _tokenised(texts, loaded, order, most)
     for i, row in zip(order, rows, strict=True):
@@ -125,6 +121,20 @@ def encode(
         most,
         truncated,
     )
+
+
+def read_length(loaded: Pretrained, max_length: int | None) -> int:
+    """Tokens that are read of a text.
+
+    Raises:
+        InputError: more than the model reads.
+    """
+    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
+        raise InputError(
+            f"max_length={max_length} is more than the {loaded.longest} tokens that "
+            f"{str(loaded.folder)!r} reads"
+        )
+    return max_length or min(loaded.longest, LONGEST)
 
 
 def _tokenised(

@@ -103,7 +103,8 @@ class Categorical(Classes):
         if outputs.ndim == 3:
             raise DataError(
                 "the categorical likelihood needs outputs of shape [batch, C], got "
-                f'{tuple(outputs.shape)}; of tokens use likelihood="tokens" or "causal_lm"'
+                f'{tuple(outputs.shape)}; of tokens use likelihood="tokens" or "causal_lm", with '
+                "settings CausalLM(label_smoothing=...)"
             )
         super().check_outputs(outputs)
         c = outputs.shape[-1]

@@ -176,6 +176,40 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients(folder: Path) -> N
     assert gap(fisher_diagonal(task, kind="fisher_emp", memory_budget=1), truth) < 1e-10
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ '[CLS] ' if m.role == 'user' else '' }}{{ m.content }} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["answers", "messages"])
+def test_of_prompts_the_answers_alone_count(llama: Path, tmp_path: Path, kind: str) -> None:
+    pairs = [("the film was", "good"), ("a dull", "book was the film"), ("the book", "good good")]
+    model, tokenizer = reload(llama)
+    place = tmp_path / "m"
+    shutil.copytree(llama, place)
+    if kind == "messages":
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(place)
+        turns = [zip(("user", "assistant"), pair, strict=True) for pair in pairs]
+        rows = [{"messages": [{"role": r, "content": c} for r, c in two]} for two in turns]
+    else:
+        rows = [{"prompt": asked, "answer": f" {said}"} for asked, said in pairs]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    for asked, said in pairs:
+        last = " [SEP]" if kind == "answers" else ""  # the tokenizer's own, not the template's
+        words = tokenizer.tokenize(f"[CLS] {asked} {said}{last}")
+        ids = torch.tensor(tokenizer.convert_tokens_to_ids(words))
+        count = len(f"{said}{last}".split())
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, -count - 1 : -1]
+        found.append(gradient(model, F.cross_entropy(logits, ids[-count:], reduction="sum")))
+    result = fisher(place, tmp_path / "rows.jsonl", kind="emp", progress=False)
+    assert (result.n_data, result.truncated) == (3, 0)
+    assert gap(stored(result.folder), summed(found)) < 1e-4
+    some = fisher(place, tmp_path / "rows.jsonl", examples=2, force=True, progress=False)
+    assert (some.n_data, some.examples) == (3, 2)
+
+
 def test_a_folder_gets_it_in_single_precision(folder: Path, tmp_path: Path) -> None:
     result = fisher(folder, folder / "data.jsonl", kind="emp", out=tmp_path / "p")
     truth = empirical(folder, torch.float32)
