@@ -218,7 +218,7 @@ def search(rank: int, repeats: int) -> dict[str, float]:
             bits = torch.randint(256, (len(rows), signs // 8), dtype=torch.uint8)
             save_file({"gradients": bits}, f"{folder}/{name}")
         index = object.__new__(Index)
-        known = {"path": Path(folder), "n_data": n, "numbers": signs, "signs": True}
+        known = {"path": Path(folder), "n_data": n, "numbers": signs, "signs": True, "_sums": signs}
         for name, value in {**known, "self_influence": torch.ones(n)}.items():
             object.__setattr__(index, name, value)
         asked = torch.randn(1, signs)

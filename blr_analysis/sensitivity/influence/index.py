@@ -7,8 +7,8 @@ influence of i on j is w_iᵀ w_j. Where there is room, w is kept; elsewhere K s
 
 S adds up the numbers of w, with random signs, in K places (a count sketch), and H mixes these by
 Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
-‖w_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point, for K up to their
-numbers: sixteen signs have a third of the error of one sum in half precision. Whitened gradients
+‖w_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
+third of the error of one sum in half precision. Whitened gradients
 of language models fill their space, so that few directions hold little of any.
 
 Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
@@ -76,20 +76,23 @@ SPARE = 64  # examples beyond those asked for, whose rank that could have change
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is kept of w: ``size`` signs of sums, or all of its ``size`` numbers."""
+    """What is kept of w: ``size`` signs, or all of its ``size`` numbers; ``sums``: the places of S,
+    which are mixed anew where there is room for more signs than these."""
 
     size: int
     signs: bool
+    sums: int
 
     @classmethod
     def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Sketch:
-        """What takes the room of so many numbers at most; signs beyond P add next to nothing."""
+        """What takes the room of so many numbers at most."""
         assert isinstance(q.form, Spectral)
         parameters = sum(s.numel() for s in q.form.values.values())
         if parameters <= rank:
-            return cls(parameters, signs=False)
-        room, enough = 8 * dtype.itemsize * rank // MIX, -(-parameters // MIX)
-        return cls(max(1, min(room, enough)) * MIX, signs=True)
+            return cls(parameters, signs=False, sums=parameters)
+        room, enough = max(1, 8 * dtype.itemsize * rank // MIX), -(-parameters // MIX)
+        sums = min(room, enough) * MIX
+        return cls(room * MIX // sums * sums, signs=True, sums=sums)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Of an example, on disk."""
@@ -97,30 +100,35 @@ class Sketch:
 
     def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
         """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
-        times random signs. (The raw bits of PCG64 are the same in all versions of NumPy.)"""
+        times random signs."""
         assert isinstance(q.form, Spectral)
         count = sum(s.numel() for s in q.form.values.values())
-        raw = np.random.PCG64(0).random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
-        bits, found, start = torch.from_numpy(np.unpackbits(raw)), {}, 0
+        signs, found, start = random_signs(count), {}, 0
         for name, s in q.form.values.items():
-            signs = 2 * bits[start : start + s.numel()].to(s).view_as(s) - 1
-            found[name] = start, s.rsqrt().mul_(signs)
+            own = signs[start : start + s.numel()].to(s).view_as(s)
+            found[name] = start, s.rsqrt().mul_(own)
             start += s.numel()
         return found
 
     def add(self, z: Tensor, w: Tensor, start: int) -> None:
-        """Numbers ``[B, n]`` that begin at this place, into sums ``[B, size]``."""
-        at, place = 0, start % self.size
+        """Numbers ``[B, n]`` that begin at this place, into sums ``[B, sums]``."""
+        at, place = 0, start % self.sums
         while at < w.shape[1]:
-            part = w[:, at : at + self.size - place]
+            part = w[:, at : at + self.sums - place]
             z[:, place : place + part.shape[1]] += part
             at, place = at + part.shape[1], 0
 
     def mixed(self, z: Tensor) -> Tensor:
-        """H of the sums, where their signs will be taken."""
+        """H of the sums, where their signs will be taken; H D H … with random signs D for more."""
         if not self.signs:
             return z
-        return (hadamard(MIX).to(z) @ z.view(len(z), MIX, -1)).flatten(1)
+        matrix, parts = hadamard(MIX).to(z), []
+        for k in range(self.size // self.sums):
+            z = z * random_signs(self.sums, k).to(z) if k else z
+            rows = (len(z), -1, MIX) if k % 2 else (len(z), MIX, -1)
+            z = (z.view(rows) @ matrix if k % 2 else matrix @ z.view(rows)).flatten(1)
+            parts.append(z)
+        return torch.cat(parts, dim=1) / len(parts) ** 0.5
 
     def stored(self, z: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         """For a file: unit vectors, or bits."""
@@ -168,6 +176,7 @@ class Index:
     n_data: int
     numbers: int
     signs: bool
+    _sums: int = field(repr=False)
     _task: Task | None = field(default=None, repr=False)
 
     @classmethod
@@ -193,8 +202,7 @@ class Index:
                 "gram".
             path: a folder, made if need be.
             rank: room per example, in numbers of this dtype. Models with no more parameters are
-                kept whole; of others, signs of random sums, 16 in the place of a float16, no more
-                of them than parameters.
+                kept whole; of others, signs of random sums, 16 in the place of a float16.
             dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
                 example.
             memory_budget: as for :func:`blr_analysis.influence`.
@@ -258,7 +266,7 @@ class Index:
                 _write_examples(place, task, list(files))
                 with ranks.alone():
                     error = _measured(task, q, sketch, place, chunking)
-                kept = {"numbers": sketch.size, "signs": sketch.signs}
+                kept = {"numbers": sketch.size, "signs": sketch.signs, "sums": sketch.sums}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | kept)
         ranks.wait()
@@ -289,7 +297,8 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        return cls(place, q, error, about["n_data"], about["numbers"], about["signs"], task)
+        n_data, numbers, signs, sums = (about[n] for n in ("n_data", "numbers", "signs", "sums"))
+        return cls(place, q, error, n_data, numbers, signs, sums, task)
 
     @torch.inference_mode(False)
     def influence(
@@ -379,7 +388,7 @@ class Index:
 
     @property
     def _sketch(self) -> Sketch:
-        return Sketch(self.numbers, self.signs)
+        return Sketch(self.numbers, self.signs, self._sums)
 
     def _own(self, normalize: Normalize) -> Tensor:
         """What the stored examples are divided by, ``[N]``."""
@@ -520,7 +529,7 @@ def _projected(
         whole = loss_terms(task, chunk)
         for some in slices(whole[0].n_examples, TOGETHER // largest):
             size = some.stop - some.start
-            z, square = like.new_zeros(size, sketch.size), torch.zeros(size, dtype=torch.float64)
+            z, square = like.new_zeros(size, sketch.sums), torch.zeros(size, dtype=torch.float64)
             for term, basis in q.form.paired([term.part(some) for term in whole]):
                 turned = term if basis is None else term.rotated(basis)
                 for name, gradients in turned.jacobian().items():
@@ -532,6 +541,16 @@ def _projected(
             sums.append(sketch.mixed(z).cpu())
             squares.append(square)
     return torch.cat(sums), torch.cat(squares)
+
+
+def random_signs(count: int, seed: int = 0) -> Tensor:
+    """±1, from the raw bits of PCG64, which are the same in all versions of NumPy.
+
+    >>> random_signs(4).tolist()
+    [-1, 1, -1, 1]
+    """
+    raw = np.random.PCG64(seed).random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
+    return 2 * torch.from_numpy(np.unpackbits(raw)[:count].astype(np.int8)) - 1
 
 
 @cache
