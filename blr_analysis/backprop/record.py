@@ -6,7 +6,8 @@ first layer of interest and never form a weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,32 @@ class Unit:
     module: nn.Module
     names: dict[str, str]  # attribute (its own name for an adopted parameter) → canonical name
     rule: Rule | None  # None: torch.func on this module alone
+
+
+def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
+    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
+
+    ``ignore_index`` and weights of 0 take an example out of the mean that a loss is.
+
+    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
+    tensor([False,  True])
+    """
+    some = torch.zeros(batch, dtype=torch.bool)
+    for grad in grads:
+        some = (grad != 0).reshape(batch, -1).any(1).to(some.device) | some
+        if bool(some.all()):
+            break
+    return some if bool(some.any()) else ~some
+
+
+def warn_of_uncounted(counts: Tensor) -> bool:
+    """Say that the loss is taken for a mean over the other examples."""
+    warnings.warn(
+        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
+        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
+        stacklevel=3,
+    )
+    return True
 
 
 @dataclass

@@ -72,6 +72,9 @@ class VariationalSteps(Callback):
             return loss
 
         optimizer.step = after_closure
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            # Lightning refuses to clip (bf16-mixed) where step() might unscale
+            optimizer._step_supports_amp_scaling = False
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -112,6 +115,7 @@ class VariationalSteps(Callback):
         if self._step is not None:
             (optimizer, step), self._step = self._step, None
             del optimizer.step
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
             if step is not None:  # a schedule's
                 optimizer.step = step
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from blr_analysis.backprop.layers import Axis, Call
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.record import Unit, counted, warn_of_uncounted
 from blr_analysis.backprop.terms import Term, Tree, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
@@ -113,7 +113,8 @@ class KroneckerRecorder:
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
         self._batch = 0  # examples of the pass that is recorded now; 0: none is
-        self._seen: list[Term] = []
+        self._seen: list[tuple[Unit, Tensor, Tensor, int]] = []  # layer, a, d, examples
+        self._warned = False
         self._gradients: Tree = {}  # of the first recorded pass, to check the layers' against
         self._checks: list[Any] = []
         self._handles = [
@@ -176,25 +177,42 @@ class KroneckerRecorder:
         like = next(iter(own.values()))
         if x.is_floating_point():
             x = x.to(like)
-        each = (batch if self.reduction == "mean" else 1) / self.scale
-        grad = grad.to(like) * each
-        repeats, rest = divmod(len(grad), batch)
-        if rest or (len(x) != len(grad)):
+        grad = grad.to(like)
+        if len(grad) % batch or len(x) != len(grad):
             raise ModelError(
                 f"layer {unit.path!r} sees {len(x)} rows for {batch} examples: put examples "
                 "first, or use fit_laplace"
             )
-        axis = Axis(repeats=repeats)
-        call = Call(unit.module, (x,), {}, batch, axis, axis, unit.names, own)
-        assert unit.rule is not None
-        self._seen += unit.rule(call, [grad])
+        self._seen.append((unit, x, grad, batch))
+
+    @torch.no_grad()
+    def _terms(self) -> list[Term]:
+        """G_i of the examples of the pass that count in its loss, which is their mean."""
+        (seen, self._seen), terms = (self._seen, []), []
+        chosen = None
+        if self.reduction == "mean" and len({batch for *_, batch in seen}) == 1:
+            counts = counted([grad for _, _, grad, _ in seen], seen[0][-1])
+            if not bool(counts.all()):
+                chosen = counts.nonzero().flatten().to(seen[0][2].device)
+                self._warned = self._warned or warn_of_uncounted(counts)
+        for unit, x, grad, batch in seen:
+            axis = Axis(repeats=len(grad) // batch)
+            if chosen is not None:
+                x, grad = (v.unflatten(0, (batch, -1))[chosen].flatten(0, 1) for v in (x, grad))
+                batch = len(chosen)
+            grad = grad * ((batch if self.reduction == "mean" else 1) / self.scale)
+            own = {a: self._parameters[n].detach() for a, n in unit.names.items()}
+            call = Call(unit.module, (x,), {}, batch, axis, axis, unit.names, own)
+            assert unit.rule is not None
+            terms += unit.rule(call, [grad])
+        return merged(terms)
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Average in what the last recorded pass showed, once its backward pass is over."""
         if not self._seen:
             return
-        terms, self._seen = merged(self._seen), []
+        terms = self._terms()
         self._recorded += 1
         self._check(terms)
         for term in terms:
@@ -237,7 +255,7 @@ class KroneckerRecorder:
             return
         k, b = self._recorded, self.beta2
         weight = 1 / k if b is None else (1 - b) / (1 - b**k)
-        self._means[key].lerp_(new, weight)
+        self._means[key].lerp_(new.to(self._means[key]), weight)
 
     @property
     def recorded(self) -> int:
@@ -334,7 +352,7 @@ class KroneckerRecorder:
         self.passes, self._recorded = int(state["passes"]), int(state["recorded"])
         self._positions = dict(state["positions"])
         like = next(iter(self._parameters.values()))
-        self._means = {k: m.to(like, copy=True) for k, m in state["means"].items()}
+        self._means = {k: m.to(like.device, copy=True) for k, m in state["means"].items()}
         joints = [Joint.read(entry) for entry in state["joints"]]
         self._joints = {joint.key: joint for joint in joints}
         self._seen = []

@@ -120,9 +120,12 @@ def test_accumulation_without_draws_is_said(tmp_path: Path) -> None:
         fit(tmp_path, Module("IVON"), accumulate_grad_batches=2)
 
 
-def test_bfloat16(tmp_path: Path) -> None:
-    module = fit(tmp_path, Module("IVON"), VariationalSteps(), precision="bf16-mixed")
-    same(module.net, by_hand("IVON"), rtol=0.1, atol=0.02)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_bfloat16(tmp_path: Path, clip: float | None) -> None:
+    settings = {"precision": "bf16-mixed", "gradient_clip_val": clip}
+    module = fit(tmp_path, Module("IVON"), VariationalSteps(), **settings)
+    same(module.net, by_hand("IVON", clip=clip), rtol=0.1, atol=0.02)
+    assert module.trainer.optimizers[0]._step_supports_amp_scaling  # as it was
 
 
 GPU = pytest.param(

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from blr_analysis.backprop.layers import Axis, rule_for
 from blr_analysis.backprop.reading import names_of, read
-from blr_analysis.backprop.record import Unit, Visit
+from blr_analysis.backprop.record import Unit, Visit, counted, warn_of_uncounted
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
@@ -51,11 +51,11 @@ class PerExampleSquares:
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
         self.algorithm = algorithm
         self._contexts = 0
-        self._warned = False
+        self._warned = self._told = False
         self.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("model", "reduction", "algorithm", "_contexts", "_warned")
+        kept = ("model", "reduction", "algorithm", "_contexts", "_warned", "_told")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,8 +128,12 @@ class PerExampleSquares:
             raise self._unreadable(unseen, "no layer that owns it was called with it")
         if self._is_due:
             self._check_sums(got, sums, passes)
-        n = sum(p.batch for p in passes)
-        mean = self.reduction == "mean"
+        n, mean = sum(p.batch for p in passes), self.reduction == "mean"
+        if mean:
+            counts = torch.cat([_counted(p) for p in passes])
+            if not bool(counts.all()):
+                self._told = self._told or warn_of_uncounted(counts)
+                n = int(counts.sum())
         means = {}
         for name, param in got.items():
             square = squares[name].to(state_dtype(param)).view_as(param)
@@ -253,6 +257,11 @@ def mixed(passed: Pass, outputs: Sequence[Tensor]) -> list[str]:
         if bool((gap > bound).any()):
             return list(unit.names.values())
     return []
+
+
+def _counted(passed: Pass) -> Tensor:
+    grads = [g for s in reversed(passed.seen) for g in s.grads if g is not None]
+    return counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
 
 
 def _accumulate(into: dict[str, Tensor], more: dict[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.record import Unit
-from blr_analysis.backprop.terms import Term, Tree, merged
+from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
@@ -185,17 +185,18 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Take in what the last pass showed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with what was learned of the precision.
+        """As in torch, with what was learned of the precision, and the state of ``generator``.
 
         Raises:
             OptimizerError: inside ``sampled_params``.
         """
         if self._inside or self._drawn:
             raise OptimizerError("save the state after step(), outside of sampled_params()")
-        return {**super().state_dict(), "curvature": self._kept()}
+        drawn = {} if self.generator is None else {"generator": self.generator.get_state()}
+        return {**super().state_dict(), "curvature": self._kept(), "sampling": drawn}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``.
+        """Continue from ``state_dict``; a generator's state in it is used if there is one here.
 
         Raises:
             OptimizerError: another optimizer's.
@@ -203,9 +204,19 @@ class StructuredOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [{}])
         if groups[0].get("algorithm") != type(self).__name__ or "curvature" not in state_dict:
             raise OptimizerError(f"this is no state of {type(self).__name__}; {HINT}")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "curvature"})
+        added = ("curvature", "sampling")
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in added})
         self._take(state_dict["curvature"])
         self._form = None
+        drawn = state_dict.get("sampling", {})
+        if self.generator is not None and "generator" in drawn:
+            self.generator.set_state(drawn["generator"].cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            f"{type(self).__name__} cannot be copied with its hooks on the model: make one for the "
+            "copy and load_state_dict()"
+        )
 
     def _kept(self) -> dict[str, Any]:
         return self.recorder.state_dict()
@@ -386,7 +397,7 @@ class GradientRows(KroneckerRecorder):
 
     def _settle(self) -> None:
         if self._seen:
-            self._over([merged(self._seen)])
+            self._over([self._terms()])
             self._check(self.columns[0])
 
     def _over(self, columns: list[list[Term]]) -> None:
@@ -431,9 +442,8 @@ class JacobianRows(GradientRows):
         try:
             for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
                 torch.autograd.grad(f, params, column, retain_graph=True, allow_unused=True)
-                columns.append(merged(self._seen))
+                columns.append(self._terms())
                 self._check(columns[-1])  # once, against its parameters' own gradient
-                self._seen = []
         finally:
             self._reading, self._seen = False, []
         self._over(columns)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import blr_analysis as blr
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim import OGN, VOGN
+from blr_analysis.learning_rule.optim import OGN, SLANG, VOGN, NoisyKFAC
 
 B = 6
 
@@ -441,3 +442,42 @@ def test_the_graph_of_a_step_is_freed() -> None:
         assert [held() for _ in range(3)] == [before] * 3
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("kind", [VOGN, OGN, NoisyKFAC, SLANG])
+def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
+    """Those of ``ignore_index`` beside the others, or the others alone: the same loss and S."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(12, 3, generator=g).double(), torch.randint(2, (12,), generator=g)
+    ignored = torch.where(torch.arange(12) % 3 == 0, -100, y)
+
+    def learned(x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+        settings = {
+            "lr": 0.01,
+            "weight_decay": 1.0,
+            "ess": 8,
+            "beta2": 0.5,
+            "generator": torch.Generator().manual_seed(1),
+        }
+        if kind in (VOGN, OGN):
+            optimizer = kind(model.parameters(), model=model, **settings)
+        else:
+            optimizer = kind(model, **settings)
+        for _ in range(3):
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if kind in (VOGN, OGN):
+            posterior = blr.Posterior.from_optimizer(optimizer, model)
+        else:
+            posterior = optimizer.posterior()
+        return torch.cat([posterior.precision(n).flatten() for n, _ in model.named_parameters()])
+
+    with pytest.warns(UserWarning, match="ignore_index") as told:
+        beside = learned(x, ignored)
+    assert len([w for w in told if "ignore_index" in str(w.message)]) == 1
+    alone = learned(x[ignored != -100], y[ignored != -100])
+    torch.testing.assert_close(beside, alone, rtol=1e-6, atol=1e-9)
