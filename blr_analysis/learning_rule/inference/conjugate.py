@@ -13,6 +13,8 @@ the same for all of them:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.learning_rule.families.domain import STEP
 from blr_analysis.learning_rule.inference.factors import Factor
 from blr_analysis.learning_rule.inference.fitted import Fitted, rows, total
 from blr_analysis.learning_rule.rule import blr_step
@@ -89,16 +92,19 @@ class Conjugate(Generic[Q]):
             return self.factor.site(rows(data, chosen))
 
         sites = total(site_of, torch.arange(n_data))
+        double = all(value.dtype == torch.float64 for value in sites.values())
         try:
-            q = bayes(self.prior, sites)
+            q, before = bayes(self.prior, sites), wide(self.prior)
+            if not double:  # the evidence needs more digits of a sum than q does
+                sites = total(lambda i: _double(site_of(i)), torch.arange(n_data))
+            after = before.with_natural(add(before.natural, sites))
         except InputError as error:
             dtype = next(iter(self.prior.natural.values())).dtype
             raise DataError(
                 f"the posterior is lost in the rounding of {dtype}: scale the data, or take a "
                 f"double prior ({error})"
             ) from error
-        gain = wide(q).log_partition() - wide(self.prior).log_partition()
-        evidence = gain + self.factor.constant(data).double().sum()
+        evidence = _gain(before, after, self.factor.constant(data).double().sum())
         return Fitted(
             q=q,
             history=[float(evidence.detach())],
@@ -128,10 +134,28 @@ class Conjugate(Generic[Q]):
         data = self.factor.check(data, self.prior)
         if self.factor.predictive is not None:
             return self.factor.predictive(q, data)
-        before, constant = wide(q), self.factor.constant(data)
-        site = {name: value.double() for name, value in self.factor.site(data).items()}
-        after = before.with_natural(add(before.natural, site))
-        return (after.log_partition() - before.log_partition() + constant).to(constant.dtype)
+        before = wide(q)
+        after = before.with_natural(add(before.natural, _double(self.factor.site(data))))
+        gain = _gain(before, after, self.factor.constant(data).double())
+        return gain.to(next(iter(q.natural.values())).dtype)
+
+
+def _double(site: Natural) -> Natural:
+    return {name: value.double() for name, value in site.items()}
+
+
+def _gain(before: Q, after: Q, constant: Tensor) -> Tensor:
+    """A(after) − A(before) + c.
+
+    Raises:
+        DataError: its terms are so large that little but rounding is left of their sum.
+    """
+    terms = torch.stack(torch.broadcast_tensors(after.log_partition(), constant)).detach()
+    gain = after.log_partition() - before.log_partition() + constant
+    lost = torch.finfo(gain.dtype).eps * terms.abs().amax(0)
+    if bool((lost > 0.1 * gain.detach().abs().clamp_min(1.0)).any()):
+        raise DataError("log p(y) is lost in rounding: scale the data, or count in other units")
+    return gain
 
 
 def bayes(prior: Q, site: Natural) -> Q:
@@ -146,9 +170,20 @@ def bayes(prior: Q, site: Natural) -> Q:
     Beta(a=tensor(3.), b=tensor(2.))
     """
     gradient = scale(add(prior.natural, site, prior.base_gradient()), -1.0)
-    return blr_step(prior, gradient, 1.0)
+    with _of_data():
+        return blr_step(prior, gradient, 1.0)
 
 
 def wide(q: Q) -> Q:
     """The same distribution in double precision: a small difference of log-partitions needs it."""
-    return q.with_natural({name: value.double() for name, value in q.natural.items()})
+    with _of_data():
+        return q.with_natural(_double(q.natural))
+
+
+@contextmanager
+def _of_data() -> Iterator[None]:
+    """Where no rate could be smaller, what leaves the family comes of the data."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{str(error).removesuffix(STEP)}: centre and scale the data") from error

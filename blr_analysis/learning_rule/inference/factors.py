@@ -110,7 +110,7 @@ def poisson() -> Factor:
         family=Gamma,
         check=check,
         site=lambda y: {"log": y, "linear": -torch.ones_like(y)},
-        constant=lambda y: -torch.lgamma(y + 1),
+        constant=lambda y: -torch.lgamma(y.double() + 1),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -150,6 +150,7 @@ class FittedMarkov(Fitted[Nodes]):
     """
 
     model: HiddenMarkov
+    note: ClassVar[str] = "log p of a series is a lower bound, so that losses are upper ones"
 
     def states(self, data: Tensor) -> Tensor:
         """q(z_t = k) of series ``[S, T, …]``, smoothed, ``[S, T, K]``.

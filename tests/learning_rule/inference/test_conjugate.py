@@ -307,5 +307,25 @@ def test_data_too_large_for_their_precision_are_named() -> None:
     """Second moments of 1e8 ± 1 in single precision: the spread is lost."""
     one = torch.tensor(1.0)
     prior = NormalWishart(torch.zeros(2), one, 3 * one, torch.eye(2))
-    with pytest.raises(DataError, match=r"rounding of torch.float32"):
+    with pytest.raises(DataError, match=r"rounding of torch.float32.*centre") as raised:
         Conjugate(prior, gaussian()).fit(draws(50, 2).float() + 1e4)
+    assert "learning rate" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_counts_keep_their_evidence(dtype: torch.dtype) -> None:
+    """Against the negative binomial; where log y! leaves nothing but rounding, an error."""
+    y = torch.poisson(torch.full((20,), 1e5), generator=torch.Generator().manual_seed(0)).to(dtype)
+    prior = Gamma(torch.tensor(1.0, dtype=dtype), torch.tensor(1e-5, dtype=dtype))
+    fitted = Conjugate(prior, poisson()).fit(y)
+    shape, rate, chain = 1.0, float(prior.rate), 0.0
+    for count in y.tolist():
+        chain += stats.nbinom.logpmf(int(count), shape, rate / (rate + 1))
+        shape, rate = shape + count, rate + 1
+    assert fitted.history[-1] == pytest.approx(chain, abs=1e-5)
+    others = [stats.nbinom.logpmf(int(c), shape - c, (rate - 1) / rate) for c in y.tolist()]
+    wanted = torch.tensor(others, dtype=dtype)
+    torch.testing.assert_close(fitted.left_out(), wanted, rtol=0, atol=1e-4)
+    prior = Gamma(prior.shape, torch.tensor(1e-30, dtype=dtype))
+    with pytest.raises(DataError, match="lost in rounding"):
+        Conjugate(prior, poisson()).fit(torch.full((3,), 1e30, dtype=dtype))
