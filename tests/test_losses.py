@@ -254,6 +254,18 @@ def test_two_of_one_loss_are_the_same(make, other) -> None:
     assert not resolve(other()).same(resolve(make()))
 
 
+def test_losses_that_hold_themselves_are_the_same_only_as_one_object() -> None:
+    def make() -> Callable[[Tensor, Tensor], Tensor]:
+        def half(f: Tensor, y: Tensor) -> Tensor:
+            return focal(f, y) if y.ndim == 1 else half(f, y[:, 0])
+
+        return half
+
+    one = make()
+    assert resolve(one).same(resolve(one))
+    assert not resolve(one).same(resolve(make()))
+
+
 def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
     model, x, y = nn.Linear(3, C).double(), normal(N, 3), classes()
     task, test = (blr.Task(model, (x, y), likelihood=Focal()) for _ in range(2))

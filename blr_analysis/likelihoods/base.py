@@ -70,7 +70,10 @@ class Likelihood(ABC):
 
     def same(self, other: Likelihood) -> bool:
         """Whether the other is of this type, with these settings; the examples' weights aside."""
-        return alike(self.plain, other.plain)
+        try:
+            return alike(self.plain, other.plain)
+        except RecursionError:  # settings that hold each other
+            return False
 
     def judged_by(self, test: Likelihood) -> bool:
         """Whether a test set may be scored by the other: the same, or the same without settings."""
