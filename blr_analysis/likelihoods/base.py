@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -184,7 +184,7 @@ def alike(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(alike, a, b))
     mine, theirs = _parts(a), _parts(b)
     plain = mine is None or theirs is None
-    return np.array_equal(a, b) if plain else alike(mine, theirs)
+    return np.array_equal(cast(Any, a), cast(Any, b)) if plain else alike(mine, theirs)
 
 
 def _parts(thing: Any) -> Any:
