@@ -108,6 +108,8 @@ def outcome(report: MergeReport) -> list[str]:
             f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrink:g}, "
             f"power {power:g}): residual {worst:.1g} at most, after {most} iterations at most"
         )
+        if tables := {k for p in plan.held for k in p.tables} & set(report.solves):
+            said.append(f"{some(sorted(tables))}: tied, and weighed by its use as a head alone")
     if report.gap_ratios:
         mean = sum(report.gap_ratios) / len(report.gap_ratios)
         said.append(
@@ -115,8 +117,6 @@ def outcome(report: MergeReport) -> list[str]:
             f"average (from {min(report.gap_ratios):.2g} to {max(report.gap_ratios):.2g})"
             + (BETTER if mean > WORSE else BALANCED if max(report.gap_ratios) > WORSE else "")
         )
-        if tables := {k for p in plan.held for k in p.tables} & set(report.solves):
-            said.append(f"{some(sorted(tables))}: tied, and weighed by its use as a head alone")
     if plan.method.uses_precisions:
         total = report.fallback_total
         share = f" ({total / entries:.2g} of all)" if total and entries else ""
