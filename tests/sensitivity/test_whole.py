@@ -90,6 +90,22 @@ def test_at_the_minimum_with_the_exact_hessian_unless_all_was_named(structure: s
         assert ("structure" in taken.note) == (structure != "full")
 
 
+def test_a_layer_without_a_hessian_is_taken_with_the_curvature_that_it_has() -> None:
+    """An EmbeddingBag cannot be differentiated twice."""
+    g = torch.Generator().manual_seed(0)
+    words, y = torch.randint(0, 9, (40, 3), generator=g), torch.randint(0, 2, (40,), generator=g)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(9, 2), nn.Linear(2, 2)).double().eval()
+    task = blr.Task(converged(model, words, y), (words, y))
+    found = blr.influence(
+        task, blr.fit_laplace(task, prior_precision=DELTA, **QUIET), task, **QUIET
+    )
+    full = blr.fit_laplace(task, structure="full", prior_precision=DELTA, **QUIET)
+    own = blr.influence(task, full, task, solver="posterior", **QUIET)
+    assert "Hessian" not in found.note and "curvature" in found.note
+    assert torch.equal(found.matrix, own.matrix)
+
+
 @pytest.fixture(scope="module")
 def stopped() -> nn.Module:
     """Trained for a few epochs of minibatches."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.backprop.tree import dot
-from blr_analysis.errors import BLRError
+from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
@@ -94,11 +95,11 @@ def _at_minimum(
     """With the Hessian, where that takes seconds and is positive, else the Gauss–Newton matrix."""
     size = sum(m.numel() for m in q.mean.values())
     if structure == "full" and q.n_data * size**2 <= HESSIAN:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), suppress(ModelError):  # a layer without one
             warnings.simplefilter("ignore")  # where it is not positive it is not taken
             hessian = fitted(structure, q.prior, curvature="exact")
-        if not hessian.record["floored"]:
-            return hessian, "of the exact Hessian"
+            if not hessian.record["floored"]:
+                return hessian, "of the exact Hessian"
     if q.structure == "full":
         return q, ""
     return fitted(structure, q.prior), "of the whole curvature"
