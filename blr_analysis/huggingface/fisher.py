@@ -220,6 +220,7 @@ def fisher(
             tensors = q.form.tensors()
             write = partial(write_factors, target, q, names=names, scale=n / len(encoded))
         write = write if leads else dict
+        adapted: dict[str, Any] = {"adapter": True} if adapter else {}
         write(
             definition=about,
             n_data=n,
@@ -236,7 +237,7 @@ def fisher(
             source="fisher",
             frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
             tied=_tied(loaded, names),
-            **({"adapter": True} if adapter else {}),
+            **adapted,
         )
         for sums in kept.values():
             sums.remove()
