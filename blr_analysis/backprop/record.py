@@ -53,7 +53,8 @@ class Unit:
 def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
     """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
 
-    ``ignore_index`` and weights of 0 take an example out of the mean that a loss is.
+    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
+    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
 
     >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
     tensor([False,  True])
@@ -61,8 +62,8 @@ def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
     some = torch.zeros(batch, dtype=torch.bool)
     for grad in grads:
         some = (grad != 0).reshape(batch, -1).any(1).to(some.device) | some
-        if bool(some.all()):
-            break
+        if bool(some.all()) or grad.numel() == batch:
+            return torch.ones_like(some)
     return some if bool(some.any()) else ~some
 
 

@@ -481,3 +481,35 @@ def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
     assert len([w for w in told if "ignore_index" in str(w.message)]) == 1
     alone = learned(x[ignored != -100], y[ignored != -100])
     torch.testing.assert_close(beside, alone, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [VOGN, NoisyKFAC])
+def test_examples_whose_only_logit_saturates_count(kind: type) -> None:
+    """Torch's gradient of them is exactly 0; softplus keeps what is left of it."""
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+    x[::3, 0] = 50.0
+
+    def learned(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        nn.init.ones_(model.weight)
+        given = {"lr": 0.01, "weight_decay": 1.0, "ess": 1e9, "beta2": 0.5}
+        given["generator"] = torch.Generator().manual_seed(1)
+        parts = (model.parameters(),) if kind is VOGN else (model,)
+        optimizer = kind(*parts, **given, **({"model": model} if kind is VOGN else {}))
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss(model(x)[:, 0]).backward()
+        optimizer.step()
+        q = (
+            blr.Posterior.from_optimizer(optimizer, model)
+            if kind is VOGN
+            else optimizer.posterior()
+        )
+        return torch.cat([q.precision(n).flatten() for n, _ in model.named_parameters()])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        exact = learned(lambda f: F.binary_cross_entropy_with_logits(f, torch.ones(12).double()))
+        known = learned(lambda f: F.softplus(-f).mean())
+    torch.testing.assert_close(exact, known, rtol=1e-9, atol=0.0)
