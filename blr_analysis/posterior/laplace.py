@@ -63,7 +63,7 @@ Columns = Callable[[Chunk], Tensor]
 def fit_laplace(
     task: Task,
     *,
-    structure: str | None = None,
+    structure: str = "kron",
     prior_precision: Given | Prior | str | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
@@ -85,9 +85,8 @@ def fit_laplace(
     Args:
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
-            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given). None:
-            "kron", but :func:`blr_analysis.influence` of a small model may take the whole curvature
-            instead, which it does not where both structure and δ are named.
+            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given). Where δ is
+            left out, :func:`blr_analysis.influence` of a small model takes the whole curvature.
         prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
             task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
@@ -139,7 +138,7 @@ def fit_laplace(
 def fit_kept(
     task: Task,
     *,
-    structure: str | None,
+    structure: str,
     prior_precision: Given | Prior | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
@@ -156,7 +155,6 @@ def fit_kept(
     """:func:`fit_laplace` whose sums over "inputs" of "gram", or "factors" and "values" of "kron",
     are kept meanwhile; how far the model is from its minimum is not measured then."""
     instance("task", task, Task, "a blr_analysis.Task")
-    left, structure = structure is None, structure or "kron"
     params = task.parameters()
     if expected is not None:
         instance("expected", expected, Posterior, "a blr_analysis.Posterior of these data")
@@ -165,9 +163,8 @@ def fit_kept(
             raise InputError(f'expected= averages the "ggn", not {curvature!r}')
         expected = expected.on(task)
         params = {n: expected.mean[n] for n in params}
-    retrieves = isinstance(prior_precision, str)
+    retrieves = isinstance(prior_precision, str) and prior_precision == RETRIEVAL
     if retrieves:
-        one_of("prior_precision", prior_precision, (RETRIEVAL,))
         fits = structure in ("diag", "kron") and curvature != "exact"
         if not (task.likelihood.is_sequence and fits):
             raise InputError('"retrieval" takes sequences, under structure "diag" or "kron"')
@@ -278,8 +275,8 @@ def fit_kept(
             "definition": "S = diag(prior_precision) + sum_i J_i^T E_q[Lambda_i] J_i",
         }
     record |= {"fingerprint": fingerprint(task, params)}
-    if left:
-        record |= {"structure_choice": "default"}
+    if prior_precision is not None:
+        record |= {"prior_named": True}
     q = Posterior(
         {n: p.clone() for n, p in params.items()},
         form,

@@ -113,7 +113,7 @@ def influence(
             ``fit_laplace(..., expected=first)``.
         solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but for a small model
             (up to 4,096 parameters) under one posterior of :func:`blr_analysis.fit_laplace`. At its
-            minimum, unless both structure and δ were named, it takes the exact Hessian, or else
+            minimum, unless δ was named, it takes the exact Hessian, or else
             the whole curvature; off it, where δ was found, the whole curvature, damped as far as
             training came, and errors averaged over it:
             :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with retraining;

@@ -1,5 +1,5 @@
 """The posterior that influence is taken under: of a small model, more than it was asked with,
-unless both structure and δ were named.
+unless δ was named.
 
 At the minimum of the objective, what a model becomes without an example is decided by the Hessian
 itself. Off it (minibatches, a fixed number of epochs) retraining does not go to the minimum but
@@ -41,7 +41,7 @@ from blr_analysis.task import Task
 
 HESSIAN = 6e9  # N·P²: up to here the exact Hessian takes seconds
 QUIET: dict[str, bool] = {"progress": False}
-ASKED = "at a minimum fit_laplace without structure= is nearer to retraining than as was asked"
+NEARER = "at a minimum structure='full' with curvature='exact' is nearer to retraining"
 
 
 def whole(task: Task, q: Posterior, memory_budget: int | None) -> tuple[Posterior, str]:
@@ -57,8 +57,8 @@ def whole(task: Task, q: Posterior, memory_budget: int | None) -> tuple[Posterio
     if stationarity(task, q).near:
         if structure is None:
             return q, ""
-        if not q.record.keys() & {"prior_choice", "structure_choice"}:
-            return q, f"{ASKED} (a {q.structure} one)" if q.structure in ("diag", "kron") else ""
+        if q.record.get("prior_named"):
+            return q, NEARER if q.structure in ("diag", "kron") else ""
         return _at_minimum(q, structure, fitted)
     if "prior_choice" not in q.record:
         return q, _short_of_rank(q)
