@@ -52,7 +52,7 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         error: an estimate of the mean of how far ``losses`` are from fitting again, by steps of the
             rule without each of a few examples, those of largest deviation among them (no bound);
             0 for conjugate models, infinite where steps do not come to rest, None where that
-            takes more than five seconds.
+            takes more than a second.
         note: what to know of them, in a line.
         table: one row per example. ``plot()`` draws one against the other.
     """
@@ -221,10 +221,11 @@ def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
     return SiteScores(losses=-before, deviation=before - after, note=getattr(fitted, "note", ""))
 
 
-SOON = 5.0  # seconds for the error of a leave-one-out
-TOL = 1e-6  # nats per example that steps may still have to go, to be at rest
+SOON, LATER = 1.0, 3.0  # seconds for the error of a leave-one-out, of influence
+TOL, ROUGH = 1e-6, 1e-4  # nats per example still to go, of steps at rest; where the rest is added
 STEPS, SECONDS, LIMIT = 10, 10.0, 2000  # at least so many, then so long, at most so many
 WINDOW = 3  # steps by which it is judged how fast they shrink
+CIRCLE = 1e-9  # by which the sizes of steps differ that go around for ever
 LARGEST, SPREAD = 4, 8  # training examples that are fitted again to see how far the others are
 
 
@@ -274,6 +275,7 @@ def _refitted(
     least: int = 1,
     limit: int = LIMIT,
     until: float = math.inf,
+    tol: float = TOL,
 ) -> tuple[Any, list[Tensor], int]:
     """q after steps of the rule toward fitting again, the losses of the last of them, how many.
 
@@ -285,9 +287,11 @@ def _refitted(
         path = [*path[-WINDOW:], -_seen(fitted.predictive(q, data), data)]
         if not taken or least == limit:
             continue
-        size, enough = _sizes(path)[-1], TOL * math.sqrt(path[-1].numel())
-        rests = taken >= WINDOW and size * _steps_left(path) <= enough
-        if rests or size <= _rounding(path) or (taken >= least and monotonic() > until):
+        sizes, enough = _sizes(path), tol * math.sqrt(path[-1].numel())
+        rests = taken >= WINDOW and sizes[-1] * _steps_left(path) <= enough
+        circles = taken >= WINDOW and max(sizes) - min(sizes) <= CIRCLE * min(sizes)
+        late = taken >= least and monotonic() > until
+        if rests or circles or sizes[-1] <= _rounding(path) or late:
             break
     return q, path, taken
 
@@ -325,7 +329,7 @@ def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInflu
     gaps, sizes = [], []
     ranks = matrix.double().nan_to_num().norm(dim=1)
     try:
-        for i, weight, path in _probes(fitted, test, ranks, least=STEPS, seconds=SECONDS):
+        for i, weight, path in _probes(fitted, test, ranks, least=STEPS, seconds=LATER):
             if len(path) == 1:
                 return SiteInfluence(matrix=matrix, error=None)
             again = (before + path[-1]).cpu()
@@ -352,7 +356,8 @@ def _probes(
     chosen += [(i, weight) for i in spread.tolist()]
     until = monotonic() + seconds
     for i, stands_for in chosen:
-        yield i, stands_for, _refitted(fitted, data, [i], least=least, until=until)[1]
+        path = _refitted(fitted, data, [i], least=least, until=until, tol=ROUGH)[1]
+        yield i, stands_for, path
 
 
 def _refuse(options: dict[str, Any]) -> None:

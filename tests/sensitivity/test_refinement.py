@@ -84,7 +84,7 @@ def retrained_network(model: nn.Module, x: Tensor, y: Tensor, delta: float) -> n
     """From these weights to the minimum of Σ (f − y)² and δ's penalty."""
     descent = torch.optim.LBFGS(
         model.parameters(),
-        max_iter=800,
+        max_iter=250,
         history_size=40,
         tolerance_grad=1e-9,
         tolerance_change=1e-15,

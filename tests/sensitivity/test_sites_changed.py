@@ -250,7 +250,7 @@ def test_influence_and_leave_one_out_say_how_exact_they_are(
 ) -> None:
     """Against fitting again without each, the gap is about what ``error`` says."""
     monkeypatch.setattr(sites, "SOON", 600.0)
-    monkeypatch.setattr(sites, "SECONDS", 600.0)
+    monkeypatch.setattr(sites, "LATER", 600.0)
     fitted, losses = fitted_without(name)
     found, wanted = (
         blr.influence(fitted, None, fitted.data),
