@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 
 import blr_analysis as blr
 from blr_analysis.audit import folder as folder_module
-from blr_analysis.audit import folder_for, investigate, show, summary, write, write_picture
-from blr_analysis.audit.summary import as_text
-from blr_analysis.cli import main, words
+from blr_analysis.audit import folder_for, investigate, summary, write, write_picture
+from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.script import load_tasks
 from blr_analysis.cli.selectors import selected
 from blr_analysis.errors import BLRError, InputError, StorageError
+from blr_analysis.terminal import as_text, show
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
@@ -675,8 +675,7 @@ def _interrupt() -> None:
 # A shell lets its background jobs ignore Ctrl-C, and what they start as well.
 PROGRAM = """import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from blr_analysis.cli import main, words
-from blr_analysis.cli.commands import app
+from blr_analysis.cli import main
 sys.exit(main())"""
 
 
@@ -752,15 +751,15 @@ def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_of_the_help_is_a_command_line(here: Path) -> None:
     """Every option is known and takes its value; every selection finds examples."""
-    pages = [page for page in vars(words).values() if isinstance(page, str)]
+    program = typer.main.get_command(app)
+    pages = [program.help, *(command.help for command in program.commands.values())]
     lines = {line.strip() for page in pages for line in page.split("\n") if line.startswith("  ")}
     examples = [line for line in lines if line.startswith("blr-analysis ") and line[-1] != "."]
     assert len(examples) >= 25
-    commands = typer.main.get_command(app).commands
     task, _, q = inputs()
     for example in examples:
         name, *rest = shlex.split(example)[1:]
-        given = commands[name].make_context(name, rest).params
+        given = program.commands[name].make_context(name, rest).params
         for text in given.get("remove") or ():
             assert selected([text.replace("target=3", "target=1")], task, q).any(), example
 

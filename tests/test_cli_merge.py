@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import blr_analysis as blr
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.sizes import read_size
+from blr_analysis.cli.options import read_size
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, fingerprint
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD, MergePlan

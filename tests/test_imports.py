@@ -25,6 +25,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"terminal"},
     {"sharded"},
     {"likelihoods", "files"},
     {"data", "estimators"},

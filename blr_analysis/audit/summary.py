@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from rich.console import Group, RenderableType
 from torch import Tensor
 
 from blr_analysis.audit.findings import (
@@ -28,7 +23,6 @@ from blr_analysis.audit.findings import (
 )
 from blr_analysis.audit.pictures import plain
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
-from blr_analysis.checks import printable
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.posterior import Posterior
@@ -36,6 +30,7 @@ from blr_analysis.posterior.stationarity import caveat_of, stationarity
 from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut, WhatIf
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.task import Task
+from blr_analysis.terminal import grid, note, section
 
 SHOWN = 8  # examples in each list
 MOST_ROWS = 20
@@ -350,57 +345,10 @@ def has_classes(result: WhatIf) -> bool:
     return result.accuracy is not None and (targets.ndim == 1 or targets.shape[-1] == 1)
 
 
-def section(title: str, lead: str, *parts: RenderableType) -> RenderableType:
-    """A heading, a sentence, and what belongs to them."""
-    head = Text(title, style="bold")
-    return Padding(Group(head, Text(lead), *parts), (1, 0, 0, 0))
-
-
 def files_section(folder: Path, files: Iterable[Path]) -> RenderableType:
     """What was written, by name."""
     names = ", ".join(dict.fromkeys(path.name for path in files))
     return section("Written", f"{folder}: {names}")
-
-
-def note(text: str) -> RenderableType:
-    return Text(text, style="italic")
-
-
-def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
-    """A table without frame; words to the left, numbers to the right."""
-    table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-        header_style="dim",
-    )
-    cells = {name: [str(v) for v in values] for name, values in columns.items()}
-    for name, values in cells.items():
-        words = any(v[:1].isalpha() for v in values)
-        table.add_column(name, justify="left" if words else "right", overflow="fold")
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*(Text(cell) for cell in row))
-    return table
-
-
-def show(part: RenderableType, console: Console) -> None:
-    """Print a section; lines keep no trailing blanks, so that a pipe gets plain text."""
-    if console.is_terminal and console.encoding.startswith("utf"):
-        console.print(part)
-        return
-    text = as_text(part, console.width)
-    if not console.encoding.startswith("utf"):
-        text = text.replace("─", "-")
-    console.file.write(text)
-
-
-def as_text(part: RenderableType, width: int = 100) -> str:
-    """The section as plain text."""
-    paper = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
-    paper.print(part)
-    text = paper.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(printable(line.rstrip()) for line in text.splitlines()) + "\n"
 
 
 def _answers(table: pd.DataFrame) -> dict[str, Iterable[Any]]:

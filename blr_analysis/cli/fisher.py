@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blr_analysis.cli.options import DryRun, Teller, paper, show_forecast
+from blr_analysis.cli.options import DryRun, read_size, show_forecast
+from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from blr_analysis.huggingface.fisher import FisherResult
 
 
@@ -136,10 +135,28 @@ def fisher(
     ] = "256MiB",
     dry_run: DryRun = False,
 ) -> None:
-    """Load, pass over the data once, write."""
+    """The precision of a fine-tuned model, from its data: what a merge weighs it by.
+
+    MODEL is a folder as save_pretrained leaves it, with a sequence classifier or a causal language
+    model; DATA is what it was fine-tuned on:
+
+      blr-analysis fisher ./ft1 train.csv
+      blr-analysis fisher ./ft1 train.jsonl --text premise --text hypothesis
+      blr-analysis fisher ./ft1 train.parquet --examples 2000 --samples 4
+      blr-analysis fisher ./ft1 train.csv --kind emp --label sentiment
+      blr-analysis fisher ./llm corpus.txt --max-length 256 --out PRECISION
+
+    Writes MODEL/precision, which blr-analysis merge finds there: for every weight the sum over all
+    examples of its squared gradients, each example by itself. With --kind mc, the Fisher, labels
+    are drawn from the model's own predictions, so that DATA needs none; --kind ggn is the same
+    without the noise of drawing, for classifiers with few labels; --kind emp takes the labels of
+    DATA. --kind squared-minibatch squares the mean gradient of B examples (--batch-size), as
+    published scripts do: its expectation is not the Fisher, and its size depends on B.
+
+    Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
+    """
     import torch
 
-    from blr_analysis.cli.sizes import read_size
     from blr_analysis.huggingface.fisher import fisher as compute
     from blr_analysis.huggingface.fisher import fisher_cost
 
@@ -172,30 +189,28 @@ def fisher(
         dtype=torch.bfloat16 if dtype is StoredDtype.bfloat16 else None,
     )
     say("done")
-    show_result(result, paper())
+    show_result(result)
 
 
-def show_result(result: FisherResult, console: Console) -> None:
+def show_result(result: FisherResult) -> None:
     """What was computed and where it lies, a line each."""
     used = "" if result.examples == result.n_data else f" ({result.examples:,} used, scaled)"
-    rows = {
-        "kind": result.kind,
-        "tensors": f"{result.tensors:,}",
-        "parameters": f"{result.parameters:,}, {result.zeros:.1%} of them exactly 0",
-        "n_data": f"{result.n_data:,}{used}",
-        "seconds": f"{result.seconds:.1f}",
-        "written": str(result.folder),
-        "next": "blr-analysis merge recipe.yml OUT",
-    }
     if result.truncated:
-        cut = f"{result.truncated:,} texts were cut to {result.max_length} tokens (--max-length)"
-        rows["n_data"] += f"; {cut}"
-    width = max(map(len, rows)) + 2
-    for name, value in rows.items():
-        console.print(f"{name:<{width}}{value}", soft_wrap=True)
+        most = f"{result.max_length} tokens (--max-length)"
+        used += f"; {result.truncated:,} texts were cut to {most}"
+    pairs(
+        {
+            "kind": result.kind,
+            "tensors": f"{result.tensors:,}",
+            "parameters": f"{result.parameters:,}, {result.zeros:.1%} of them exactly 0",
+            "n_data": f"{result.n_data:,}{used}",
+            "seconds": f"{result.seconds:.1f}",
+            "written": result.folder,
+            "next": "blr-analysis merge recipe.yml OUT",
+        }
+    )
     if result.kind == "squared_minibatch":
-        console.print(
+        typer.echo(
             "\nsquared_minibatch is not the Fisher: its size depends on the batch size. --kind mc "
-            "is one, by example.",
-            soft_wrap=True,
+            "is one, by example."
         )

@@ -20,17 +20,16 @@ from blr_analysis.cli.options import (
     PosteriorFile,
     PriorPrecision,
     TaskOrModel,
-    Teller,
     TextColumn,
     TextOptions,
     Way,
     checked,
-    paper,
     say_cut,
     show_forecast,
     tasks_of,
 )
 from blr_analysis.errors import InputError
+from blr_analysis.terminal import Teller, pairs, paper, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     import pandas as pd
@@ -58,8 +57,29 @@ def index(
     max_length: Length = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Fit a posterior, pass over the data once, write. Of texts, --prior-precision is "retrieval"
-    unless it is given."""
+    """An index of what a model was trained on: asked later without another pass.
+
+    Of your own task; FILE is what posterior.save(FILE) wrote after training:
+
+      blr-analysis index train.py:make_task -p FILE --out INDEX
+      blr-analysis index train.py:make_task --fit kron --out INDEX
+
+    Or of a causal language model. MODEL is a folder as save_pretrained leaves it, or a LoRA adapter
+    on its base; DATA has a text per row, a prompt and an answer, or messages; of the last two the
+    answers alone count:
+
+      blr-analysis index ./llm train.jsonl --out INDEX
+      blr-analysis index ./adapter chats.parquet --out INDEX --max-length 512
+      blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
+
+    Of these a Kronecker posterior is fitted without -p: labels drawn from the model, both factors
+    of every layer but the vocabulary's; --prior-precision is retrieval unless you give another. A
+    diagonal one (--fit diag) takes less time and memory, and is weak for influence.
+
+    Kept of every example: its gradient in the leading directions of the posterior, K numbers. How
+    far their influence is from the exact one is measured and said. A run that was killed goes on
+    where it was.
+    """
     from blr_analysis import ranks
     from blr_analysis.files import drafted
     from blr_analysis.sensitivity import Index
@@ -85,16 +105,17 @@ def index(
         draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
     say("done")
     _say_rough(say, built)
-    console = paper()
-    for name, value in {
-        "sequences" if texts else "examples": f"{built.n_data:,}",
-        "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
-        "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
-        f"{built.error.spearman:.3f}",
-        "written": str(out),
-        "next": f"blr-analysis query {out} " + ("QUESTIONS.jsonl" if texts else "SCRIPT.py:TASK"),
-    }.items():
-        console.print(f"{name:<11}{value}", soft_wrap=True)
+    pairs(
+        {
+            "sequences" if texts else "examples": f"{built.n_data:,}",
+            "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
+            "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
+            f"{built.error.spearman:.3f}",
+            "written": out,
+            "next": f"blr-analysis query {out} "
+            + ("QUESTIONS.jsonl" if texts else "SCRIPT.py:TASK"),
+        }
+    )
 
 
 def query(
@@ -138,7 +159,24 @@ def query(
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the table here.")
     ] = None,
 ) -> None:
-    """The training examples that matter most to each question."""
+    """Which training examples a model's answers rest on.
+
+    Of a script's task, whose index knows where the training task is:
+
+      blr-analysis query INDEX train.py:make_test --top 20
+      blr-analysis query INDEX train.py:make_test --out DIR --refine 50
+
+    Of a language model:
+
+      blr-analysis query INDEX questions.jsonl --top 20
+      blr-analysis query INDEX questions.jsonl --out DIR --tokens
+      blr-analysis query INDEX questions.jsonl --refine 50
+
+    A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
+    the loss of the question would rise most, by how many nats, to first order; with --out, the
+    table sources names their metadata too. --tokens writes how much of that each token of these
+    texts makes up; it and --refine read the training data again, where the index was told they are.
+    """
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
@@ -204,7 +242,7 @@ def _query_task(
     out: Path | None,
 ) -> None:
     """The questions of a script's task, to an index of another's."""
-    from blr_analysis.audit.summary import show, sources_section
+    from blr_analysis.audit.summary import sources_section
     from blr_analysis.cli.script import load_tasks
     from blr_analysis.sensitivity import Index, TopInfluence
     from blr_analysis.sensitivity.influence.results import Pairs
@@ -220,7 +258,7 @@ def _query_task(
     # Labels and predictions come with the pairs.
     pairs = Pairs(trained, opened.posterior, asked, quantity=matches.quantity)
     sources = _sources(TopInfluence(**vars(matches), pairs=pairs), out)
-    show(sources_section(sources), paper())
+    show(sources_section(sources))
 
 
 def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool) -> Matches:

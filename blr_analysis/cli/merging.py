@@ -3,19 +3,18 @@ inside of it, so that no other pays for it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blr_analysis.cli.options import Teller, paper
+from blr_analysis.cli.options import read_size
+from blr_analysis.terminal import Teller, grid, pairs, show
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from blr_analysis.merging.auto import Choice
+    from blr_analysis.merging.fates import Item
     from blr_analysis.merging.folders import MergeReport
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
@@ -81,11 +80,32 @@ def merge(
         ),
     ] = False,
 ) -> None:
-    """Read, check, merge, report."""
+    """Merge fine-tuned models into one, each weight as far as each model is sure of it.
+
+    The recipe is YAML, as mergekit writes it:
+
+      merge_method: gradient_matching   # fisher | task_arithmetic | linear
+      base_model: ./base                # paths start at the recipe's folder
+      models:
+        - model: ./ft1                  # its precision: ./ft1/precision
+          parameters: {weight: 1.0}     # a number, [0.2, 0.8] over the layers,
+        - model: ./ft2                  # or [{filter: mlp, value: 0.5}, ...]
+      parameters: {delta: 1.0e-8, missing_precision: error}  # base | zero
+      out_dtype: bfloat16
+
+    Look first, then merge:
+
+      blr-analysis merge recipe.yml --dry-run
+      blr-analysis merge recipe.yml OUT --max-memory 1GB
+
+    Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
+    weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
+    and the fate of every tensor (merge_report.csv, merge_report.json). The recipes that mergekit
+    has for linear and task_arithmetic run unchanged.
+    """
     from dataclasses import replace
     from functools import partial
 
-    from blr_analysis.cli.sizes import read_size
     from blr_analysis.errors import InputError
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
@@ -96,7 +116,7 @@ def merge(
     if out is None and not dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
     memory, shard = read_size("--max-memory", max_memory), read_size("--shard-size", shard_size)
-    console, say = paper(), Teller()
+    say = Teller()
     if out is not None:
         check_free(out.expanduser())
     parsed = read_recipe(recipe)
@@ -108,7 +128,10 @@ def merge(
     if parsed.auto:
         job, choice = _chosen(job, validate or [], say)
         say(f"auto: {choice!r}")
-        _print(console, "Tried", ("merge", choice.by), _tried(choice))
+        by = sorted(choice.points, key=lambda point: point.nll)
+        values = [p.accuracy if choice.by == "accuracy" else p.nll for p in by]
+        tried = {"merge": [p.method for p in by], choice.by: [f"{value:.4g}" for value in values]}
+        _show("Tried", tried)
     parsed = replace(parsed, job=job)
     write: Callable[..., MergeReport]
     plan: MergePlan
@@ -127,20 +150,18 @@ def merge(
     if out is not None:
         check_room(out.expanduser(), plan.bytes_written)
     if dry_run or out is None:
-        show_plan(plan, parsed, console, tensors=tensors)
+        show_plan(plan, parsed, tensors=tensors)
         return
     say(f"merging {len(plan.parts)} models by {plan.method.name}")
     report = write(out, documents=lambda report: documents(report, parsed))
     say("done")
-    show_report(report, console, tensors=tensors)
+    show_report(report, tensors=tensors)
     if verify:
         from blr_analysis.merging.stream import verify as merge_again
 
         say("merging once more, to compare")
         digest = merge_again(report.plan, report.folder)
-        console.print(
-            f"verified: every number is as it was merged; sha256 {digest}", soft_wrap=True
-        )
+        typer.echo(f"verified: every number is as it was merged; sha256 {digest}")
 
 
 def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
@@ -153,119 +174,84 @@ def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choic
     return chosen_job(job, tasks or None)
 
 
-def _tried(choice: Choice) -> list[tuple[str, str]]:
-    points = sorted(choice.points, key=lambda p: p.nll)
-    return [(p.method, f"{p.accuracy if choice.by == 'accuracy' else p.nll:.4g}") for p in points]
-
-
-def show_plan(plan: MergePlan, recipe: Recipe, console: Console, *, tensors: bool) -> None:
+def show_plan(plan: MergePlan, recipe: Recipe, *, tensors: bool) -> None:
     """What would be done."""
     from blr_analysis.merging.card import shown, size
 
     job = recipe.job
-    rows = [("method", f"{plan.method.name}: {plan.method.formula}")]
+    rows = {"method": f"{plan.method.name}: {plan.method.formula}"}
     if job.base is not None:
-        rows.append(("base", str(job.base)))
+        rows["base"] = str(job.base)
     if plan.base_precision is not None:
-        rows.append(("base precision", plan.base_precision.name))
+        rows["base precision"] = plan.base_precision.name
     if plan.method.uses_base_precision:
-        rows.append(("delta", f"{plan.delta:g}"))
+        rows["delta"] = f"{plan.delta:g}"
     if job.scale != 1:
-        rows.append(("lambda", repr(job.scale)))
-    rows += [
-        ("to read", size(plan.bytes_read)),
-        ("to write", size(plan.bytes_written)),
-        ("memory", f"{size(plan.memory)} of buffers at most, {plan.workers} threads"),
-    ]
-    _print(console, "", ("", ""), rows)
-    models = [
-        (shown(m.model), repr(m.weight), "" if m.precision is None else shown(m.precision))
-        for m in job.members
-    ]
-    head = ("model", "weight", "precision")
-    uses = plan.method.uses_precisions
-    _print(console, "Models", head[: 2 + uses], [row[: 2 + uses] for row in models])
-    _show_fates(plan, console)
+        rows["lambda"] = repr(job.scale)
+    rows["to read"], rows["to write"] = size(plan.bytes_read), size(plan.bytes_written)
+    rows["memory"] = f"{size(plan.memory)} of buffers at most, {plan.workers} threads"
+    pairs(rows)
+    models = {
+        "model": [shown(m.model) for m in job.members],
+        "weight": [repr(m.weight) for m in job.members],
+    }
+    if plan.method.uses_precisions:
+        stored = [m.precision for m in job.members]
+        models["precision"] = ["" if place is None else shown(place) for place in stored]
+    _show("Models", models)
+    _show_fates(plan)
     if tensors:
-        _show_tensors(plan, {}, console)
-    console.print("\nNothing was written (--dry-run).")
+        _show_tensors(plan, {})
+    typer.echo("\nNothing was written (--dry-run).")
 
 
-def show_report(report: MergeReport, console: Console, *, tensors: bool) -> None:
+def show_report(report: MergeReport, *, tensors: bool) -> None:
     """What was done."""
     from blr_analysis.merging.card import outcome
 
     for sentence in outcome(report):
-        console.print(sentence, soft_wrap=True)
+        typer.echo(sentence)
     if tensors:
-        _show_tensors(report.plan, report.fallback, console)
+        _show_tensors(report.plan, report.fallback)
     beside = "a card, the recipe and the report beside them"
-    console.print(
-        f"written to {report.folder}: {', '.join(report.shards)}, and {beside}", soft_wrap=True
-    )
+    typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
 
 
-def _show_fates(plan: MergePlan, console: Console) -> None:
+def _show_fates(plan: MergePlan) -> None:
     from blr_analysis.merging.card import size
 
-    groups: Counter[tuple[str, str, str]] = Counter()
-    numbers: Counter[tuple[str, str, str]] = Counter()
-    written: Counter[tuple[str, str, str]] = Counter()
+    groups: dict[tuple[str, str, str], list[Item]] = {}
     for item in plan.items:
         key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
-        groups[key] += 1
-        numbers[key] += item.spec.numel
-        written[key] += plan.bytes_for(item)
-    rows = [
-        (key[0], f"{groups[key]:,}", f"{numbers[key]:,}", key[1], size(written[key]), key[2])
-        for key in groups
-    ]
-    head = ("fate", "tensors", "numbers", "dtype", "to write", "note")
-    _print(console, "Tensors", head, rows)
+        groups.setdefault(key, []).append(item)
+    columns = {
+        "fate": [fate for fate, _, _ in groups],
+        "tensors": [f"{len(items):,}" for items in groups.values()],
+        "numbers": [f"{sum(i.spec.numel for i in items):,}" for items in groups.values()],
+        "dtype": [dtype for _, dtype, _ in groups],
+        "to write": [size(sum(map(plan.bytes_for, items))) for items in groups.values()],
+        "note": [note for _, _, note in groups],
+    }
+    _show("Tensors", columns)
 
 
-def _show_tensors(plan: MergePlan, fallback: Mapping[str, int], console: Console) -> None:
-    rows = [
-        (
-            item.name,
-            item.fate,
-            "x".join(map(str, item.spec.shape)),
-            str(item.spec.dtype).removeprefix("torch."),
-            " ".join(f"{weight:.4g}" for weight in item.weights),
-            f"{fallback[item.name]:,}" if item.name in fallback else "",
-            item.note,
-        )
-        for item in plan.items
-    ]
-    head = ["tensor", "fate", "shape", "dtype", "weights", "by task arithmetic", "note"]
-    kept = [k for k, name in enumerate(head) if k < 5 or any(row[k] for row in rows)]
-    cut = [[row[k] for k in kept] for row in rows]
-    _print(console, "Every tensor", [head[k] for k in kept], cut)
+def _show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
+    columns = {
+        "tensor": [item.name for item in plan.items],
+        "fate": [item.fate for item in plan.items],
+        "shape": ["x".join(map(str, item.spec.shape)) for item in plan.items],
+        "dtype": [str(item.spec.dtype).removeprefix("torch.") for item in plan.items],
+        "weights": [" ".join(f"{weight:.4g}" for weight in item.weights) for item in plan.items],
+        "by task arithmetic": [
+            f"{fallback[item.name]:,}" if item.name in fallback else "" for item in plan.items
+        ],
+        "note": [item.note for item in plan.items],
+    }
+    _show("Every tensor", {name: cells for name, cells in columns.items() if any(cells)})
 
 
-def _print(
-    console: Console, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]
-) -> None:
-    """A table without frame; a pipe gets plain text, and nothing in it is taken for markup."""
-    from rich import box
-    from rich.table import Table
+def _show(title: str, columns: Mapping[str, Sequence[str]]) -> None:
+    from rich.console import Group
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE if any(head) else None, pad_edge=False, header_style="dim")
-    table.show_edge, table.show_header = False, any(head)
-    for name in head:
-        right = name in ("tensors", "numbers", "to write", "by task arithmetic")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    if title:
-        console.print(Text(f"\n{title}", style="bold"))
-    if console.is_terminal and console.encoding.startswith("utf"):
-        console.print(table)
-        return
-    lines = console.render_lines(table, pad=False)
-    for line in lines:
-        text = "".join(segment.text for segment in line).rstrip()
-        console.file.write(
-            (text if console.encoding.startswith("utf") else text.replace("─", "-")) + "\n"
-        )
+    show(Group(Text(f"\n{title}", style="bold"), grid(columns)))

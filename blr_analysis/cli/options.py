@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from tqdm import tqdm
 
 from blr_analysis.errors import InputError
+from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from torch import Tensor
@@ -83,6 +82,11 @@ Fit = Annotated[
     ),
 ]
 RETRIEVAL = "retrieval"
+# A size: 500MB, 1GiB, 2e9.
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}{b}": 1000**n for n, letter in enumerate("KMGT", 1) for b in ("", "B")}
+UNITS |= {f"{letter}I{b}": 1024**n for n, letter in enumerate("KMGT", 1) for b in ("", "B")}
+NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def _precision(text: str) -> float | str:
@@ -151,26 +155,6 @@ Out = Annotated[
 ]
 
 
-class Teller:
-    """Says on standard error what begins, and when; standard output is for what was found."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        tqdm.write(f"{self.elapsed:6.1f} s  {text}", file=sys.stderr)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
-
-
-def paper() -> Console:
-    """Standard output: as wide as the terminal, plain text where it is none."""
-    return Console(highlight=False, markup=False)
-
-
 @dataclass(frozen=True)
 class Way:
     """The options that lead to a posterior: one that was saved, or one to fit."""
@@ -232,6 +216,23 @@ class Way:
             if choice := q.record.get("prior_choice"):
                 say(f"prior precision {in_words(choice)}")
         return q if self.calibrate is None else _in_scale(task, q, self.calibrate, say)
+
+
+def read_size(option: str, text: str) -> int:
+    """Bytes, at least 1.
+
+    Raises:
+        InputError: no size, named by the option.
+
+    >>> read_size("--max-memory", "1.5GB"), read_size("--max-memory", "2 MiB")
+    (1500000000, 2097152)
+    """
+    match = NUMBER.fullmatch(text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    count = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= count < 2**63 or not math.isfinite(count):
+        raise InputError(f"{option} must be a size such as 500MB, 1GB or 1GiB, got {text!r}")
+    return int(count)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -377,15 +378,15 @@ def audit_forecast(task: str, way: Way, texts: TextOptions | None) -> Forecast:
 
 def show_forecast(cost: Forecast) -> None:
     """Passes, time, memory and disk, a line each."""
-    console = paper()
     hours, rest = divmod(round(cost.seconds), 3600)
-    for name, value in {
-        "passes": f"{cost.passes:.2f} over the data",
-        "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
-        "memory": f"about {cost.memory / 2**30:.1f} GiB",
-        "disk": f"{cost.disk / 2**20:,.1f} MiB",
-    }.items():
-        console.print(f"{name:<11}{value}", soft_wrap=True)
+    pairs(
+        {
+            "passes": f"{cost.passes:.2f} over the data",
+            "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
+            "memory": f"about {cost.memory / 2**30:.1f} GiB",
+            "disk": f"{cost.disk / 2**20:,.1f} MiB",
+        }
+    )
 
 
 def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:

@@ -18,14 +18,12 @@ from blr_analysis.audit import (
     files_section,
     folder_for,
     investigate,
-    show,
     summary,
     write,
     write_picture,
     write_text,
 )
 from blr_analysis.audit.pictures import figure_of
-from blr_analysis.audit.summary import as_text, grid, note, section
 from blr_analysis.demo.removals import IVON_DIAGONAL, ClassRemovals, remove_each_class
 from blr_analysis.demo.training import RECIPE, Digits, TrainingRecipe, load, train
 from blr_analysis.errors import InitialPrecisionWarning
@@ -36,6 +34,7 @@ from blr_analysis.report import write_report
 from blr_analysis.sensitivity import Monitor
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
+from blr_analysis.terminal import as_text, grid, note, section, show
 
 FOLDER = "blr-demo"
 ABOUT_LOO = (
