@@ -50,7 +50,7 @@ from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
-from blr_analysis.sharded import whole_model
+from blr_analysis.ranks import whole_model
 
 HALF = (torch.bfloat16, torch.float16)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -28,8 +28,8 @@ from blr_analysis.files import storage
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.posterior import write_captured
 from blr_analysis.posterior.capture import from_optimizer
+from blr_analysis.ranks import whole
 from blr_analysis.sensitivity.influence import index as indexing
-from blr_analysis.sharded import whole
 
 checkpoint: Any = dcp  # whose names torch does not declare
 N = 23  # which neither two nor four divide

@@ -26,7 +26,6 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
     {"terminal"},
-    {"sharded"},
     {"likelihoods", "files"},
     {"data", "estimators"},
     {"task"},

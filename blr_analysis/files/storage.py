@@ -41,7 +41,7 @@ from blr_analysis.files.placing import drafted
 from blr_analysis.files.records import FORMAT, VERSION, checked, encode
 from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
-from blr_analysis.sharded import is_sharded
+from blr_analysis.ranks import is_sharded
 
 STEM = "precision"
 INDEX_FILE = f"{STEM}.safetensors.index.json"

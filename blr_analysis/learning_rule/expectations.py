@@ -91,7 +91,7 @@ def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Value], nodes: int 
 
     For one weight, or for a function that treats each weight by itself: ``f`` is called with
     every weight at the k-th node of its own marginal. Of smooth functions of one number however
-    wide q is, :func:`~blr_analysis.learning_rule.quadrature.expected` is the expectation.
+    wide q is, ``inference.scalar_likelihoods.expected`` is the expectation.
 
     Raises:
         InputError: q is no Gaussian with one variance for each weight.

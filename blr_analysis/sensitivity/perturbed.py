@@ -14,8 +14,8 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.ranks import divided, held_as
 from blr_analysis.sensitivity.minimise import AcceptedMove
-from blr_analysis.sharded import divided, held_as
 from blr_analysis.task import unwrapped
 from blr_analysis.views import Plottable, make_table
 

@@ -15,16 +15,18 @@ from scipy.special import expit, gammaln, log_ndtr, ndtr
 from scipy.stats import norm
 from torch import Tensor
 
-from blr_analysis.learning_rule import quadrature
 from blr_analysis.learning_rule.families import DiagonalGaussian
+from blr_analysis.learning_rule.inference import scalar_likelihoods as quadrature
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
+    Inaccurate,
     ScalarLikelihood,
+    expected,
     expected_log_prob,
     expected_mean,
+    log_expected,
     log_predictive,
     scalar_likelihood,
 )
-from blr_analysis.learning_rule.quadrature import Inaccurate, expected, log_expected
 from blr_analysis.likelihoods import Gaussian
 
 Oracle = Callable[[float, Any], Any]

@@ -1,4 +1,4 @@
-"""Gamma and inverse-Gamma distributions, elementwise."""
+"""Gamma, inverse-Gamma and Normal–Gamma distributions, elementwise, and (Normal–)Wishart ones."""
 
 from __future__ import annotations
 
@@ -17,18 +17,28 @@ from blr_analysis.learning_rule.families.domain import (
     expectation_inside,
     finite,
     points,
+    positive_definite,
+    same_dtype,
     same_shape,
 )
-from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many
+from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
 from blr_analysis.learning_rule.families.special import (
     HALF_LOG_2PI,
+    LOG_2PI,
+    compare,
     digamma,
+    inverse,
     invert_excess_logarithm,
     lgamma,
     lgamma_divergence,
     log_minus_digamma,
     log_ratio,
+    logdet,
+    multivariate_digamma,
+    multivariate_lgamma,
+    outer,
     stirling_remainder,
+    symmetric,
 )
 
 
@@ -191,3 +201,334 @@ def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tens
     )
     shape = invert_excess_logarithm(excess)
     return shape, shape / mean
+
+
+@dataclass(frozen=True, eq=False)
+class NormalGamma(ExponentialFamily):
+    """Mean x and precision τ of a normal distribution: x | τ ~ N(m, 1/(κτ)), τ ~ Gamma(a, b).
+
+    θ is a dictionary with ``mean`` and ``precision``. T(θ) = (τx, τx², τ, log τ), h = 1 and
+    λ = (κm, −κ/2, −b − κm²/2, a − ½). An observation y adds (y, −½, −y²/2, ½) to λ.
+
+    Attributes:
+        mean: m ``[...]``.
+        kappa: κ > 0, ``[...]``: how many observations the mean is worth.
+        shape: a > 0, ``[...]``.
+        rate: b > 0, ``[...]``.
+
+    Raises:
+        InputError: a parameter outside of its domain, or of another shape.
+
+    Example:
+        >>> zero, one = torch.tensor(0.0), torch.tensor(1.0)
+        >>> q = NormalGamma(zero, one, one, one)
+        >>> y = torch.tensor(2.0)
+        >>> site = {"shift": y, "square": -one / 2, "linear": -y**2 / 2, "log": one / 2}
+        >>> from blr_analysis.learning_rule.families.base import add
+        >>> posterior = q.with_natural(add(q.natural, site))
+        >>> posterior.mean, posterior.kappa, posterior.shape, posterior.rate
+        (tensor(1.), tensor(2.), tensor(1.5000), tensor(2.))
+    """
+
+    mean: Tensor
+    kappa: Tensor
+    shape: Tensor
+    rate: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"shift": 0, "square": 0, "linear": 0, "log": 0}
+
+    def __post_init__(self) -> None:
+        finite("mean", self.mean)
+        for name in ("kappa", "shape", "rate"):
+            above(name, getattr(self, name))
+        same_shape(mean=self.mean, kappa=self.kappa, shape=self.shape, rate=self.rate)
+
+    @property
+    def _gamma(self) -> Gamma:
+        """The marginal of τ."""
+        return Gamma(self.shape, self.rate)
+
+    @property
+    def natural(self) -> Natural:
+        pull = self.kappa * self.mean
+        return {
+            "shift": pull,
+            "square": -0.5 * self.kappa,
+            "linear": -self.rate - 0.5 * pull * self.mean,
+            "log": self.shape - 0.5,
+        }
+
+    @property
+    def expectation(self) -> Natural:
+        of_precision = self._gamma.expectation
+        shift = of_precision["linear"] * self.mean
+        square = 1 / self.kappa + of_precision["linear"] * self.mean.square()
+        return {"shift": shift, "square": square, **of_precision}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        kappa = -2 * natural["square"]
+        above("kappa", kappa)
+        mean = natural["shift"] / kappa
+        rate = -natural["linear"] - 0.5 * kappa * mean.square()
+        return type(self)(mean, kappa, natural["log"] + 0.5, rate)
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        precision = expectation["linear"]
+        shape, rate = shape_and_rate("NormalGamma", expectation["log"], precision)
+        mean = expectation["shift"] / precision
+        spread = expectation["square"] - mean * expectation["shift"]
+        expectation_inside("NormalGamma", spread > 0, "E[τx²] lies above E[τx]² / E[τ]")
+        return type(self)(mean, 1 / spread, shape, rate)
+
+    def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
+        self._check_point(theta, ("mean", "precision"))
+        x, tau = theta["mean"], theta["precision"]
+        points(x, self.mean, 0, "mean")
+        points(tau, self.mean, 0, "precision")
+        above("precisions", tau, advice="")
+        return {"shift": tau * x, "square": tau * x.square(), "linear": tau, "log": tau.log()}
+
+    def log_partition(self) -> Tensor:
+        return self._gamma.log_partition() + 0.5 * (LOG_2PI - self.kappa.log())
+
+    def entropy(self) -> Tensor:
+        # of the Gamma, and of a normal distribution of precision κτ on average over τ
+        log_precision = self.kappa.log() + self.expectation["log"]
+        return self._gamma.entropy() + 0.5 * (LOG_2PI + 1 - log_precision)
+
+    def _kl(self, other: Self) -> Tensor:
+        ratio = (other.kappa - self.kappa) / self.kappa
+        gap = other.kappa * self.shape / self.rate * (self.mean - other.mean).square()
+        of_mean = 0.5 * (ratio - log_ratio(other.kappa, self.kappa) + gap)
+        return self._gamma.kl(other._gamma) + of_mean
+
+    def expected_point(self) -> dict[str, Tensor]:
+        """``{"mean": m, "precision": a / b}``; m is the centre of x where x has no mean, a ≤ ½."""
+        return {"mean": self.mean, "precision": self.shape / self.rate}
+
+    def sample(
+        self, n: int | None = None, *, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """``{"mean": x, "precision": τ}``, each ``[n, ...]``."""
+        tau = self._gamma.sample(n, generator=generator)
+        noise = normal(many(self.mean, n), generator)
+        return {"mean": self.mean + noise / (self.kappa * tau).sqrt(), "precision": tau}
+
+
+@dataclass(frozen=True, eq=False)
+class Wishart(ExponentialFamily):
+    """Wishart(V, ν) on p×p precision matrices θ: λ = ((ν − p − 1)/2, −½V⁻¹), h = 1.
+
+    T(θ) = (log|θ|, θ) and μ = (ψ_p(ν/2) + p log 2 + log|V|, νV).
+
+    Attributes:
+        dof: ν > p − 1, ``[...]``.
+        rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
+
+    Raises:
+        InputError: a parameter outside of its domain, or of a shape that does not fit.
+
+    Example:
+        >>> q = Wishart(torch.tensor(4.0), torch.diag(torch.tensor([1.0, 2.0])))
+        >>> q.natural["logdet"], q.expectation["linear"]
+        (tensor(0.5000), tensor([[4., 0.],
+                [0., 2.]]))
+    """
+
+    dof: Tensor
+    rate: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"logdet": 0, "linear": 2}
+
+    def __post_init__(self) -> None:
+        positive_definite("rate", self.rate)
+        above("dof", self.dof, self.size - 1)
+        if self.dof.shape != self.rate.shape[:-2]:
+            dof, rate = tuple(self.dof.shape), tuple(self.rate.shape)
+            raise InputError(f"dof needs one number for each of the copies of {rate}, got {dof}")
+        same_dtype(dof=self.dof, rate=self.rate)
+
+    @property
+    def size(self) -> int:
+        """p."""
+        return self.rate.shape[-1]
+
+    @property
+    def natural(self) -> Natural:
+        return {"logdet": 0.5 * (self.dof - self.size - 1), "linear": -0.5 * self.rate}
+
+    @property
+    def expectation(self) -> Natural:
+        scale = inverse(self.rate)
+        logs = multivariate_digamma(0.5 * self.dof, self.size) - logdet(0.5 * self.rate)
+        return {"logdet": logs, "linear": _per_matrix(self.dof) * scale}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        rate = symmetric(-2 * natural["linear"])
+        return type(self)(2 * natural["logdet"] + self.size + 1, rate)
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        dof, rate = _dof_and_rate("Wishart", expectation["logdet"], expectation["linear"])
+        return type(self)(dof, rate)
+
+    def statistics(self, theta: Tensor) -> Natural:
+        points(theta, self.rate, 2)
+        positive_definite("points of a Wishart distribution", theta, advice="")
+        return {"logdet": logdet(theta), "linear": theta}
+
+    def log_partition(self) -> Tensor:
+        half = 0.5 * self.dof
+        return multivariate_lgamma(half, self.size) - half * logdet(0.5 * self.rate)
+
+    def entropy(self) -> Tensor:
+        p, half = self.size, 0.5 * self.dof
+        j = torch.arange(p, dtype=half.dtype, device=half.device)
+        parts = half.unsqueeze(-1) - 0.5 * j
+        # A − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ
+        left = (half - 0.5 * (p + 1)).unsqueeze(-1) * log_minus_digamma(parts)
+        terms = 0.5 * (p - j) * parts.log() + 0.5 * j + stirling_remainder(parts) + left
+        constant = p * HALF_LOG_2PI + p * (p - 1) / 4 * math.log(math.pi)
+        return terms.sum(-1) + constant - 0.5 * (p + 1) * logdet(0.5 * self.rate)
+
+    def _kl(self, other: Self) -> Tensor:
+        half, theirs = 0.5 * self.dof, 0.5 * other.dof
+        off = 0.5 * torch.arange(self.size, dtype=half.dtype, device=half.device)
+        of_dof = lgamma_divergence(theirs.unsqueeze(-1) - off, half.unsqueeze(-1) - off).sum(-1)
+        trace, logs = compare(other.rate, self.rate)
+        return of_dof + half * (trace - logs) - (theirs - half) * logs
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        """Precision matrices ``[n, ..., p, p]``, by Bartlett's decomposition."""
+        j = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
+        shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - j)
+        lengths = (0.5 * (math.log(2) + log_gamma_draw(shapes, generator))).exp()
+        lower = normal(many(self.rate, n), generator).tril(-1) + torch.diag_embed(lengths)
+        upper = torch.linalg.cholesky(self.rate).mT
+        root = torch.linalg.solve_triangular(upper, lower, upper=True)
+        return symmetric(root @ root.mT)
+
+
+@dataclass(frozen=True, eq=False)
+class NormalWishart(ExponentialFamily):
+    """Mean x and precision Λ of a Gaussian: x | Λ ~ N(m, (κΛ)⁻¹), Λ ~ Wishart(V, ν).
+
+    θ is a dictionary with ``mean`` ``[..., p]`` and ``precision`` ``[..., p, p]``, and
+
+        T(θ) = (Λx, xᵀΛx, Λ, log|Λ|),   λ = (κm, −κ/2, −½(V⁻¹ + κmmᵀ), (ν − p)/2),   h = 1.
+
+    An observation y adds (y, −½, −½yyᵀ, ½) to λ.
+
+    Attributes:
+        mean: m ``[..., p]``.
+        kappa: κ > 0, ``[...]``: how many observations the mean is worth.
+        dof: ν > p − 1, ``[...]``.
+        rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
+
+    Raises:
+        InputError: a parameter outside of its domain, or of a shape that does not fit.
+
+    Example:
+        >>> q = NormalWishart(torch.zeros(2), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2))
+        >>> q.wishart.expectation["linear"]
+        tensor([[3., 0.],
+                [0., 3.]])
+    """
+
+    mean: Tensor
+    kappa: Tensor
+    dof: Tensor
+    rate: Tensor
+    ranks: ClassVar[Mapping[str, int]] = {"shift": 1, "square": 0, "linear": 2, "logdet": 0}
+
+    def __post_init__(self) -> None:
+        finite("mean", self.mean, rank=1)
+        above("kappa", self.kappa)
+        size = self.mean.shape[-1]
+        if self.wishart.size != size or self.mean.shape[:-1] != self.dof.shape:
+            mean, rate = tuple(self.mean.shape), tuple(self.rate.shape)
+            raise InputError(f"a mean {mean} does not go with a rate {rate}")
+        same_shape(kappa=self.kappa, dof=self.dof)
+        same_dtype(mean=self.mean, kappa=self.kappa, dof=self.dof)
+
+    @property
+    def wishart(self) -> Wishart:
+        """The marginal of Λ."""
+        return Wishart(self.dof, self.rate)
+
+    @property
+    def natural(self) -> Natural:
+        pull = self.kappa.unsqueeze(-1) * self.mean
+        return {
+            "shift": pull,
+            "square": -0.5 * self.kappa,
+            "linear": -0.5 * (self.rate + outer(pull, self.mean)),
+            "logdet": 0.5 * (self.dof - self.mean.shape[-1]),
+        }
+
+    @property
+    def expectation(self) -> Natural:
+        of_precision = self.wishart.expectation
+        shift = (of_precision["linear"] @ self.mean.unsqueeze(-1)).squeeze(-1)
+        square = self.mean.shape[-1] / self.kappa + (shift * self.mean).sum(-1)
+        return {"shift": shift, "square": square, **of_precision}
+
+    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        self._check_keys(natural)
+        kappa = -2 * natural["square"]
+        above("kappa", kappa)
+        mean = natural["shift"] / kappa.unsqueeze(-1)
+        rate = -2 * natural["linear"] - outer(natural["shift"], mean)
+        return type(self)(mean, kappa, 2 * natural["logdet"] + mean.shape[-1], symmetric(rate))
+
+    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        self._check_keys(expectation)
+        precision, shift = expectation["linear"], expectation["shift"]
+        dof, rate = _dof_and_rate("NormalWishart", expectation["logdet"], precision)
+        mean = torch.linalg.solve(symmetric(precision), shift.unsqueeze(-1)).squeeze(-1)
+        spread = expectation["square"] - (mean * shift).sum(-1)
+        expectation_inside("NormalWishart", spread > 0, "E[xᵀΛx] lies above mᵀE[Λ]m")
+        return type(self)(mean, mean.shape[-1] / spread, dof, rate)
+
+    def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
+        self._check_point(theta, ("mean", "precision"))
+        x, precision = theta["mean"], theta["precision"]
+        points(x, self.mean, 1, "mean")
+        points(precision, self.rate, 2, "precision")
+        shift = (precision @ x.unsqueeze(-1)).squeeze(-1)
+        return {"shift": shift, "square": (shift * x).sum(-1)} | self.wishart.statistics(precision)
+
+    def log_partition(self) -> Tensor:
+        size = self.mean.shape[-1]
+        return self.wishart.log_partition() + 0.5 * size * (LOG_2PI - self.kappa.log())
+
+    def expected_point(self) -> dict[str, Tensor]:
+        """``{"mean": m, "precision": νV}``; m is the centre of x where x has no mean, ν ≤ p."""
+        return {"mean": self.mean, "precision": self.wishart.expected_point()}
+
+    def sample(
+        self, n: int | None = None, *, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """``{"mean": x, "precision": Λ}``, ``[n, ..., p]`` and ``[n, ..., p, p]``."""
+        precision = self.wishart.sample(n, generator=generator)
+        noise = normal(many(self.mean, n), generator).unsqueeze(-1)
+        upper = torch.linalg.cholesky(_per_matrix(self.kappa) * precision).mT
+        offset = torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
+        return {"mean": self.mean + offset, "precision": precision}
+
+
+def _dof_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """(ν, V⁻¹) with E[log|Λ|] = ``log`` and E[Λ] = ``mean``."""
+    finite("expectation parameters", log)
+    mean = symmetric(mean)
+    positive_definite("the expectation of the precision", mean, advice="")
+    size = mean.shape[-1]
+    excess = logdet(mean) - log
+    expectation_inside(family, excess > 0, "E[log|Λ|] lies below log|E[Λ]|")
+    dof = 2 * invert_excess_logarithm(excess, size)
+    return dof, _per_matrix(dof) * inverse(mean)
+
+
+def _per_matrix(numbers: Tensor) -> Tensor:
+    return numbers.unsqueeze(-1).unsqueeze(-1)

@@ -28,14 +28,15 @@ from blr_analysis.learning_rule.families.domain import (
     symmetric_matrix,
 )
 from blr_analysis.learning_rule.families.drawing import many, normal
-from blr_analysis.learning_rule.families.matrices import (
+from blr_analysis.learning_rule.families.special import (
+    LOG_2PI,
     compare,
     inverse,
+    log_ratio,
     outer,
     quadratic,
     symmetric,
 )
-from blr_analysis.learning_rule.families.special import LOG_2PI, log_ratio
 
 
 @dataclass(frozen=True, eq=False)

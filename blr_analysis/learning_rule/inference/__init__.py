@@ -3,7 +3,7 @@
 To be read like a book; each part needs only those above it.
 
 1. *What every fit answers.* :mod:`.fitted`: the posterior is a sum of sites, one per example, so
-   that examples are taken out by subtraction. :mod:`.answers`: what functions of yours must give.
+   that examples are taken out by subtraction. It also says what functions of yours must give.
 2. *One step, ρ = 1* (K&R 5.1). :mod:`.factors`: which likelihoods are conjugate to which family.
    :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
@@ -15,7 +15,7 @@ To be read like a book; each part needs only those above it.
    :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
 4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
    one number. :mod:`.cvi`: the rule site by site. :mod:`.latent_fit`: fit, prediction, cavities;
-   for :mod:`.generalized_linear` regression and for Gaussian processes, :mod:`.gp`.
+   for regression with a link and for Gaussian processes, :mod:`.gp`.
    :mod:`.nonconjugate`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
 5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation.
    :mod:`.multimodal`: several minima at once.
@@ -36,11 +36,10 @@ from blr_analysis.learning_rule.inference.factors import (
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import VariationalNewton
-from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
 from blr_analysis.learning_rule.inference.hidden_markov import FittedMarkov, HiddenMarkov
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
-from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
+from blr_analysis.learning_rule.inference.latent_fit import GeneralizedLinear, LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
 from blr_analysis.learning_rule.inference.messages import MessagePassing
 from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima

@@ -25,8 +25,7 @@ from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference.answers import answer
-from blr_analysis.learning_rule.inference.fitted import until_flat
+from blr_analysis.learning_rule.inference.fitted import answer, until_flat
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     expected_log_prob,

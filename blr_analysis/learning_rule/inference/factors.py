@@ -28,10 +28,9 @@ from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
 from blr_analysis.learning_rule.families.dirichlet import Beta, Dirichlet
-from blr_analysis.learning_rule.families.gamma import Gamma
+from blr_analysis.learning_rule.families.gamma import Gamma, NormalWishart
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.families.special import LOG_2PI
-from blr_analysis.learning_rule.families.wishart import NormalWishart
 
 
 @dataclass(frozen=True)

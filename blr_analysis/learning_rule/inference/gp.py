@@ -25,7 +25,7 @@ from torch import Tensor
 from blr_analysis.checks import instance, positive_number, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.answers import answer
+from blr_analysis.learning_rule.inference.fitted import answer
 from blr_analysis.learning_rule.inference.latent_fit import (
     Features,
     LatentFitted,

@@ -19,7 +19,7 @@ from torch.nn.functional import one_hot
 
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural
-from blr_analysis.learning_rule.families.discrete import Categorical
+from blr_analysis.learning_rule.families.dirichlet import Categorical
 from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import real

@@ -22,7 +22,7 @@ from torch import Tensor
 from blr_analysis.checks import one_of, positive_int, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
-from blr_analysis.learning_rule.families.discrete import Categorical
+from blr_analysis.learning_rule.families.dirichlet import Categorical
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import Factor, real

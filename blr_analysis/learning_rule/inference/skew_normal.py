@@ -32,12 +32,12 @@ from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
-from blr_analysis.learning_rule.inference.answers import answer
 from blr_analysis.learning_rule.inference.fitted import (
     CHUNK,
     ONE_STEP,
     Fitted,
     Sites,
+    answer,
     rows,
     until_flat,
 )

@@ -21,8 +21,8 @@ from blr_analysis.checks import at_least, instance, positive_int, tolerance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
+from blr_analysis.learning_rule.families.gamma import NormalWishart
 from blr_analysis.learning_rule.families.special import LOG_2PI
-from blr_analysis.learning_rule.families.wishart import NormalWishart
 from blr_analysis.learning_rule.inference.conjugate import bayes, wide
 from blr_analysis.learning_rule.inference.factors import gaussian
 from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, until_flat

@@ -44,8 +44,7 @@ from blr_analysis.learning_rule.optim.gathered import (
     is_distributed,
     true_on_any_rank,
 )
-from blr_analysis.learning_rule.optim.hessian_diagonal import HessianDiagonal
-from blr_analysis.learning_rule.optim.per_example import PerExampleSquares
+from blr_analysis.learning_rule.optim.per_example import HessianDiagonal, PerExampleSquares
 from blr_analysis.learning_rule.optim.settings import (
     Setting,
     check_arguments,

@@ -20,7 +20,6 @@ from torch import Tensor
 from benchmarks import ep
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
-from blr_analysis.learning_rule.inference.generalized_linear import GeneralizedLinear
 from blr_analysis.learning_rule.inference.gp import (
     GaussianProcess,
     best_kernel,
@@ -28,7 +27,7 @@ from blr_analysis.learning_rule.inference.gp import (
     linear_kernel,
     rbf,
 )
-from blr_analysis.learning_rule.inference.latent_fit import LatentFitted
+from blr_analysis.learning_rule.inference.latent_fit import GeneralizedLinear, LatentFitted
 from blr_analysis.likelihoods import Gaussian
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
