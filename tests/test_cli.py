@@ -24,8 +24,8 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 import blr_analysis as blr
-from blr_analysis.audit import folder as folder_module
 from blr_analysis.audit import folder_for, investigate, summary, write, write_picture
+from blr_analysis.audit import pictures as pictures_module
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.script import load_tasks
@@ -658,9 +658,9 @@ def test_interrupted_in_the_script(here: Path, capsys: pytest.CaptureFixture[str
 def test_interrupted_between_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, _, q = inputs()
     findings = investigate(task, q)
-    real = folder_module.write_table
+    real = pictures_module.write_table
     monkeypatch.setattr(
-        folder_module, "write_table", lambda *a: real(*a) if a[2] == "table" else _interrupt()
+        pictures_module, "write_table", lambda *a: real(*a) if a[2] == "table" else _interrupt()
     )
     with pytest.raises(KeyboardInterrupt), folder_for("audit") as folder:
         write(findings, folder)

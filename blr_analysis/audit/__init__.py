@@ -25,7 +25,7 @@ from blr_analysis.audit.findings import (
     most_influential,
     most_suspicious,
 )
-from blr_analysis.audit.folder import write, write_picture, write_text
+from blr_analysis.audit.pictures import write, write_picture, write_text
 from blr_analysis.audit.summary import (
     extremes_section,
     files_section,

@@ -1,9 +1,10 @@
-"""The pictures of an audit, drawn by :mod:`blr_analysis.plots`."""
+"""The files of an audit: tables, posterior, texts, and pictures by :mod:`blr_analysis.plots`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from blr_analysis.audit.findings import Findings, most_suspicious
 from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.files import drafted
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import (
     plot_deviations,
@@ -21,10 +23,16 @@ from blr_analysis.plots import (
     plot_what_if,
 )
 from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut
+from blr_analysis.tables import write_table
 from blr_analysis.task import Task
 
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture
 GRID = 24
+# What only some audits find, by its files.
+SOMETIMES = (
+    *("removals.csv", "removals.parquet", "removals.png"),
+    *("leave_one_out.png", "suspicious.png"),
+)
 
 
 def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
@@ -124,3 +132,57 @@ def images_of(task: Task) -> Any:
     first, *_, last = x.shape
     sides = x.shape[1:] if first in (1, 3, 4) else x.shape[:2]
     return task.dataset if (first in (1, 3, 4) or last in (1, 3, 4)) and min(sides) >= 4 else None
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write(
+    findings: Findings, folder: Path, *, say: Callable[[str], None] | None = None
+) -> list[Path]:
+    """Write tables, posterior and pictures; the paths come back in the order of reading. What an
+    earlier audit wrote there, and this one did not find, is removed.
+
+    Raises:
+        StorageError: a file cannot be written; what was there before stays.
+    """
+    if say is not None:
+        say(f"writing tables and pictures to {folder}")
+    earlier = (folder / "table.parquet").is_file()
+    files = [*write_table(findings.table, folder, "table")]
+    files += write_table(findings.loo.table, folder, "leave_one_out")
+    if findings.removals is not None:
+        files += write_table(findings.removals, folder, "removals")
+    posterior = folder / "posterior.safetensors"
+    findings.posterior.save(posterior)
+    files.append(posterior)
+    files += [write_picture(figure, folder, stem) for stem, figure in pictures(findings)]
+    if earlier:
+        for name in set(SOMETIMES) - {file.name for file in files}:
+            (folder / name).unlink(missing_ok=True)
+    return files
+
+
+def write_picture(figure: Figure, folder: Path, stem: str) -> Path:
+    """Write ``folder/stem.png``, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    target = folder / f"{stem}.png"
+    with drafted(target) as draft:
+        figure.savefig(draft, dpi=150, format="png")
+    return target
+
+
+def write_text(text: str, folder: Path, name: str) -> Path:
+    """Write a text file, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    target = folder / name
+    with drafted(target) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return target

@@ -180,7 +180,7 @@ def query(
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
-    from blr_analysis.posterior.fingerprint import check_weights
+    from blr_analysis.posterior.stationarity import check_weights
     from blr_analysis.sensitivity import Index
 
     if tokens and out is None:

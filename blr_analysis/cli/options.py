@@ -182,7 +182,7 @@ class Way:
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
         from blr_analysis.posterior import Stage, fit_stages
-        from blr_analysis.posterior.retrieval import TEXTS
+        from blr_analysis.posterior.prior_choice import TEXTS
 
         if self.posterior is not None:
             return []
@@ -246,7 +246,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     from blr_analysis.errors import StorageError
     from blr_analysis.huggingface.models import load_language_model
-    from blr_analysis.posterior.capture.saved import read_state_dict
+    from blr_analysis.posterior.capture.checkpoints import read_state_dict
 
     place = path.expanduser()
     if place.is_dir():

@@ -15,12 +15,13 @@ from blr_analysis.memory_map import MemoryMap
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.plots.examples import (
+    image_of,
     plot_deviations,
+    plot_examples,
     plot_site_leave_one_out,
     plot_site_scores,
     plot_suspicious,
 )
-from blr_analysis.plots.images import image_of, plot_examples
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch

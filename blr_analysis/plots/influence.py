@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
 from blr_analysis.plots._canvas import BLUE, ORANGE, as_array, axes_or_new, name_of
-from blr_analysis.plots.images import image_of
+from blr_analysis.plots.examples import image_of
 from blr_analysis.sensitivity.influence.results import SHOWN, Influence, TopInfluence, index_of_test
 
 __all__ = ["plot_influence"]

@@ -25,7 +25,7 @@ from blr_analysis.plots._canvas import (
     named,
 )
 from blr_analysis.plots._labels import label_points, shelf_height
-from blr_analysis.plots.images import image_of
+from blr_analysis.plots.examples import image_of
 
 __all__ = ["extremes", "plot_memory_map"]
 

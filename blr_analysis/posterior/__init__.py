@@ -1,6 +1,5 @@
 """What was learned: the posterior, where it comes from, and how it is kept."""
 
-from blr_analysis.posterior.checks import n_data_of
 from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
 from blr_analysis.posterior.gaussian import Posterior, predict
 from blr_analysis.posterior.laplace import curvature_root, drawn_labels, fit_kept, fit_laplace
@@ -11,7 +10,7 @@ from blr_analysis.posterior.precision_files import (
     write_factors,
     write_precision,
 )
-from blr_analysis.posterior.prior import Prior, take_off
+from blr_analysis.posterior.prior import Prior, n_data_of, take_off
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.stored import check_dtype
 

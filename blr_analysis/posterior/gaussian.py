@@ -16,10 +16,9 @@ from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorEr
 from blr_analysis.files import storage
 from blr_analysis.files.records import FIELDS
 from blr_analysis.posterior import capture, stored
-from blr_analysis.posterior.checks import differences, n_data_of, real_tensors
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
-from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.prior import Given, Prior, differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior_choice import chosen_prior, in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
@@ -614,6 +613,31 @@ class Posterior:
         place = os.fspath(path_of(path))
         mean, form, prior, n_data, rest = stored.load_parts(place, model, prior_precision)
         return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)
+
+
+def passed_on(posterior: Posterior) -> dict[str, Any]:
+    """Its record without what was measured of it and its data, for a posterior made of it."""
+    measured = ("fingerprint", "stationarity")
+    return {name: entry for name, entry in posterior.record.items() if name not in measured}
+
+
+def made_of(
+    q: Posterior,
+    mean: Tree | None = None,
+    form: Structure | None = None,
+    *,
+    n_data: int | None = None,
+    **record: Any,
+) -> Posterior:
+    """Another posterior under the same prior, as ``q`` where nothing is given; ``record`` joins
+    what is passed on."""
+    return Posterior(
+        q.mean if mean is None else mean,
+        q.form if form is None else form,
+        prior_precision=q.prior,
+        n_data=q.n_data if n_data is None else n_data,
+        record={**passed_on(q), **record},
+    )
 
 
 def _check_range(form: Structure, dtype: torch.dtype) -> None:

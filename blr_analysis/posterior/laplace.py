@@ -11,6 +11,14 @@ kept dense ("full"), projected on its diagonal ("diag"), on the eigenbasis of ea
 Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018), or on its leading
 directions, with what is left of its diagonal beside them ("lowrank"). "gram" is no curvature: the
 second moments of the layers' inputs, S = diag(δ) + Σ a aᵀ ⊗ 1, which merging takes.
+
+Errors and curvatures may be averaged over what a posterior leaves open. The rule takes both under
+q: E_q[∇ℓ_i] and S = δ + E_q[Σ_i ∇²ℓ_i] (Khan & Rue, section 1.3). With the model linear around its
+weights (Immer et al., AISTATS 2021):
+
+    ē_i = E e(y_i, f),    Λ̄_i = E Λ(f),    f ~ N(f_i, V_i)
+
+An example learned by heart has e_i ≈ 0 and Λ_i ≈ 0 at the mean, as if it had shaped nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +43,11 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.expected import check, expected_root
-from blr_analysis.posterior.fingerprint import fingerprint
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.prior_choice import chosen_prior
-from blr_analysis.posterior.retrieval import RULE as RETRIEVAL
-from blr_analysis.posterior.retrieval import chosen_by_retrieval
-from blr_analysis.posterior.stationarity import measured
+from blr_analysis.posterior.prior_choice import RULE as RETRIEVAL
+from blr_analysis.posterior.prior_choice import chosen_by_retrieval, chosen_prior
+from blr_analysis.posterior.stationarity import fingerprint, measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.task import Task
@@ -57,6 +62,7 @@ RECORDED = {  # in records
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
+DRAWS = 64  # of f, in pairs f_i ± ε; the same ones for every example
 Columns = Callable[[Chunk], Tensor]
 
 
@@ -92,7 +98,7 @@ def fit_laplace(
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
             Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
             of the data); ``record["prior_choice"]`` says how. "retrieval": of sequences, for
-            finding sources by influence, see :mod:`blr_analysis.posterior.retrieval`.
+            finding sources by influence, see :mod:`blr_analysis.posterior.prior_choice`.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
             a fine-tune; None: 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
@@ -158,7 +164,7 @@ def fit_kept(
     params = task.parameters()
     if expected is not None:
         instance("expected", expected, Posterior, "a blr_analysis.Posterior of these data")
-        check(task)
+        _check_variance(task)
         if curvature != "ggn":
             raise InputError(f'expected= averages the "ggn", not {curvature!r}')
         expected = expected.on(task)
@@ -431,3 +437,45 @@ def _checked(
     checked = Prior.read(prior, shapes, positive=True).placed(params)
     KINDS[structure].check_fit(sum(p.numel() for p in params.values()), rank, tolerance)
     return checked
+
+
+def expected_errors(task: Task, q: Posterior, chunking: Chunking) -> Tensor:
+    """ē_i of every example, ``[N, C]``.
+
+    Raises:
+        InputError: sequences, whose outputs have no V_i.
+    """
+    _check_variance(task)
+    means, own = [], shared(task, q.mean)
+    columns = n_outputs(task, q.mean)
+    for chunk in chunks(
+        task, q.mean, chunking, columns=columns, indices=own, label="expected errors"
+    ):
+        errors = [chunk.likelihood.error(f, chunk.targets) for f in _draws(q, chunk)]
+        means.append(torch.stack(errors).mean(0))
+    return ranks.gathered(torch.cat(means), own, task.n_data)
+
+
+def expected_root(q: Posterior, chunk: Chunk) -> Tensor:
+    """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ̄_i, ``[B, C, C]``."""
+    curvature = sum(chunk.likelihood.hessian(f, chunk.targets) / DRAWS for f in _draws(q, chunk))
+    values, turn = torch.linalg.eigh(curvature)
+    return (turn * values.clamp_min(0).sqrt().unsqueeze(-2)).mT
+
+
+def _check_variance(task: Task) -> None:
+    """Raise for sequences."""
+    if task.likelihood.is_sequence:
+        raise InputError("sequences have no V_i to average over; leave expected= out")
+
+
+def _draws(q: Posterior, chunk: Chunk) -> list[Tensor]:
+    f, v = chunk.outputs, q.form.gram(chunk.jacobian_terms())
+    if not bool(torch.isfinite(v).all()):
+        raise ModelError("the prediction variance overflows; raise prior_precision")
+    values, turn = torch.linalg.eigh((v + v.mT) / 2)
+    root = (turn * values.clamp_min(0).sqrt().unsqueeze(-2)) @ turn.mT
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(DRAWS // 2, f.shape[-1], generator=generator, dtype=torch.float64).to(f)
+    moves = torch.einsum("bcd,nd->nbc", root, noise)
+    return [f + sign * move for move in moves for sign in (1, -1)]

@@ -34,9 +34,8 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.records import FIELDS, SAMPLE, checked_record
 from blr_analysis.posterior.capture import Captured
-from blr_analysis.posterior.checks import n_data_of, real_tensors
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.prior import Prior, n_data_of, real_tensors
 from blr_analysis.posterior.stored import encode
 from blr_analysis.posterior.structures import Diagonal
 

@@ -1,5 +1,6 @@
-"""The prior, read once: its precision δ, a number for all parameters, or a number or tensor for
-each, and its mean θ₀, 0 where nothing else is known.
+"""What users give of a posterior, read once: means, numbers of examples, and the prior. That is its
+precision δ, a number for all parameters, or a number or tensor for each, and its mean θ₀, 0 where
+nothing else is known.
 
 objective  Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import some
+from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, PosteriorError
 
 Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]
+MOST = 8  # names that a message lists
 
 
 def take_off(total: Tensor, delta: float, stored: torch.dtype, *, roundings: int = 1) -> Tensor:
@@ -203,3 +205,34 @@ class Prior:
                 "prior_precision must be one number, or one per name, not one per weight"
             )
         return {n: float(self.of(n)) for n in names}
+
+
+def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
+    """Detached floating-point tensors by name, or :class:`PosteriorError`."""
+    if not isinstance(tree, Mapping) or not all(isinstance(t, Tensor) for t in tree.values()):
+        raise PosteriorError(
+            f"{name} must be a dict of tensors by parameter name, got {type(tree).__name__}"
+        )
+    for key, tensor in tree.items():
+        if not tensor.is_floating_point():
+            raise PosteriorError(f"the {name} of {key!r} must hold real numbers, is {tensor.dtype}")
+    return {n: t.detach() for n, t in tree.items()}
+
+
+def n_data_of(n_data: Any, *, least: int = 1) -> int:
+    """N, the number of examples, or :class:`PosteriorError`."""
+    n = whole(n_data)
+    if n is None or n < least:
+        raise PosteriorError(f"n_data must be a positive whole number of examples, got {n_data!r}")
+    return n
+
+
+def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
+    """The names and shapes in which two sets of parameters differ, for messages."""
+    lines = [
+        f"{n}: {mine.get(n, 'absent')} in the {who[0]}, {theirs.get(n, 'absent')} in the {who[1]}"
+        for n in {**mine, **theirs}
+        if mine.get(n) != theirs.get(n)
+    ]
+    more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
+    return "; ".join(lines[:MOST]) + more

@@ -33,8 +33,7 @@ from blr_analysis.backprop.record import Unit, counted, warn_of_uncounted
 from blr_analysis.backprop.terms import Term, Tree, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.posterior.structures.gram import Gram
-from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
+from blr_analysis.posterior.structures.kronecker import Gram, Kronecker, eigenbases
 from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded

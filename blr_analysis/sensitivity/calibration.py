@@ -29,8 +29,7 @@ from blr_analysis.backprop.products import KINDS
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import distinct_indices
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.fingerprint import made_of
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity.corrections import (
     bound_of,

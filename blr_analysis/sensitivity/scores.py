@@ -23,9 +23,8 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.fingerprint import recognise
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of
+from blr_analysis.posterior.stationarity import caveat_of, recognise
 from blr_analysis.sensitivity.corrections import (
     leverage,
     prediction_variances,

@@ -17,16 +17,14 @@ from blr_analysis.backprop.loss import evaluated
 from blr_analysis.backprop.tree import add, scaled
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
-from blr_analysis.posterior.fingerprint import made_of
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import bar
 from blr_analysis.sensitivity.first_weights import Start, may_be_tuned, start_of
 from blr_analysis.sensitivity.minimise import Descent, descend
-from blr_analysis.sensitivity.objective import Objective, changed
+from blr_analysis.sensitivity.objective import Objective, Share, changed, relabelled, share, step
 from blr_analysis.sensitivity.replay import Replay, enough, prepare
-from blr_analysis.sensitivity.shares import Share, relabelled, share, step
 from blr_analysis.task import Task
 
 SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")

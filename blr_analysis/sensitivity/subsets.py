@@ -18,8 +18,7 @@ import torch
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
-from blr_analysis.posterior.fingerprint import passed_on
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.gaussian import Posterior, passed_on
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track

@@ -29,12 +29,10 @@ from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import instance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.fingerprint import made_of
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.accounts import References
-from blr_analysis.sensitivity.perturbed import Answer, ByClass, WhatIf, combined
+from blr_analysis.sensitivity.perturbed import Answer, ByClass, References, WhatIf, combined
 from blr_analysis.sensitivity.retraining import Retraining, Train, calibrated
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select

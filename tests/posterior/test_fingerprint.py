@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import PosteriorWarning
-from blr_analysis.posterior.fingerprint import recognise
+from blr_analysis.posterior.stationarity import recognise
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.posterior import retrieval
+from blr_analysis.posterior import prior_choice
 
 N, T, LOUD, QUIET = 40, 8, 4, 24
 SILENT = {"progress": False}
@@ -67,7 +67,7 @@ def test_ranks_of_halves_are_those_of_gradients(structure: str) -> None:
 
     halves = gradient(slice(0, 3)), gradient(slice(3, 6))  # of six tokens that count
     about = found(task, "retrieval", structure).record["prior_choice"]["retrieval"]
-    assert about["texts"] == N and len(about["mrr"]) == 1 + len(retrieval.TIMES)
+    assert about["texts"] == N and len(about["mrr"]) == 1 + len(prior_choice.TIMES)
     for delta, mrr in about["mrr"].items():
         q = found(task, float(delta), structure)
         a, b = (
@@ -104,9 +104,9 @@ def test_it_says_what_it_chose_and_from_what(
     assert about["rule"] == "retrieval" and about["delta"] == q.prior_precision
     assert about["evidence"] == plain.prior_precision == about["retrieval"]["before"]
     assert "retrieval" in repr(q)
-    monkeypatch.setattr(retrieval, "ROOM", 0)  # of one layer alone
+    monkeypatch.setattr(prior_choice, "ROOM", 0)  # of one layer alone
     assert found(task, "retrieval").prior_precision < plain.prior_precision
-    monkeypatch.setattr(retrieval, "FEWEST", N + 1)
+    monkeypatch.setattr(prior_choice, "FEWEST", N + 1)
     few = found(task, "retrieval")
     assert few.prior_precision == plain.prior_precision and "too few" in repr(few)
 

@@ -30,8 +30,7 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError, StorageError
 from blr_analysis.posterior.structures import Diagonal
-from blr_analysis.sensitivity.influence import blocks as blocks
-from blr_analysis.sensitivity.influence import held
+from blr_analysis.sensitivity.influence import blocks
 from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
@@ -289,7 +288,7 @@ def test_a_file_read_some_rows_at_a_time_gives_what_memory_gives(
     how = {"structure": structure, "curvature": "mc_fisher", "prior_precision": 0.7}
     q = blr.fit_laplace(task, **how, **QUIET)
     want = blr.influence(task, q, test, **QUIET).matrix
-    monkeypatch.setattr(held, "TOGETHER", 60)
+    monkeypatch.setattr(blocks, "TOGETHER", 60)
     found = blr.influence(task, q, test, memory_budget=1, **QUIET).matrix
     assert relative(found, want) < (EXACT if dtype == torch.float64 else 3e-4)
 

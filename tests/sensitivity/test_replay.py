@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.sensitivity.accounts import against, interval, supported
 from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.objective import changed
-from blr_analysis.sensitivity.perturbed import ByClass
+from blr_analysis.sensitivity.perturbed import ByClass, against, interval, supported
 from blr_analysis.sensitivity.replay import ReplayRecipe, _minibatches
 from blr_analysis.views import make_table
 

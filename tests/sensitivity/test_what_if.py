@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.sensitivity.shares import share
+from blr_analysis.sensitivity.objective import share
 
 KINDS = {"categorical": 3, "bernoulli": 1, "gaussian": 2, "poisson": 1}
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, assemble
+from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, Told, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
-from blr_analysis.posterior.capture.scale import Told
 from blr_analysis.ranks import divided, whole
 from blr_analysis.task import HALF
 

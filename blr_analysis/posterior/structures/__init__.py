@@ -9,8 +9,7 @@ from blr_analysis.posterior.structures.contract import (
 )
 from blr_analysis.posterior.structures.diagonal import Diagonal
 from blr_analysis.posterior.structures.full import Full
-from blr_analysis.posterior.structures.gram import Gram
-from blr_analysis.posterior.structures.kronecker import Kronecker
+from blr_analysis.posterior.structures.kronecker import Gram, Kronecker
 from blr_analysis.posterior.structures.lowrank import LowRank
 
 __all__ = [

@@ -29,8 +29,8 @@ from blr_analysis.backprop.engine import Chunk, Chunking, chunks
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.expected import expected_errors
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import expected_errors
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.corrections import check_finite, self_influence
 from blr_analysis.sensitivity.curvature import Precision, cg
