@@ -55,6 +55,12 @@ class InputMoments:
         moments = {f"moments of {key}": total for key, (_, total) in self.moments.items()}
         return moments | {f"counts of {key}": total for key, total in self.counts.items()}
 
+    def looked_up(self, joint: Joint) -> Tensor | None:
+        """How often each row of a table was, ``[1, O, 1]``, that is a layer's matrix as well; None
+        beside a bias, which no row of an embedding has."""
+        counts = None if joint.bias is not None else self.counts.get(joint.key)
+        return None if counts is None else counts.double().cpu()[None, :, None]
+
     def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
         """Add Σ a aᵀ of the rows a ``[g, R, I]`` of the tensor that a layer is given, so many
         times."""

@@ -20,6 +20,10 @@ solved by conjugate gradients with the average factors as preconditioner. Of one
 Along directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0)
 W_r + Σ_t α_t (W_t − W_r) stands, task arithmetic or the average, and they are counted.
 
+A table that is tied to a head has H = A + c_v 1 for row v under "gram", which is looked up c_v
+times: all rows share the eigenvectors of Σ_t α_t A_t, and each has its own Σ_t α_t c_tv on top of
+the eigenvalues.
+
 Source: Jin et al., "Dataless knowledge fusion by merging weights of language models" (RegMean),
 ICLR 2023; Martens & Grosse, ICML 2015, and George et al., 2018 for the factors.
 """
@@ -65,11 +69,13 @@ class Factors:
         basis: U_A, and U_G or none.
         values: s ≥ 0, ``[g, O, I']``, or ``[g, 1, I']`` where all outputs have the same.
         shrink: c.
+        rows: what each row of W has on top of the same s, ``[g, O, 1]``, or 0.
     """
 
     basis: Basis
     values: Tensor
     shrink: float = 1.0
+    rows: Tensor | None = None
     diagonal: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,10 +91,12 @@ class Factors:
         right = self.basis.right
         return _shrunk((right * self.values) @ right.mT, self.diagonal[:, 0], self.shrink)
 
-    def times(self, w: Tensor) -> Tensor:
-        """H W."""
+    def times(self, w: Tensor, low: int = 0) -> Tensor:
+        """H W, of the rows from ``low`` on where it multiplies every row by itself."""
         turned = self.basis.back(self.values * self.basis.turn(w))
-        return turned if self.shrink == 1 else torch.lerp(self.diagonal * w, turned, self.shrink)
+        if self.shrink != 1:
+            turned = torch.lerp(self.diagonal * w, turned, self.shrink)
+        return turned if self.rows is None else turned + self.rows[:, low : low + w.shape[1]] * w
 
     def raised(self, power: float) -> Factors:
         """A ⊗ Gᵖ: the mean over the inputs of s, by the inputs' own mean, is G's eigenvalue.
@@ -111,7 +119,9 @@ class Factors:
         if not damping:
             return self
         mean = self.values.mean((-2, -1), keepdim=True)
-        return Factors(self.basis, self.values + damping * mean, self.shrink)
+        if self.rows is not None:
+            mean = mean + self.rows.mean(-2, keepdim=True)
+        return Factors(self.basis, self.values + damping * mean, self.shrink, self.rows)
 
 
 @dataclass(frozen=True)
@@ -120,14 +130,16 @@ class Moments:
 
     sums: Tensor
     shrink: float = 1.0
+    rows: Tensor | None = None
 
     def matrix(self) -> Tensor:
         """A."""
         return _shrunk(self.sums.clone(), self.sums.diagonal(dim1=-2, dim2=-1), self.shrink)
 
-    def times(self, w: Tensor) -> Tensor:
-        """H W."""
-        return w @ self.matrix()
+    def times(self, w: Tensor, low: int = 0) -> Tensor:
+        """H W, of the rows from ``low`` on."""
+        turned = w @ self.matrix()
+        return turned if self.rows is None else turned + self.rows[:, low : low + w.shape[1]] * w
 
 
 def _shrunk(made: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
@@ -138,7 +150,7 @@ def _shrunk(made: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
 
 
 Part = tuple[float, Factors | None, bool]  # α_t, H_t or 0, and whether H_0 stands for H_t
-Solver = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Solved]]
+Solver = Callable[[Tensor | None, Sequence[Tensor], int], tuple[Tensor, Solved]]
 
 
 def solver(
@@ -153,8 +165,9 @@ def solver(
         shape: ``(g, O, I')``.
 
     Returns:
-        A function of W_0 (None: the average is the reference) and the W_t, ``[g, rows, I']``, which
-        gives W and how it was found; of factors that are not ``by_rows`` it takes all rows.
+        A function of W_0 (None: the average is the reference) and the W_t, ``[g, rows, I']``, and
+        of the number of the first of these rows, which gives W and how it was found; of factors
+        that are not ``by_rows`` it takes all rows.
     """
     held = [f for f in (first, *(h for _, h, _ in parts)) if f is not None]
     if all(f.by_rows for f in held):
@@ -188,47 +201,58 @@ def dense(
     total = torch.eye(i, dtype=torch.float64).mul_(signed * delta).repeat(g, 1, 1)
     positive = all(alpha >= 0 for alpha, _, _ in parts)
     size = total if positive else torch.eye(i).double().mul_(absolute * delta).repeat(g, 1, 1)
+    rows = torch.zeros(2, g, 1, 1, dtype=torch.float64)
     for alpha, most, h in known:  # one matrix at a time
         if h is not None:
             own = h.matrix()
             total.add_(own, alpha=alpha)
             if size is not total:
                 size.add_(own, alpha=most)
-    divide, undefined = _divide(total, size)
+            if h.rows is not None:
+                rows = rows + torch.stack([alpha * h.rows, most * h.rows])
+    divide = _divide(total, size, rows)
 
-    def start(w: Tensor) -> Tensor:
-        return delta * w if first is None else delta * w + first.times(w)
+    def start(w: Tensor, low: int) -> Tensor:
+        return delta * w if first is None else delta * w + first.times(w, low)
 
-    def solve(base: Tensor | None, models: Sequence[Tensor]) -> tuple[Tensor, Solved]:
+    def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
         base, steps, plain = _steps(parts, base, models)
         right = torch.zeros_like(base)
         for (alpha, h, stands), step in zip(parts, steps, strict=True):
-            right += alpha * start(step)
-            right += alpha * (start(step) if stands else 0.0 if h is None else h.times(step))
-        return base + divide(right, plain), Solved(undefined=undefined * base.shape[1])
+            right += alpha * start(step, low)
+            right += alpha * (
+                start(step, low) if stands else 0.0 if h is None else h.times(step, low)
+            )
+        step, undefined = divide(right, plain, low)
+        return base + step, Solved(undefined=undefined)
 
     return solve
 
 
-def _divide(total: Tensor, size: Tensor) -> tuple[Callable[[Tensor, Tensor], Tensor], int]:
-    """R, X ↦ R H̄⁻¹, with X along the directions that H̄ says nothing of, and how many there are."""
+def _divide(
+    total: Tensor, size: Tensor, rows: Tensor
+) -> Callable[[Tensor, Tensor, int], tuple[Tensor, int]]:
+    """R, X ↦ R H̄⁻¹, with X along the directions that H̄ says nothing of, and how many numbers
+    these are; ``rows`` holds what H̄, and its size, have in each row, or in all, on top."""
     root, failed = torch.linalg.cholesky_ex(total)
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
     largest = total.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     sound = not bool(failed.any()) and bool((pivots > SINGULAR * largest).all())
-    if sound and (total is size or torch.equal(total, size)):
-        return lambda right, plain: torch.cholesky_solve(right.mT, root).mT, 0
+    if sound and not bool(rows.any()) and (total is size or torch.equal(total, size)):
+        return lambda right, plain, low: (torch.cholesky_solve(right.mT, root).mT, 0)
     values, vectors = torch.linalg.eigh(total)
     along = (vectors * (size @ vectors)).sum(-2)
-    least = torch.maximum(BOUND * along, SINGULAR * along.amax(-1, keepdim=True))
-    kept = values > least
-    inverse = torch.where(kept, 1 / values, 0.0).unsqueeze(-2)
 
-    def divide(right: Tensor, plain: Tensor) -> Tensor:
+    def divide(right: Tensor, plain: Tensor, low: int) -> tuple[Tensor, int]:
+        own = rows if rows.shape[2] == 1 else rows[:, :, low : low + right.shape[1]]
+        curved, most = values.unsqueeze(-2) + own[0], along.unsqueeze(-2) + own[1]
+        least = torch.maximum(BOUND * most, SINGULAR * most.amax(-1, keepdim=True))
+        kept = (curved > least).expand_as(right)
+        inverse = torch.where(kept, 1 / curved, 0.0)
         turned = (right @ vectors) * inverse
-        return (turned + (plain @ vectors) * ~kept.unsqueeze(-2)) @ vectors.mT
+        return (turned + (plain @ vectors) * ~kept) @ vectors.mT, int((~kept).sum())
 
-    return divide, int((~kept).sum())
+    return divide
 
 
 def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> Solver:
@@ -252,7 +276,7 @@ def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> So
     ridge = floor if positive and least < floor else 0.0  # the nearest solution, where several are
     precondition = _preconditioner(weighted, lowest + ridge)
 
-    def solve(base: Tensor | None, models: Sequence[Tensor]) -> tuple[Tensor, Solved]:
+    def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
         base, steps, plain = _steps(parts, base, models)
         right = -total(plain)
         size = float(right.norm())

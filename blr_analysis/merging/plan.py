@@ -308,8 +308,10 @@ def _layer_need(plan: MergePlan, key: str) -> int:
     if any(p.has_outputs(key) for p in plan.held):
         factors = (held + 3) * g * (o * o + i * i + 2 * o * i)
         return 8 * (factors + (2 * count + 8) * g * o * i)
-    rows = rows_at_once(joint)
-    return 8 * ((held + 5) * g * i * i + (2 * count + 6) * g * rows * i)
+    rows, each = rows_at_once(joint), 2 * count + 6
+    if any(p.by_row(key) for p in plan.held):
+        each += 6
+    return 8 * ((held + 5) * g * i * i + each * g * rows * i)
 
 
 def rows_at_once(joint: Joint) -> int:

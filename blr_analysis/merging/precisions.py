@@ -26,6 +26,7 @@ from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
 VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
+ROWS = ".row_eigenvalues"  # of a table that is head and embedding: what its look-ups add
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,12 @@ class StoredPrecision:
     @property
     def tables(self) -> set[str]:
         """Layers of "gram" that are tied to an embedding, whose look-ups do not count."""
-        return {key for key in self.layers if key in self.tied and not self.has_outputs(key)}
+        alone = {key for key in self.layers if key in self.tied and not self.has_outputs(key)}
+        return {key for key in alone if not self.by_row(key)}
+
+    def by_row(self, key: str) -> bool:
+        """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
+        return key + ROWS in self.source.specs
 
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
@@ -106,7 +112,8 @@ class StoredPrecision:
 
     def factor_bytes(self, key: str) -> int:
         """What a layer's factors take on disk."""
-        places = (key + part for part in (VALUES, *VECTORS)) if key in self.layers else ()
+        parts = (VALUES, ROWS, *VECTORS)
+        places = (key + part for part in parts) if key in self.layers else ()
         return sum(self.source.specs[p].nbytes for p in places if p in self.source.specs)
 
     def factors(
@@ -120,11 +127,14 @@ class StoredPrecision:
         joint, inputs = self.layers[key]
         held = {
             part: self.source.tensor(place).double().cpu()
-            for part in (VALUES, *VECTORS)
+            for part in (VALUES, ROWS, *VECTORS)
             if (place := key + part) in self.source.specs
         }
-        values = held.pop(VALUES)
+        values, rows = held.pop(VALUES), held.pop(ROWS, None)
         whole = [bool(t.isfinite().all()) for t in (values, *held.values())]
+        if rows is not None:
+            whole.append(bool((rows >= 0).all()) and bool((rows < torch.inf).all()))
+            rows.mul_(self.scale)
         prior = self.prior.get(key, 0.0)
         rounding = 1e-5 * (prior + float(values.abs().max()))
         if not all(whole) or not bool((values >= prior - rounding).all()):
@@ -135,7 +145,7 @@ class StoredPrecision:
         right, left = (held.get(key) for key in VECTORS)
         assert right is not None
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
-        return Factors(basis, values, shrink).raised(power).damped(damping)
+        return Factors(basis, values, shrink, rows).raised(power).damped(damping)
 
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
@@ -253,6 +263,8 @@ def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None
         wanted = {VECTORS[0]: {(g, i, i)}, VALUES: {(g, o, i), (g, 1, i)}}
         if key + VECTORS[1] in source.specs:
             wanted[VECTORS[1]] = {(g, o, o)}
+        if key + ROWS in source.specs:
+            wanted[ROWS] = {(g, o, 1)}
         for part, shapes in wanted.items():
             spec = source.specs.get(key + part)
             if spec is None or spec.shape not in shapes:

@@ -64,17 +64,22 @@ def propagated(
         moments = []
         for t, (task, model) in enumerate(zip(tasks, models, strict=True), 1):
             sums = InputMoments() if keys & repeated else FirstMoments(layers=keys)
-            seen = _at(task, {**model, **merged}, sums, keys).moments
-            if seen.keys() != keys:
-                left = min(keys - seen.keys())
+            _at(task, {**model, **merged}, sums, keys)
+            if sums.moments.keys() != keys:
+                left = min(keys - sums.moments.keys())
                 raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
-            moments.append({key: Moments(a.cpu(), shrink) for key, (_, a) in seen.items()})
+            moments.append(
+                {
+                    key: Moments(a.cpu(), shrink, sums.looked_up(joint))
+                    for key, (joint, a) in sums.moments.items()
+                }
+            )
         for layer in group:
             own = zip(weights, moments, strict=True)
             parts = [(float(alpha), part[layer.key], False) for alpha, part in own]
             matrices = [layer.join({n: m[n].double().cpu() for n in layer.names}) for m in models]
             g, o, i = matrices[0].shape
-            result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices)
+            result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
             merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
     return {n: merged[n] for n in start}
 

@@ -332,7 +332,7 @@ def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Sol
             matrix(part.source, {n: item.reads[k] for n, item in items.items()})
             for k, part in enumerate(plan.parts)
         ]
-        result, met = solve(base if plan.method.uses_base_precision else None, models)
+        result, met = solve(base if plan.method.uses_base_precision else None, models, low)
         solved = replace(met, undefined=solved.undefined + met.undefined)
         _check_finite(plan, items[key], result, [*([] if base is None else [base]), *models])
         for n, value in piece.split(result).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import HFConv1D, Images, mlp, randomised, seeded
 from oracles import dense_precision, flatten, relative, unflatten
 from parts import normal
 from safetensors.torch import save_file
+from tiny_lm import TinyLM
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, PosteriorError
@@ -153,6 +155,58 @@ def test_regmean() -> None:
         truth = top @ torch.linalg.inv(bottom)
         assert relative(merged[f"{layer}.weight"], truth[:, :-1]) < 1e-5  # the δ that is taken off
         assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"damping": 0.5, "shrink": 0.6}, {"weights": [1.0, -0.1], "delta": 9.0, "based": True}],
+)
+def test_a_table_that_is_head_and_embedding(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row v has Σ h hᵀ of the head's inputs and the times that token v was looked up, by hand."""
+    tasks, ids = [], torch.arange(60).view(6, 10).square() % 97
+    for k in range(3):
+        with seeded(k):
+            model = randomised(TinyLM(tied=True, vocabulary=97)).double()
+        rows = ids.roll(k, 0)[: 4 + k] // (1 + k)
+        tasks.append(Task(model, (rows, rows), likelihood="causal_lm"))
+    fitted = [fit_laplace(t, structure="gram", prior_precision=0.5) for t in tasks]
+    places = [tmp_path / str(k) for k in range(3)]
+    for q, place in zip(fitted, places, strict=True):
+        q.save(place)
+    base, *models = (weights_of(t) for t in tasks)
+    based, alphas = more.pop("based", False), more.pop("weights", [1.0, 2.0])
+    monkeypatch.setattr("blr_analysis.merging.stream.rows_at_once", lambda joint: 64)
+    how: dict[str, Any] = {"dtype": torch.float64, "weights": alphas, **more}
+    how |= {} if based else {"method": "fisher"}
+    first = {"base_precision": fitted[0]} if based else {}
+    merged = merge(base, models, precisions=fitted[1:], **how, **first)["words.weight"]
+    again = {"base_precision": places[0]} if based else {}
+    stored = merge(base, models, precisions=places[1:], **how, **again)["words.weight"]
+    assert relative(stored, merged) < 1e-9
+
+    held = []
+    for task in tasks:
+        seen, looked = [], torch.zeros(97).double()
+        hook = task.model.read.register_forward_pre_hook(lambda m, x, s=seen: s.append(x[0]))
+        rows = task.fetch(torch.arange(task.n_data))[0]
+        task.model(rows)
+        hook.remove()
+        looked += torch.bincount(rows.flatten(), minlength=97)
+        inputs = torch.cat([x.detach().flatten(0, 1) for x in seen])
+        a = inputs.mT @ inputs
+        a = torch.lerp(a.diagonal().diag(), a, more.get("shrink", 1.0))
+        each = a + looked[:, None, None] * torch.eye(4).double()
+        mean = each.diagonal(dim1=-2, dim2=-1).mean()
+        held.append(each + more.get("damping", 0.0) * mean * torch.eye(4).double())
+    start = held[0] + more.get("delta", 0.0) * torch.eye(4).double() if based else 0 * held[0]
+    zero = base["words.weight"]
+    total = start + sum(a * h for a, h in zip(alphas, held[1:], strict=True))
+    parts = zip(alphas, held[1:], models, strict=True)
+    pull = sum(a * (start + h) @ (m["words.weight"] - zero)[..., None] for a, h, m in parts)
+    truth = zero + torch.linalg.solve(total, pull)[..., 0]
+    assert relative(merged, truth) < 1e-7
 
 
 def test_without_damping_the_solution_nearest_to_the_average() -> None:

@@ -17,6 +17,7 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Fit, Spectral
 
+ROWS = ".row_eigenvalues"  # beside one row of eigenvalues: what each row has on top of it
 LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a head, has a diagonal
 
 
@@ -64,7 +65,9 @@ class Kronecker(Spectral):
         joined = {n for b in blocks for n in b.names}
         plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
         values = {n: tensors[n] for n in plain}
-        values |= {b.key: tensors[f"{b.key}.eigenvalues"].expand(b.shape) for b in blocks}
+        for b in blocks:
+            s, more = tensors[f"{b.key}.eigenvalues"], tensors.get(f"{b.key}{ROWS}")
+            values[b.key] = (s if more is None else s + more).expand(b.shape)
         return cls(tuple(blocks), values, plain, tuple(names))
 
     def record(self) -> dict[str, Any]:
@@ -232,8 +235,9 @@ class Gram(Kronecker):
     examples and positions: Kronecker factors without the outputs' (Jin et al., "Dataless knowledge
     fusion by merging weights of language models", ICLR 2023).
 
-    An embedding has the counts of its look-ups, one for all numbers of a row; every other parameter
-    the number of examples.
+    An embedding has the counts of its look-ups, one for all numbers of a row; a table that is tied
+    to a head has both, A + c_v 1 for row v, whose eigenvectors are A's; every other parameter the
+    number of examples.
     """
 
     kind = "gram"
@@ -256,13 +260,23 @@ class Gram(Kronecker):
             known = float(across.mean())
             right = right.to(like)
             blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, None, known))
-            values[joint.key] = across.clamp_min(0).to(like).unsqueeze(1).expand(blocks[-1].shape)
+            each = across.clamp_min(0).to(like).unsqueeze(1)
+            if (counts := seen.looked_up(joint)) is not None:
+                each = each + counts.to(like)
+            values[joint.key] = each.expand(blocks[-1].shape)
         return cls(tuple(blocks), values, plain, tuple(fit.params)), {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """One row of eigenvalues where all outputs of a layer have the same."""
+        """Where all outputs of a layer have the same eigenvalues, or one number more than the least
+        of them, that row of eigenvalues, and those numbers."""
         stored = super().tensors()
-        for key in (f"{block.key}.eigenvalues" for block in self.blocks):
-            first = stored[key][:, :1]
-            stored[key] = first.contiguous() if bool((stored[key] == first).all()) else stored[key]
+        for key in (block.key for block in self.blocks if block.left is None):
+            s = stored[f"{key}.eigenvalues"]
+            rows = s[..., 0]  # of the least eigenvector, that numbers are lost beside the least
+            least = s.gather(1, rows.argmin(1)[:, None, None].expand(-1, 1, s.shape[-1]))
+            more = (rows - least[..., 0]).unsqueeze(-1)
+            if torch.equal(s, least.expand_as(s)):
+                stored[f"{key}.eigenvalues"] = least.contiguous()
+            elif torch.allclose(s, least + more, rtol=1e-6, atol=0.0):
+                stored |= {f"{key}.eigenvalues": least.contiguous(), f"{key}{ROWS}": more}
         return stored
