@@ -109,13 +109,13 @@ def influence(
             as well, so that numbers compare across test examples, between -1 and 1.
         expected: whether ∇ℓ_i of a training example is J_iᵀ E_q[e_i] instead of J_iᵀ e_i, for one
             forward and C backward passes more: an example learned by heart has e_i ≈ 0 although
-            it shaped the model. None: as the posterior was fitted,
+            it shaped the model. None: as ``solver`` says, or else as the posterior was fitted,
             ``fit_laplace(..., expected=first)``.
-        solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but for a small model
-            (up to 4,096 parameters) under one posterior of :func:`blr_analysis.fit_laplace`. At its
-            minimum, unless δ was named, it takes the exact Hessian, or else
-            the whole curvature; off it, where δ was found, the whole curvature, damped as far as
-            training came, and errors averaged over it:
+        solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but where
+            one posterior of :func:`blr_analysis.fit_laplace` found δ. Off the minimum the errors
+            of classes are averaged over the training's time, and a small model (up to 4,096
+            parameters) has its whole curvature, damped as far as training came; at the minimum a
+            small one has its exact Hessian, or else the whole curvature:
             :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with retraining;
             ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
@@ -276,18 +276,21 @@ class _Question:
         question = replace(self, memory_budget=memory_budget)
         works, note = [], ""
         for given in qs:
-            q = given
+            q, errors = given, None
             if self.solver == "auto" and len(qs) == 1:
-                q, note = whole(task, given, memory_budget)
-            averaged = q.record.get("expected", False) if self.expected is None else self.expected
-            own = _expected(task, q, memory_budget) if averaged else loss_gradient
+                q, errors, note = whole(task, given, memory_budget)
+            fitted = errors is None and q.record.get("expected", False)
+            if self.expected or (self.expected is None and fitted):
+                errors = expected_errors(
+                    task, q, Chunking(memory_budget=memory_budget, progress=False)
+                )
+            own = loss_gradient if errors is None or self.expected is False else _given(errors)
             works.append(_Work(task, given, q, where, cotangent, own, question, generator, note))
         return works
 
 
-def _expected(task: Task, q: Posterior, memory_budget: int | None) -> Cotangent:
-    """The cotangent E_q[e_i]."""
-    errors = expected_errors(task, q, Chunking(memory_budget=memory_budget, progress=False))
+def _given(errors: Tensor) -> Cotangent:
+    """The cotangent that row i of ``[N, C]`` is."""
     return lambda task, chunk: errors[chunk.indices.to(errors.device)].to(chunk.outputs)
 
 
