@@ -55,8 +55,7 @@ DEFERRED = {"transformers", "lightning", "pytorch_lightning", "peft"}
 ADAPTERS = frozenset(
     f"{PACKAGE}.{name}"
     for name in (
-        "huggingface.trainer", "huggingface.training", "huggingface.monitoring",
-        "huggingface.lightning", "lightning.callbacks",
+        "huggingface.trainer", "huggingface.lightning",
     )
 )  # fmt: skip
 # Imports by name (`importlib.import_module`) hide from this test: `views` is the one door

@@ -6,7 +6,7 @@ from blr_analysis.files.folder import Folder, read_config
 from blr_analysis.files.placing import check_file, check_free, check_room, drafted, folder_for, held
 from blr_analysis.files.shards import Shards
 from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
-from blr_analysis.files.unfinished import Unfinished
+from blr_analysis.files.storage import Unfinished
 
 __all__ = [
     "Folder",

@@ -8,7 +8,6 @@ from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blr_analysis.checks import some
@@ -117,19 +116,8 @@ class Folder(Source):
         return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, each in memory of its own; every file is opened once."""
-        made = {name: torch.empty(s.shape, dtype=s.dtype) for name, s in self.specs.items()}
-        parts: dict[Path, list[tuple[Tensor, int]]] = {path: [] for path in self._headers}
-        for name, pieces in self._pieces.items():
-            first, raw = 0, made[name].view(-1).view(torch.uint8)
-            for path, stored, _ in pieces:
-                parts[path].append((raw[first : first + stored.spec.nbytes], stored.offset))
-                first += stored.spec.nbytes
-        for path, own in parts.items():
-            with reading(path), self._open(path) as file:
-                for part, offset in own:
-                    _fill(part.numpy().data, file, offset)
-        return made
+        """All of them, each in memory of its own."""
+        return {name: self.tensor(name) for name in self.specs}
 
     def _open(self, path: Path) -> FileIO:
         """The file, as long as it is the one whose header was read."""

@@ -43,7 +43,7 @@ def drafted(target: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(target))
     with (
-        _held(target) as beside,
+        held(target) as beside,
         _worded(target),
         tempfile.TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as folder,
     ):
@@ -61,12 +61,7 @@ def held(target: Path) -> Iterator[Path]:
     Raises:
         StorageError: another run writes it, or the place cannot be written.
     """
-    with _held(Path(os.path.realpath(target))) as beside:
-        yield beside
-
-
-@contextmanager
-def _held(target: Path) -> Iterator[Path]:
+    target = Path(os.path.realpath(target))
     beside = target.parent / f".{target.name[:100]}.unfinished"
     key = (target, threading.get_ident())
     if key in _HELD:

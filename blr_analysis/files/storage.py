@@ -9,7 +9,8 @@ Two layouts, chosen by the path:
   them, with every tensor's dtype and shape) and the record, ``precision_config.json``; of tensors
   that several processes hold in pieces, the shards that ``torch.distributed.checkpoint`` writes.
 
-Both are written beside the target and renamed into place.
+Both are written beside the target and renamed into place. What a long sweep has summed so far lies
+there too, as :class:`Unfinished`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -21,10 +22,14 @@ Both are written beside the target and renamed into place.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +43,38 @@ from blr_analysis.files import shards
 from blr_analysis.files.folder import Folder
 from blr_analysis.files.headers import parse_json, read_header, read_json, reading
 from blr_analysis.files.placing import drafted
-from blr_analysis.files.records import FORMAT, VERSION, checked, encode
 from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
 from blr_analysis.ranks import is_sharded
 
+FORMAT = "blr_analysis.precision"
+VERSION = 1
+FIELDS = (
+    # What every precision beside a model says of itself; None where it does not apply.
+    "kind",
+    "definition",
+    "n_data",
+    "optimizer",
+    "batch_size",
+    "beta2",
+    "step",
+    "bias_corrected",
+    "tied",
+    "frozen",
+    "model_sha256",
+    "sample_sha256",
+)
+STRUCTURES = ("diag", "gram", "kron")
+SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
+EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 STEM = "precision"
 INDEX_FILE = f"{STEM}.safetensors.index.json"
 CONFIG_FILE = "precision_config.json"
 RECORD_KEY = "blr_analysis"
 SHARD_KEY = "blr_analysis.shard"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+EVERY = 60.0  # seconds
+SHARE = 20  # and no sooner than so many times what the last writing took
 
 
 def write(
@@ -334,3 +360,133 @@ def _can_name(name: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
+    """Strict JSON: no NaN, no infinity, nothing that JSON cannot say."""
+    try:
+        return json.dumps(document, indent=indent, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the record cannot be written as JSON ({error}): use plain, finite values."
+        ) from error
+
+
+def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record, refused unless it is of the format and version that are read here."""
+    if record.get("format") != FORMAT:
+        raise StorageError(
+            f"{str(path)!r} is of format {record.get('format')!r}: expected {FORMAT!r}, which "
+            "Posterior.save writes."
+        )
+    if record.get("version") != VERSION:
+        raise StorageError(
+            f"{str(path)!r} is of version {record.get('version')!r}, not {VERSION}: upgrade "
+            "blr_analysis, or save it again."
+        )
+    return record
+
+
+def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """The record of precisions for merging, complete: its kind by today's name, δ as floats.
+
+    Raises:
+        StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
+            entry per weight.
+    """
+    again = "Save it again with this release, or write it with write_precision."
+    if record.get("structure") not in STRUCTURES:
+        raise StorageError(
+            f"{where!r} is of structure {record.get('structure')!r}: expected one of {STRUCTURES}."
+        )
+    names = record.get("parameters")
+    if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+        raise StorageError(f"the record of {where!r} names no parameters. {again}")
+    n = record.get("n_data")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise StorageError(
+            f"the record of {where!r} has n_data={n!r}: expected a number of examples. {again}"
+        )
+    tied, frozen = record.get("tied") or {}, record.get("frozen") or []
+    if not isinstance(frozen, list) or not (
+        isinstance(tied, dict) and all(isinstance(aliases, list) for aliases in tied.values())
+    ):
+        raise StorageError(f"the record of {where!r} has malformed tied or frozen names. {again}")
+    kind = record.get("kind")
+    kind = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
+    return {**record, "kind": kind, "prior_precision": _prior(record, names, where)}
+
+
+def _prior(record: Mapping[str, Any], names: list[str], where: str) -> float | dict[str, float]:
+    prior: Any = record.get("prior_precision")
+    for value in prior.values() if isinstance(prior, dict) else [prior]:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (real and math.isfinite(value) and value >= 0):
+            raise StorageError(
+                f"the record of {where!r} has prior_precision={prior!r}: expected finite "
+                "numbers, at least 0."
+            )
+    if not isinstance(prior, dict):
+        return float(prior)
+    if set(prior) != set(names):
+        raise StorageError(
+            f"{where!r} has a prior precision per weight for "
+            f"{sorted(set(names) ^ set(prior))[:5]}: save one number per tensor."
+        )
+    return {name: float(value) for name, value in prior.items()}
+
+
+@dataclass
+class Unfinished:
+    """Sums and where they stopped: ``TARGET.unfinished``, one safetensors file.
+
+    They are added to in the same order again, so that a run that goes on ends with the same bits.
+
+    Attributes:
+        path: of the file.
+        key: of all that the sums depend on; a file with another key is not read.
+        done: passes that the sums hold.
+    """
+
+    path: Path
+    key: str
+    done: int = 0
+    _due: float = field(default_factory=lambda: time.monotonic() + EVERY)
+
+    def take_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Put what is in the file into these sums; they stay as they are where there is none."""
+        try:
+            kept = Folder.open(self.path)
+        except StorageError:  # none, or damaged
+            return
+        specs = {n: Spec(tuple(t.shape), t.dtype) for n, t in sums.items()}
+        if kept.metadata.get("key") != self.key or dict(kept.specs) != specs:
+            return
+        for name, total in sums.items():
+            total.copy_(kept.tensor(name))
+        self.done = int(kept.metadata["passes"])
+
+    def follow(self, sums: Mapping[str, Tensor]) -> None:
+        """After each pass, of sums that the first one makes: take up after that one, then keep.
+
+        Passes whose numbers, from 0, are below ``done`` are to be left out.
+        """
+        self.done += 1
+        if self.done == 1:
+            self.take_up(sums)
+        else:
+            self.keep(self.done, sums)
+
+    def keep(self, passes: int, sums: Mapping[str, Tensor]) -> None:
+        """Write the sums after so many passes, if the last time is a while ago."""
+        self.done, started = passes, time.monotonic()
+        if started < self._due:
+            return
+        with drafted(self.path) as draft:
+            shards.save_file(sums, draft, {"key": self.key, "passes": str(passes)})
+        now = time.monotonic()
+        self._due = now + max(EVERY, SHARE * (now - started))
+
+    def remove(self) -> None:
+        """Once the target is whole."""
+        self.path.unlink(missing_ok=True)

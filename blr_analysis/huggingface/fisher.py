@@ -28,7 +28,7 @@ from blr_analysis.huggingface.models import (
     read_config,
 )
 from blr_analysis.huggingface.questions import answer_columns, read_tokens
-from blr_analysis.huggingface.tokens import Encoded, encode, read_length, task_of
+from blr_analysis.huggingface.tokens import Tokens, encode, read_length
 from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
@@ -183,7 +183,7 @@ def fisher(
         check_kind(kind, loaded.task == "causal_lm", batch_size)
         names = checkpoint_names(loaded)
         encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
-        n, own_task = len(texts), task_of(encoded, loaded)
+        n, own_task = len(texts), encoded.task(loaded)
         about = definition(kind, samples, batch_size, loaded.task)
         how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
         weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
@@ -230,7 +230,7 @@ def fisher(
             examples=len(encoded),
             seed=seed,
             max_length=encoded.max_length,
-            truncated=encoded.truncated,
+            truncated=encoded.cut,
             data=texts.path.name,
             columns=list(texts.columns),
             likelihood=loaded.likelihood,
@@ -250,20 +250,20 @@ def fisher(
         parameters=size,
         n_data=n,
         examples=len(encoded),
-        truncated=encoded.truncated,
-        max_length=encoded.max_length,
+        truncated=encoded.cut,
+        max_length=read_length(loaded, max_length),
         zeros=zeros / size,
         seconds=time.monotonic() - started,
     )
 
 
 def _unfinished(
-    target: Path, weights: Sequence[Path], encoded: Encoded, how: tuple[Any, ...]
+    target: Path, weights: Sequence[Path], encoded: Tokens, how: tuple[Any, ...]
 ) -> dict[str, Unfinished]:
     """Where the sums of a run that was ended lie, if model, data and settings are the same, by
     what is summed: layers' inputs, their factors, squared gradients."""
     model = [fingerprint(Folder.open(place)) for place in weights]
-    said = (model, how, torch.__version__, encoded.rows, encoded.labels)
+    said = (model, how, torch.__version__, encoded.rows)
     digest = hashlib.sha256(repr(said).encode()).hexdigest()
     ends = {"inputs": "unfinished", "factors": "factors.unfinished", "values": "unfinished"}
     return {k: Unfinished(target.with_name(f"{target.name}.{e}"), digest) for k, e in ends.items()}
@@ -277,7 +277,7 @@ def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str])
     """
     loaded = load_model(Path(path_of(model)).expanduser(), task=None, device="cpu")
     encoded, _ = _read(loaded, data, "fisher_emp", None, None, None, None, 0)
-    return task_of(encoded, loaded)
+    return encoded.task(loaded)
 
 
 def fisher_cost(
@@ -296,7 +296,7 @@ def fisher_cost(
     """What :func:`fisher` would cost, with labels drawn ``samples`` times; nothing is written."""
     loaded = load_tuned(model, base=base, task=task, device=device)
     encoded, _ = _read(loaded, data, "fisher_mc", text, None, examples, max_length, 0)
-    ours = task_of(encoded, loaded)
+    ours = encoded.task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     stages = [Stage("precision", len(encoded), float(samples))]
     return Forecast.of(ours, stages, disk=size * (2 if half else 4))
@@ -328,7 +328,7 @@ def _read(
     examples: int | None,
     max_length: int | None,
     seed: int,
-) -> tuple[Encoded, Texts]:
+) -> tuple[Tokens, Texts]:
     """The examples that are used, and all that the file holds."""
     classifies = loaded.task == "classification"
     if label is not None and not classifies:
@@ -355,9 +355,9 @@ def _read(
         return encode(texts, loaded, labels, max_length=max_length, chosen=chosen), texts
     most = read_length(loaded, max_length)
     used = table if chosen is None else table.iloc[chosen]
-    _, rows, _, cut = read_tokens(loaded, used, where, None, most)
-    rows.sort(key=lambda row: len(row["input_ids"]))
-    return Encoded(rows, None, loaded.pad_id, most, cut), texts
+    tokens = read_tokens(loaded, used, where, None, most)[1]
+    tokens.rows.sort(key=lambda row: len(row["input_ids"]))
+    return tokens, texts
 
 
 def _tied(loaded: Pretrained, names: dict[str, str]) -> dict[str, list[str]]:

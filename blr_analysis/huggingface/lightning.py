@@ -1,18 +1,24 @@
-"""A callback for Lightning that writes a precision folder beside every checkpoint."""
+"""Callbacks of Lightning's Trainer: draws around every microbatch, a monitor, and precisions beside
+checkpoints."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blr_analysis.errors import BLRError, OptimizerError
+from blr_analysis.errors import BLRError, InputError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import SHARDED, Recorder
+from blr_analysis.huggingface.recording import SHARDED, Recorder, look
+from blr_analysis.learning_rule.optim import BSAM
+from blr_analysis.sensitivity import Monitor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback
@@ -141,3 +147,147 @@ def _batch_size(loader: Any) -> int | None:
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return int(size) if isinstance(size, int) else None
+
+
+class _Unused(Exception):
+    """Ends a draw whose batch was not used."""
+
+
+class VariationalSteps(Callback):
+    """Weights drawn for each microbatch, in automatic optimisation.
+
+    A module whose ``configure_optimizers`` returns ``blr.IVON(...)`` trains without this, one draw
+    a step. With it gradients accumulate over draws and keep their scale, and clipping and loss
+    scales (``precision="16-mixed"``) act on their mean:
+
+        trainer = lightning.Trainer(accumulate_grad_batches=4, callbacks=[VariationalSteps()])
+
+    Every row of ``blr_analysis.learning_rule.optim`` works; bSAM calls ``training_step`` twice for
+    each batch, the second time at the adversary. With manual optimisation leave this out, and write
+    ``with self.optimizers().sampled_params(train=True):`` around forward and ``manual_backward``.
+
+    Raises:
+        InputError: when training begins, of manual optimisation, several optimizers, one that
+            draws no weights.
+    """
+
+    def __init__(self) -> None:
+        self._context: AbstractContextManager[None] | None = None
+        self._step: tuple[Any, Callable[..., Any] | None] | None = None
+        self._batch: tuple[Any, int] = None, 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the optimizer's step run Lightning's closure first, whose pass draws by itself."""
+        if not pl_module.automatic_optimization:
+            raise InputError(
+                "with manual optimisation leave VariationalSteps out: use "
+                "`with self.optimizers().sampled_params(train=True):`"
+            )
+        optimizer, *others = trainer.optimizers
+        if others or not hasattr(optimizer, "sampled_params"):
+            raise InputError(
+                f"VariationalSteps takes one optimizer that draws weights, such as IVON; got "
+                f"{', '.join(type(o).__name__ for o in trainer.optimizers)}"
+            )
+        self._step = optimizer, vars(optimizer).get("step")
+        step = optimizer.step
+
+        def after_closure(closure: Callable[[], Any] | None = None) -> Any:
+            loss = None if closure is None else closure()
+            if closure is not None and loss is None:  # training_step skipped this batch
+                self._leave()
+                optimizer.drop_draws()
+                return None
+            step()
+            return loss
+
+        optimizer.step = after_closure
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            # Lightning refuses to clip (bf16-mixed) where step() might unscale
+            optimizer._step_supports_amp_scaling = False
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draw."""
+        self._leave()
+        self._batch = batch, batch_idx
+        if self._step is not None:
+            count = trainer.accumulate_grad_batches  # by which Lightning divides each loss
+            context = self._step[0].sampled_params(train=True, divided_by=count)
+            context.__enter__()
+            self._context = context
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """The weights are their mean again; the gradient counts for the next step, or moves bSAM
+        to where its second gradient is taken."""
+        if self._context is None or self._step is None:
+            return
+        context, self._context = self._context, None
+        context.__exit__(None, None, None)
+        optimizer, count = self._step[0], trainer.accumulate_grad_batches
+        if isinstance(optimizer, BSAM):
+            taken = len(signature(pl_module.training_step).parameters)
+            with optimizer.adversarial_params(divided_by=count):
+                output = trainer.strategy.training_step(*self._batch[:taken])
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                trainer.strategy.backward(loss / count, optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch without a backward pass."""
+        self._leave()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The optimizer as it was."""
+        self._leave()
+        if self._step is not None:
+            (optimizer, step), self._step = self._step, None
+            del optimizer.step
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
+            if step is not None:  # a schedule's
+                optimizer.step = step
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same, with the mean put back."""
+        self.on_train_end(trainer, pl_module)
+
+    def _leave(self) -> None:
+        """Drop a draw that no backward pass has used."""
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(_Unused, _Unused(), None)
+
+
+class MonitorCallback(Callback):
+    """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
+
+    What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which
+    ``EarlyStopping(monitor="loo_nll")`` and loggers read. It is saved and restored with Lightning's
+    checkpoints.
+
+        monitor = blr.Monitor(blr.Task(module.net, data), test=test_task, examples=200)
+        trainer = lightning.Trainer(callbacks=[MonitorCallback(monitor)])
+
+    Args:
+        monitor: made with a task of the module, or of its part, that is trained.
+        known: as in :class:`blr_analysis.huggingface.MonitorCallback`.
+    """
+
+    def __init__(self, monitor: Monitor, **known: Any) -> None:
+        self.monitor = monitor
+        self.known = known
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """One row of the monitor, where this epoch is due."""
+        row = look(self.monitor, trainer.optimizers[0], trainer.current_epoch + 1, self.known)
+        pl_module.log_dict(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The monitor's."""
+        return self.monitor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The monitor's."""
+        self.monitor.load_state_dict(state_dict)

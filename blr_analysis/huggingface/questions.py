@@ -10,18 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.huggingface.data import read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
-from blr_analysis.huggingface.tokens import IGNORED
+from blr_analysis.huggingface.tokens import IGNORED, Tokens, read_length
 from blr_analysis.task import Task
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -31,45 +25,12 @@ SHOWN = 200  # characters of a text that are kept beside its example
 Ids = list[int]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Rows of token ids and labels, padded batch by batch; ``cut``: how many were longer."""
-
-    rows: list[dict[str, Ids]]
-    pad_id: int
-    cut: int = 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Ids]:
-        return self.rows[i]
-
-    def collate(self, rows: Sequence[dict[str, Ids]]) -> dict[str, Tensor]:
-        """A batch padded on the right.
-
-        >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
-        >>> Tokens(rows, 0).collate(rows)["labels"]
-        tensor([[-100,    6],
-                [   7, -100]])
-        """
-        longest = max(len(row["input_ids"]) for row in rows)
-        fills = {"input_ids": self.pad_id, "labels": IGNORED}
-        return {
-            name: torch.tensor(
-                [r[name] + [fills.get(name, 0)] * (longest - len(r[name])) for r in rows]
-            )
-            for name in rows[0]
-        }
-
-
 def language_task(
     loaded: Pretrained,
     data: Any,
     *,
     text: str | None = None,
     max_length: int | None = None,
-    batch_size: int = 8,
 ) -> Task:
     """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
@@ -95,25 +56,20 @@ def language_task(
     """
     if loaded.task != "causal_lm":
         raise InputError(f"{str(loaded.folder)!r} is no causal language model: give its Task")
-    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
-        raise InputError(f"max_length={max_length} is more than the {loaded.longest} that it reads")
+    if max_length is not None:
+        read_length(loaded, max_length)
     table, where = read_rows(data)
     if not len(table):
         raise DataError(f"{where} holds no examples")
-    columns, rows, words, cut = read_tokens(loaded, table, where, text, max_length)
+    columns, tokens, words = read_tokens(loaded, table, where, text, max_length)
     shown = [" ".join(each.split())[:SHOWN] for each in words]
-    tokens = Tokens(rows, loaded.pad_id, cut)
-    loader = DataLoader(tokens, batch_size=batch_size, collate_fn=tokens.collate)  # type: ignore[arg-type]
-    metadata = {"text": shown, **_others(table, {*columns, "text"})}
-    return Task(
-        loaded.model, loader, likelihood="causal_lm", batch_size=batch_size, metadata=metadata
-    )
+    return tokens.task(loaded, {"text": shown, **_others(table, {*columns, "text"})})
 
 
 def read_tokens(
     loaded: Pretrained, table: Any, where: str, text: str | None, max_length: int | None
-) -> tuple[tuple[str, ...], list[dict[str, Ids]], list[str], int]:
-    """The columns that are read; every row's ids and labels, and words; how many rows were cut."""
+) -> tuple[tuple[str, ...], Tokens, list[str]]:
+    """The columns that are read; every row's ids and labels, and words."""
     columns, encode = _reader(loaded, table, where, text)
     rows, shown, cut = [], [], 0
     each = zip(*(table[c].tolist() for c in columns), strict=True)
@@ -124,7 +80,7 @@ def read_tokens(
         cut += max_length is not None and len(row["input_ids"]) > max_length
         rows.append({n: ids[:max_length] for n, ids in row.items()})
         shown.append(words)
-    return columns, rows, shown, cut
+    return columns, Tokens(rows, loaded.pad_id, max_length, cut), shown
 
 
 def answer_columns(table: Any) -> tuple[str, ...]:

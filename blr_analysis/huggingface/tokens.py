@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,61 +17,66 @@ from blr_analysis.huggingface.models import LONGEST, Pretrained
 from blr_analysis.task import Task
 
 IGNORED = -100
+BATCH = 8
 AT_ONCE = 1000  # texts that the tokenizer is given together
-Item = tuple[dict[str, list[int]], int | None]  # a model's inputs as lists of ids, and a label
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Texts as token ids, in the order of their lengths.
+class Tokens:
+    """Examples as token ids: a dataset whose batches are padded on the right.
 
     Attributes:
-        rows: the model's inputs of each example, as lists of ids.
-        labels: a class per example, or None for language models, whose labels are in the rows, or
-            else the ids.
-        truncated: how many texts were longer than ``max_length``.
+        rows: the model's inputs of each example as lists of ids, and "labels": a list as well, or
+            a class.
+        pad_id: what fills up short rows.
+        max_length: tokens that are kept of a row; None: all.
+        cut: how many rows were longer.
     """
 
-    rows: list[dict[str, list[int]]]
-    labels: list[int] | None
+    rows: Rows
     pad_id: int
-    max_length: int
-    truncated: int
+    max_length: int | None = None
+    cut: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> Item:
-        return self.rows[i], None if self.labels is None else self.labels[i]
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each example."""
         return [len(row["input_ids"]) for row in self.rows]
 
-    def collate(
-        self, items: Sequence[tuple[dict[str, list[int]], int | None]]
-    ) -> dict[str, Tensor]:
-        """A batch padded on the right to its longest text, with ``labels``.
+    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch padded to its longest row.
 
-        >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7]}]
-        >>> Encoded(rows, None, 0, 8, 0).collate([(row, None) for row in rows])["labels"]
-        tensor([[   5,    6],
+        >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+        >>> Tokens(rows, 0).collate(rows)["labels"]
+        tensor([[-100,    6],
                 [   7, -100]])
         """
-        rows = [row for row, _ in items]
         longest = max(len(row["input_ids"]) for row in rows)
-
-        def padded(name: str, fill: int) -> Tensor:
-            return torch.tensor([r[name] + [fill] * (longest - len(r[name])) for r in rows])
-
         fills = {"input_ids": self.pad_id, "labels": IGNORED}
-        batch = {name: padded(name, fills.get(name, 0)) for name in rows[0]}
-        if self.labels is None:
-            batch.setdefault("labels", padded("input_ids", IGNORED))
-        else:
-            batch["labels"] = torch.tensor([label for _, label in items])
-        return batch
+
+        def column(name: str) -> Tensor:
+            values = [row[name] for row in rows]
+            if isinstance(values[0], list):
+                fill = fills.get(name, 0)
+                values = [ids + [fill] * (longest - len(ids)) for ids in values]
+            return torch.tensor(values)
+
+        return {name: column(name) for name in rows[0]}
+
+    def task(self, loaded: Pretrained, metadata: Mapping[str, Any] | None = None) -> Task:
+        """These examples under their model."""
+        how: Any = {"batch_size": BATCH, "collate_fn": self.collate}
+        loader = DataLoader(self, **how)  # type: ignore[arg-type]
+        return Task(
+            loaded.model, loader, likelihood=loaded.likelihood, batch_size=BATCH, metadata=metadata
+        )
 
 
 def encode(
@@ -81,7 +86,7 @@ def encode(
     *,
     max_length: int | None = None,
     chosen: Sequence[int] | None = None,
-) -> Encoded:
+) -> Tokens:
     """Token ids of the texts (or of the ``chosen`` ones), sorted by length.
 
     Sorted, so that batches of neighbours are padded little; the sums over examples that are asked
@@ -104,23 +109,17 @@ def encode(
             "text= (--text)"
         )
     order = list(range(len(texts))) if chosen is None else list(chosen)
-    rows, truncated = _tokenised(texts, loaded, order, most)
+    rows, cut = _tokenised(texts, loaded, order, most)
     for i, row in zip(order, rows, strict=True):
         count = len(row["input_ids"])
         if count < 1 + causal:
             raise DataError(
                 f"{texts.place(i)} has {count} token(s), which leaves nothing to predict; drop it"
             )
-    if not causal and labels is None:
-        labels = [0] * len(texts)  # stands where a label must; whoever asks for none uses none
-    by_length = sorted(range(len(order)), key=lambda k: len(rows[k]["input_ids"]))
-    return Encoded(
-        [rows[k] for k in by_length],
-        None if causal or labels is None else [labels[order[k]] for k in by_length],
-        loaded.pad_id,
-        most,
-        truncated,
-    )
+        # 0 stands where a class must: whoever gives none uses none
+        row["labels"] = row["input_ids"] if causal else labels[i] if labels else 0
+    rows.sort(key=lambda row: len(row["input_ids"]))
+    return Tokens(rows, loaded.pad_id, most, cut)
 
 
 def read_length(loaded: Pretrained, max_length: int | None) -> int:
@@ -139,8 +138,8 @@ def read_length(loaded: Pretrained, max_length: int | None) -> int:
 
 def _tokenised(
     texts: Texts, loaded: Pretrained, order: Sequence[int], most: int
-) -> tuple[list[dict[str, list[int]]], int]:
-    rows: list[dict[str, list[int]]] = []
+) -> tuple[Rows, int]:
+    rows: Rows = []
     truncated = 0
     for start in range(0, len(order), AT_ONCE):
         part = [texts.texts[i] for i in order[start : start + AT_ONCE]]
@@ -155,14 +154,8 @@ def _tokenised(
     return rows, truncated
 
 
-def _ids(loaded: Pretrained, part: list[tuple[str, ...]], **how: Any) -> list[dict[str, list[int]]]:
+def _ids(loaded: Pretrained, part: list[tuple[str, ...]], **how: Any) -> Rows:
     columns = [list(column) for column in zip(*part, strict=True)]
     encoded = loaded.tokenizer(*columns, verbose=False, **how)
     names = [n for n in loaded.inputs if n in encoded]
     return [{n: list(encoded[n][k]) for n in names} for k in range(len(part))]
-
-
-def task_of(encoded: Encoded, loaded: Pretrained, *, batch_size: int = 8) -> Task:
-    """The task of these texts under their model."""
-    loader = DataLoader(encoded, batch_size=batch_size, collate_fn=encoded.collate)  # type: ignore[arg-type]
-    return Task(loaded.model, loader, likelihood=loaded.likelihood, batch_size=batch_size)

@@ -20,7 +20,7 @@ from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
-from blr_analysis.files.records import SAMPLE, checked_record
+from blr_analysis.files.storage import SAMPLE, checked_record
 from blr_analysis.merging.formula import extremes
 from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blr_analysis.checks import instance, one_of, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
-from blr_analysis.files.records import FIELDS
+from blr_analysis.files.storage import FIELDS
 from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged

@@ -32,7 +32,7 @@ from torch import Tensor
 from blr_analysis.checks import one_of, path_of
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.files.records import FIELDS, SAMPLE, checked_record
+from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Prior, n_data_of, real_tensors

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +15,7 @@ import torch
 from pyarrow import parquet
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
+from blr_analysis.huggingface import checkpoint_precision
 from blr_analysis.huggingface.data import class_indices, read_file, read_texts
 from blr_analysis.huggingface.models import checkpoint_names, load_model
 from blr_analysis.huggingface.tokens import encode
@@ -190,17 +193,17 @@ def test_rows_are_sorted_padded_and_masked(bert: Path, tmp_path: Path) -> None:
     encoded = encode(read_texts(path), loaded, labels, max_length=10)
     tokenizer = tiny.tokenizer()
     assert encoded.lengths == sorted(encoded.lengths)
-    assert encoded.truncated == sum(len(t.split()) + 2 > 10 for t in texts) > 0
-    for row, label in encoded:
-        assert label is not None
+    assert encoded.cut == sum(len(t.split()) + 2 > 10 for t in texts) > 0
+    for row in encoded:
+        label = row["labels"]
         assert row["input_ids"] == tokenizer(texts[label], truncation=True, max_length=10).input_ids
     batch = encoded.collate([encoded[i] for i in range(12)])
     for ids, mask, i in zip(batch["input_ids"], batch["attention_mask"], range(12), strict=True):
         count = encoded.lengths[i]
-        assert ids[:count].tolist() == encoded[i][0]["input_ids"]
+        assert ids[:count].tolist() == encoded[i]["input_ids"]
         assert ids[count:].eq(0).all()
         assert mask.tolist() == [1] * count + [0] * (len(ids) - count)
-    assert batch["labels"].tolist() == [label for _, label in encoded]
+    assert batch["labels"].tolist() == [row["labels"] for row in encoded]
 
 
 def test_the_labels_of_a_language_model_are_its_ids(llama: Path, tmp_path: Path) -> None:
@@ -225,8 +228,8 @@ def test_texts_that_a_language_model_cannot_score(llama: Path, tmp_path: Path) -
 def test_pairs_are_one_row(bert: Path, tmp_path: Path) -> None:
     pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na film,it\n"))
     (item,) = encode(pairs, load_model(bert))
-    assert item[0]["input_ids"] == tiny.tokenizer()("a film", "it").input_ids
-    assert 1 in item[0]["token_type_ids"]
+    assert item["input_ids"] == tiny.tokenizer()("a film", "it").input_ids
+    assert 1 in item["token_type_ids"]
 
 
 # --- the model's folder -----------------------------------------------------------------------
@@ -308,9 +311,10 @@ def test_other_faults_of_loading(
         load_model(bert, task="causal_lm")
     with pytest.raises(BLRError, match="'abacus'"):
         load_model(bert, device="abacus")
-    monkeypatch.setattr("blr_analysis.huggingface.models.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
-        load_model(bert)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    for read in (load_model, partial(checkpoint_precision, n_data=1)):
+        with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
+            read(bert)
 
 
 @pytest.mark.filterwarnings("error")

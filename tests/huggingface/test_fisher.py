@@ -27,12 +27,12 @@ from blr_analysis.errors import (
     PosteriorError,
     StorageError,
 )
-from blr_analysis.files import Folder, fingerprint, storage, unfinished
+from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.fisher import FisherResult, fisher
 from blr_analysis.huggingface.models import load_model
-from blr_analysis.huggingface.tokens import encode, task_of
+from blr_analysis.huggingface.tokens import encode
 from blr_analysis.merging.precisions import open_precision
 from blr_analysis.posterior.precision_files import read_precision_record
 
@@ -143,7 +143,7 @@ def task_in_double(folder: Path) -> tuple[Task, list[int]]:
     texts = read_texts(folder / "data.jsonl", labelled=True)
     encoded = encode(texts, loaded, None if loaded.task == "causal_lm" else texts.labels)
     loaded.model.double()
-    return task_of(encoded, loaded), encoded.lengths
+    return encoded.task(loaded), encoded.lengths
 
 
 def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -240,7 +240,7 @@ def test_sampled_tokens_are_the_models_own(llama: Path, tmp_path: Path) -> None:
     model, tokenizer = reload(llama)
     shortest = min(rows_of(llama), key=lambda row: len(row["text"].split()))
     logits, ids = logits_of(model, tokenizer, shortest["text"])
-    assert task.dataset[0][0]["input_ids"] == ids.tolist()
+    assert task.dataset[0]["input_ids"] == ids.tolist()
     found = []
     for losses in -logits[:-1].log_softmax(-1):
         for loss in losses:
@@ -281,9 +281,9 @@ def test_the_squared_minibatch_gradient_is_what_its_name_says(bert: Path) -> Non
     ordered = encode(texts, load_model(bert), texts.labels)
     gradients = []
     for item in ordered:
-        ids = torch.tensor([item[0]["input_ids"]])
+        ids = torch.tensor([item["input_ids"]])
         logits = model(input_ids=ids).logits
-        gradients.append(gradient(model, F.cross_entropy(logits, torch.tensor([item[1]]))))
+        gradients.append(gradient(model, F.cross_entropy(logits, torch.tensor([item["labels"]]))))
     order = torch.randperm(N, generator=torch.Generator().manual_seed(2))
     means = [
         {n: sum(gradients[i][n] for i in part.tolist()) / len(part) for n in gradients[0]}
@@ -483,9 +483,9 @@ def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, at: str, second: str
 ) -> None:
-    monkeypatch.setattr(unfinished, "EVERY", 0.0)
-    monkeypatch.setattr(unfinished, "SHARE", 0)
-    keep, take_up = unfinished.Unfinished.keep, unfinished.Unfinished.take_up
+    monkeypatch.setattr(storage, "EVERY", 0.0)
+    monkeypatch.setattr(storage, "SHARE", 0)
+    keep, take_up = storage.Unfinished.keep, storage.Unfinished.take_up
     starts: dict[str, int] = {}
 
     def ended(self: Any, passes: int, sums: Any) -> None:
@@ -501,13 +501,13 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     whole, out, seed = tmp_path / "whole", tmp_path / "out", int(second == "other seed")
     on(llama, whole, **options, seed=seed)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(unfinished.Unfinished, "keep", ended)
+        patch.setattr(storage.Unfinished, "keep", ended)
         on(llama, out, **options)
     beside = tmp_path / at
     assert beside.is_file() and not out.exists()
     if second == "damaged":
         beside.write_bytes(beside.read_bytes()[:-8])
-    monkeypatch.setattr(unfinished.Unfinished, "take_up", seen)
+    monkeypatch.setattr(storage.Unfinished, "take_up", seen)
     on(llama, out, **options, seed=seed)
     assert bool(starts[at]) == (second == "same")
     assert not list(tmp_path.glob("*unfinished*"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blr_analysis import Posterior, Task, fit_laplace
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.files.records import FIELDS
+from blr_analysis.files.storage import FIELDS
 from blr_analysis.learning_rule.optim import IVON
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.posterior.precision_files import (

@@ -9,19 +9,18 @@ The callbacks are loaded when they are asked for, and lightning with them:
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blr_analysis.huggingface.lightning import LightningPrecision
-    from blr_analysis.lightning.callbacks import MonitorCallback, VariationalSteps
+    from blr_analysis.huggingface.lightning import (
+        LightningPrecision,
+        MonitorCallback,
+        VariationalSteps,
+    )
 
 __all__ = ["LightningPrecision", "MonitorCallback", "VariationalSteps"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LightningPrecision":
-        from blr_analysis.huggingface import LightningPrecision
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from blr_analysis.huggingface import lightning
 
-        return LightningPrecision
-    if name in __all__:
-        from blr_analysis.lightning import callbacks
-
-        return getattr(callbacks, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(lightning, name)
