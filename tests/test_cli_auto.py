@@ -51,9 +51,9 @@ def run(
 def test_by_the_predicted_gap(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said, err = run(capsys, here, "by_gap")
     assert code == 0, err
-    assert "fisher, diag, balanced" in err
+    assert "fisher, diag, power 0.5, balanced" in err
     assert "average" in said
-    # Balanced: precisions 1 and 2 over what the average, half way between both, loses by them.
+    # Balanced: precisions of 1 and 2, their roots over what the average, half way, loses by them.
     a, b = Folder.open(here / "a"), Folder.open(here / "b")
     ours = Folder.open(here / "by_gap")
     for name in ours.specs:

@@ -16,7 +16,8 @@ and would be given up for the others. (Moments of inputs, "gram", are no losses,
 balanced.) It is smallest for the "balanced" merge, under the precisions
 H_t / gap_t(average), so that only that and those without precisions or with the base's are judged
 by it, and shrinkage and the power of G stay as given. It cannot see that H_t are wrong in shape:
-only validation does that.
+only validation does that. Diagonals are wrong in shape where models are far apart, their largest
+numbers too large: unless a power is given, their roots stand for H_t in all of this.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
 DAMPINGS = (1.0, 0.1)  # of "kron"
+ROOT = 0.5  # the power of diagonals
 COMMON = ("dtype", "trust")  # what every candidate is made with
 
 
@@ -124,8 +126,9 @@ def candidates(
                 name = f"fisher, {structure}{words}, balanced"
                 found[name] = {"method": "fisher", **how, "weights": list(balance)}
             if based and (first["base_precision"] is not None or first["delta"]):
-                name = f"gradient_matching, {structure}{words}"
-                found[name] = {"method": "gradient_matching", **how, **first}
+                plain = structure not in FACTORED  # whose δ is in units of H
+                name = f"gradient_matching, {structure}{'' if plain else words}"
+                found[name] = {"method": "gradient_matching", **(own if plain else how), **first}
     if tasks is not None:
         for shrink in sorted({*SHRINK, settings["shrink"]}):
             more = {"tasks": tasks, "shrink": shrink, "weights": settings["weights"]}
@@ -136,7 +139,8 @@ def candidates(
 def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
     """Shrinkage, power of G and damping that are tried for a structure, the user's own first."""
     if structure not in FACTORED:
-        return [{}]
+        given = float(settings["power"])
+        return [{"power": power} for power in ((ROOT, 1.0) if given == 1 else (given,))]
     if structure == "gram":
         own = {"shrink": float(settings["shrink"])}
         return [own, *({"shrink": s} for s in SHRINK if s != own["shrink"])]
@@ -179,7 +183,10 @@ def chosen(
     """
     one_of("criterion", criterion, CRITERIA)
     given, tasks = settings["precisions"], settings["tasks"]
-    complete = given is not None and all(p is not None for p in given)
+    there = [p is not None for p in given or ()]
+    if any(there) and not all(there):
+        raise InputError('method="auto" takes a precision of every model, or none')
+    complete = any(there)
     known = tasks
     if validate is None and tasks is not None:
         known, validate = zip(*map(_halves, tasks), strict=True)
@@ -196,6 +203,8 @@ def chosen(
     kinds = {p.structure for p in opened}
     structure = " and ".join(sorted(kinds))
     common = {k: settings[k] for k in COMMON}
+    if structure == "diag":
+        opened = [p.raised(families(structure, settings)[0]["power"]) for p in opened]
     average = merged(None, states, method="linear", progress=False, **common)
     gaps = [p.gap(average, s) for p, s in zip(opened, states, strict=True)] if opened else []
     kind: Any = {"based": base is not None, "structure": structure, "settings": settings}
@@ -205,7 +214,7 @@ def chosen(
         tried = candidates(len(states), **kind, tasks=known)
         points, by = _tried(start, states, validate, tried, common), criterion
     else:
-        own = families(structure, settings)[0]
+        own = families(structure, settings)[0] if structure in FACTORED else {}
         found = {
             name: how
             for name, how in found.items()

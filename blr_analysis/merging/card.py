@@ -110,6 +110,8 @@ def outcome(report: MergeReport) -> list[str]:
         )
         if tables := {k for p in plan.held for k in p.tables} & set(report.solves):
             said.append(f"{some(sorted(tables))}: tied, and weighed by its use as a head alone")
+    if plan.settings.power != 1 and any(not p.layers for p in plan.held):
+        said.append(f"numbers of diagonal precisions to the power {plan.settings.power:g}")
     if report.gap_ratios:
         mean = sum(report.gap_ratios) / len(report.gap_ratios)
         said.append(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import some
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.fates import OpenModel
@@ -60,10 +60,15 @@ def merged(
         limits: Any = {"max_memory": max_memory, "threads": threads, "progress": False}
         start = merged(base, states, weights=alphas, method="linear", dtype=how.dtype, **limits)
         made = propagated(start, states, list(tasks), alphas, shrink=how.shrink, progress=progress)
-        return {
-            n: t if t.dtype not in MERGEABLE else t.to(how.out_dtype or t.dtype)
-            for n, t in made.items()
-        }
+        for n, t in made.items():
+            if t.dtype in MERGEABLE:
+                made[n] = t.to(how.out_dtype or t.dtype)
+                if not bool(made[n].isfinite().all()):
+                    raise ModelError(
+                        f"the merge of {n!r} does not fit into {made[n].dtype}: give a wider "
+                        "out_dtype"
+                    )
+        return made
     given = one_each("precisions", precisions, count, None)
     numbers = one_each("n_data", n_data, count, None)
     densities = one_each("density", density, count, 1.0)

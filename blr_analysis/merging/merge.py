@@ -95,7 +95,8 @@ def merge(
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
-        power: of "kron" A ⊗ G, the power of G, 0 to 1.
+        power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
+            0.5 puts half way, in logarithms, between the average and the Fisher average.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,
             what no precision decides stays at the average (with a base, at task arithmetic).
         trust: take precisions that were recorded for other weights than the model's.

@@ -188,14 +188,21 @@ def make_plan(
             )
     if method.uses_precisions:
         first = [base_precision] if curved else []
-        for precision in (*(p.precision for p in parts), *first):
-            if precision is not None:
-                check_fits(precision, reference)
+        held = [p for p in (*(p.precision for p in parts), *first) if p is not None]
+        for precision in held:
+            check_fits(precision, reference)
+        if settings.damping and not any(p.layers for p in held):
+            raise InputError("damping is of precisions with factors: leave it out of diagonals")
         for part in parts:
             if part.precision is not None and not settings.trust:
                 check_belongs(part.precision, part.source)
         if base is not None and base_precision is not None and curved and not settings.trust:
             check_belongs(base_precision, base)
+        parts = [
+            p if p.precision is None else replace(p, precision=p.precision.raised(settings.power))
+            for p in parts
+        ]
+        base_precision = base_precision and base_precision.raised(settings.power)
     for part in parts:
         _check_filters(part, reference)
     items = fates(

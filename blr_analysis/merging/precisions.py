@@ -31,7 +31,7 @@ ROWS = ".row_eigenvalues"  # of a table that is head and embedding: what its loo
 
 @dataclass(frozen=True)
 class StoredPrecision:
-    """Named precisions, read piecewise as H = scale · (S − δ).
+    """Named precisions, read piecewise as H = (scale · (S − δ))ᵖ.
 
     Attributes:
         source: where the numbers are.
@@ -47,6 +47,7 @@ class StoredPrecision:
             many numbers of each tensor it is of.
         mean: the weights that it belongs to, where they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
+        power: p, of diagonals.
     """
 
     source: Source
@@ -60,6 +61,7 @@ class StoredPrecision:
     sha256: tuple[str, int | None] | None = None
     mean: Mapping[str, Tensor] | None = None
     adapter: bool = False
+    power: float = 1.0
 
     @property
     def name(self) -> str:
@@ -90,6 +92,10 @@ class StoredPrecision:
     def by_row(self, key: str) -> bool:
         """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
         return key + ROWS in self.source.specs
+
+    def raised(self, power: float) -> StoredPrecision:
+        """Hᵖ where it has no factors, whose power is their own matter."""
+        return self if self.layers else replace(self, power=power)
 
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
@@ -163,7 +169,7 @@ class StoredPrecision:
                 f"({low:g} to {high:g}): compute it again"
             )
         prior = self.prior.get(name, 0.0)
-        if prior == 0 and self.scale == 1:
+        if prior == 0 and self.scale == 1 and self.power == 1:
             return values
         if values.device.type == "cpu":
             own = scratch.array((self, "H"), values.numel(), dtype).copy_(values)
@@ -171,7 +177,9 @@ class StoredPrecision:
             own = values.to(dtype, copy=True)
         if prior:
             take_off(own, prior, values.dtype, roundings=4)
-        return own.mul_(self.scale) if self.scale != 1 else own
+        if self.scale != 1:
+            own.mul_(self.scale)
+        return own if self.power == 1 else own.pow_(self.power)
 
     def __hash__(self) -> int:
         return id(self)

@@ -105,19 +105,21 @@ def test_by_the_predicted_gap(family: dict[str, Any]) -> None:
 
 
 def test_the_sizes_of_precisions_do_not_count(family: dict[str, Any]) -> None:
-    """Each task's are divided by what it loses in the average: those of a task that is sure of its
-    data, and has small ones, count as much."""
+    """The roots of each task's are divided by what it loses in the average: those of a task that is
+    sure of its data, and has small ones, count as much."""
     models = family["models"]
     fitted = [fit_laplace(t, structure="diag", prior_precision=1e-9) for t in family["tasks"]]
     small = [fitted[0], scaled(fitted[1], 1e-3)]
 
+    roots = [{n: (q.precision(n) - 1e-9).clamp_min(0).sqrt() for n in q.mean} for q in fitted]
+
     def gaps_of(state: Any) -> list[float]:
-        pairs = zip(fitted, models, strict=True)
-        return [precision_in_memory("q", q, None).gap(state, m) for q, m in pairs]
+        pairs = zip(roots, models, strict=True)
+        return [precision_in_memory("q", h, None).gap(state, m) for h, m in pairs]
 
     gaps = gaps_of(merge(None, models, method="linear"))
     merged = [merge(None, models, precisions=p, method="auto") for p in (fitted, small)]
-    truth = merge(None, models, precisions=fitted, method="fisher", weights=[1 / g for g in gaps])
+    truth = merge(None, models, precisions=roots, method="fisher", weights=[1 / g for g in gaps])
     for made in merged:
         assert made.choice.name.endswith("balanced")
         for name, value in made.items():
@@ -311,6 +313,11 @@ def test_bad_input(family: dict[str, Any]) -> None:
     base, models, tasks = (family[k] for k in ("base", "models", "tasks"))
     with pytest.raises(InputError, match="validate"):
         merge(base, models, method="auto")
+    curved = [{n: torch.ones_like(t) for n, t in models[0].items()}, None]
+    with pytest.raises(InputError, match="every model"):
+        merge(base, models, method="auto", validate=tasks, precisions=curved)
+    with pytest.raises(InputError, match="damping"):
+        merge(base, models, method="fisher", precisions=curved[:1] * 2, damping=0.1)
     with pytest.raises(InputError, match="criterion"):
         merge(base, models, method="auto", validate=tasks, criterion="loss")
     with pytest.raises(InputError, match="fisher"):
@@ -329,6 +336,9 @@ def test_bad_input(family: dict[str, Any]) -> None:
     for option in ({"shrink": 0.5}, {"delta": 1.0}):
         with pytest.raises(InputError, match=f"{next(iter(option))}=.*precisions="):
             merge(base, models, validate=tasks, method="auto", **option)
+    large = [{n: 1e6 * t for n, t in m.items()} for m in models]
+    with pytest.raises(ModelError, match="float16"):
+        merge(base, large, tasks=tasks, method="fisher", out_dtype=torch.float16)
     other = Task(Other().double(), tasks[1].fetch(torch.arange(5)))
     with pytest.raises(ModelError, match=r"2\.weight"):
         merge(base, models, tasks=[tasks[0], other], method="fisher")

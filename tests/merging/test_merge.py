@@ -20,6 +20,7 @@ from merging.models_on_disk import (
     write_family,
     write_model,
 )
+from parts import normal
 from safetensors.torch import load_file
 from torch import nn
 
@@ -28,6 +29,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.card import model_card
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.methods import METHODS
+from blr_analysis.posterior import write_precision
 
 PLAIN = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
 
@@ -163,6 +165,27 @@ def test_a_calibrated_posterior_is_scaled_as_a_whole() -> None:
     expected = blr.merge(base, [one], precisions=[{n: v / 4 for n, v in h.items()}], delta=1.0)
     for n in base:
         torch.testing.assert_close(merged[n], expected[n])
+
+
+@pytest.mark.parametrize("method", ["gradient_matching", "fisher"])
+def test_the_power_of_diagonals_is_that_of_every_number(method: str, tmp_path: Path) -> None:
+    """Of the data's part, the prior off; the base's own too, and δ is added as it is."""
+    models = [{"w": normal(6, seed=k)} for k in range(3)]
+    held = [{"w": normal(6, seed=k + 10).square()} for k in range(3)]
+    for k, h in enumerate(held):
+        place = tmp_path / f"p{k}"
+        write_precision(
+            place, {"w": h["w"] + 3.0}, kind="ggn", definition="by hand", n_data=5,
+            prior_precision=3.0, dtype=None,
+        )  # fmt: skip
+    places = [tmp_path / f"p{k}" for k in range(3)]
+    roots = [{"w": h["w"].sqrt()} for h in held]
+    based = method == "gradient_matching"
+    first = [{"base_precision": h[0], "delta": 0.5} if based else {} for h in (places, roots)]
+    how = {"method": method, "dtype": torch.float64}
+    ours = blr.merge(models[0], models[1:], precisions=places[1:], power=0.5, **how, **first[0])
+    truth = blr.merge(models[0], models[1:], precisions=roots[1:], **how, **first[1])
+    torch.testing.assert_close(ours["w"], truth["w"], rtol=1e-6, atol=1e-6)
 
 
 def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> None:

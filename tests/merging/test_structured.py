@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import HFConv1D, Images, mlp, randomised, seeded
+from models import HFConv1D, Images, Words, mlp, randomised, seeded
 from oracles import dense_precision, flatten, relative, unflatten
 from parts import normal
 from safetensors.torch import save_file
@@ -51,6 +51,7 @@ CASES: dict[str, Any] = {
     "mlp": lambda: (mlp(), normal(40, 4), 3),
     "convolution": lambda: (convolutional(), normal(30, 2, 3, 3), 3),
     "images": lambda: (randomised(Images()), normal(20, 2, 8, 8), 3),
+    "attention": lambda: (randomised(Words(tied=False)), torch.arange(60).view(12, 5) ** 2 % 7, 7),
 }
 
 
