@@ -11,20 +11,20 @@ with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's own structure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import StackDataset
+from torch.utils.data import Dataset, StackDataset
 
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.tree import add, norm
 from blr_analysis.data import Examples
-from blr_analysis.errors import DataError, InputError, PosteriorError
+from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.prior import Prior
@@ -208,6 +208,66 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
         batch_size=task.batch_size,
         device=task.device,
     )
+
+
+class Relabelled(Dataset[Any]):
+    """Items (x, y), or dicts with "labels" or "label", each with another target inside.
+
+    >>> Relabelled([("x", 3)], torch.tensor([5]))[0]
+    ('x', 5)
+    """
+
+    def __init__(self, items: Any, targets: Tensor) -> None:
+        self.items, self.targets = items, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        item, new = self.items[index], self.targets[index]
+        if isinstance(item, Mapping):
+            name = "labels" if "labels" in item else "label"
+            return {**item, name: _in_form_of(item[name], new)}
+        x, old = item
+        return x, _in_form_of(old, new)
+
+
+def _in_form_of(old: Any, new: Tensor) -> Any:
+    if isinstance(old, Tensor):
+        return new.to(old).reshape(old.shape)
+    if isinstance(old, np.ndarray | np.generic):
+        return new.numpy().astype(old.dtype).reshape(old.shape)[()]
+    return type(old)(new.tolist())
+
+
+def with_labels_inside(task: Task, labels: Mapping[int, Any]) -> Task:
+    """Some examples of a task, each item with another target inside, as a user's own training
+    takes it.
+
+    Raises:
+        DataError: a target out of range; items in which the task does not find the new targets.
+    """
+    outside, part = with_labels(task, labels), task.subset(list(labels))
+    items = Relabelled(part.dataset, outside.dataset.datasets[1])
+    inside = Task(
+        task.model,
+        replace(part.examples, dataset=items),
+        likelihood=part.likelihood,
+        forward=task.forward,
+        batch_size=task.batch_size,
+        device=task.device,
+    )
+    unknown = DataError("no target in the items: relabel= takes (x, y) or a dict's 'labels'")
+    with torch.no_grad(), task.evaluation():
+        for indices, batch in outside.batches():
+            wanted = outside.run(batch, {}, indices)
+            try:
+                given = inside.run(inside.fetch(indices), {}, indices)
+            except BLRError as error:
+                raise unknown from error
+            if not all(map(torch.allclose, given, wanted)):
+                raise unknown
+    return inside
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
-from blr_analysis.sensitivity.objective import changed
+from blr_analysis.sensitivity.objective import changed, with_labels_inside
 from blr_analysis.sensitivity.perturbed import SPREADS, Answer, interval, measured
 from blr_analysis.sensitivity.solving import Change
 from blr_analysis.task import Task
@@ -47,14 +47,17 @@ class Retraining:
 
         Raises:
             InputError: no function ``train``.
+            DataError: new targets for items in which the old ones are not found.
         """
         if self.train is None:
             raise InputError("solver='retrain' needs train=, a function (data, seed) -> model")
         task, q = self.task, self.q
-        data = changed(
-            task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
-        )
-        runs = retrained(data.parts, q.mean, self.train, self.seeds, self.cache)
+        labels = change.labels or {}
+        gone = torch.cat([change.leaving, torch.tensor(list(labels), dtype=torch.long)])
+        parts = list(changed(task, q.prior, leaving=gone, added=change.new).parts)
+        if labels:
+            parts.append((with_labels_inside(task, labels), torch.arange(len(labels))))
+        runs = retrained(parts, q.mean, self.train, self.seeds, self.cache)
         measures = [measured(where, weights) for weights in runs]
         hits = [e.correct for e in measures if e.correct is not None]
         after = replace(
@@ -124,7 +127,7 @@ def retrained(
     Args:
         parts: a task and the examples of it that count; ``data`` is the dataset of them all.
         like: weights by name, whose names and shapes the answer must have.
-        cache: a folder; what was trained there on the same examples with the same seed is read.
+        cache: a folder; what the same ``train`` made there of the same examples and seed is read.
 
     Raises:
         InputError: no function, or a bad number of seeds.
@@ -134,10 +137,11 @@ def retrained(
         raise InputError("train must be a function (data, seed) -> model or state dict")
     positive_int("seeds", seeds)
     folder = None if cache is None else Path(cache)
+    key = "" if folder is None else _key(parts, train)
     data = _dataset(parts)
     runs = []
     for seed in range(seeds):
-        place = None if folder is None else folder / f"{_key(parts, data)}-{seed}.safetensors"
+        place = None if folder is None else folder / f"{key}-{seed}.safetensors"
         if place is not None and place.exists():
             runs.append(_fitting(load_file(place), like))
             continue
@@ -160,13 +164,25 @@ def _dataset(parts: Sequence[tuple[Task, Tensor]]) -> Dataset[Any]:
     return sets[0] if len(sets) == 1 else ConcatDataset(sets)
 
 
-def _key(parts: Sequence[tuple[Task, Tensor]], data: Any) -> str:
-    """Of which examples count, and of the first and the last of them."""
-    digest = hashlib.sha256(json.dumps([i.tolist() for _, i in parts]).encode())
-    for example in (data[0], data[len(data) - 1]):
-        for x in example if isinstance(example, (tuple, list)) else [example]:
-            digest.update(repr(x.tolist() if isinstance(x, Tensor) else x).encode())
-    return digest.hexdigest()[:24]
+def _key(parts: Sequence[tuple[Task, Tensor]], train: Train) -> str:
+    """Of every example, of the source of ``train``, and of the plain values that it reads."""
+    made: Any = getattr(train, "func", train)  # of a partial
+    read = [getattr(train, "args", ()), getattr(train, "keywords", {})]
+    known = dict(getattr(getattr(made, "__self__", made), "__dict__", {}))
+    if inspect.isfunction(made) or inspect.ismethod(made):
+        outside = inspect.getclosurevars(made)
+        known |= {**outside.globals, **outside.nonlocals}
+        read += [made.__defaults__, getattr(made, "__kwdefaults__", None)]
+    else:
+        made = type(made)
+    read.append({n: v for n, v in known.items() if isinstance(v, int | float | str)})
+    try:
+        code: Any = inspect.getsource(made)
+    except (OSError, TypeError):
+        code = getattr(getattr(made, "__code__", None), "co_code", b"")
+    about = {"train": [made.__module__, made.__qualname__, code, read]}
+    each = [task.examples.subset(i.tolist()).sha256(about) for task, i in parts]
+    return hashlib.sha256("".join(each).encode()).hexdigest()[:24]
 
 
 def _same_buffers(state: Any, model: nn.Module) -> None:

@@ -111,15 +111,18 @@ def what_if(
             default 6, doubled up to twice where the training stays far from the model's loss.
             Retraining takes as many as it had epochs.
         train: of "retrain": your own training, ``train(data, seed)`` → model or state dict, where
-            ``data`` is the dataset of the changed data.
+            ``data`` is the dataset of the changed data, items as the task's own; of those
+            relabelled the target of (x, y), or a dict's "labels" or "label", is another.
         seeds: how many runs of it; the answer is their mean.
-        cache: a folder for their weights; what is there is not trained again.
+        cache: a folder for their weights; what is there is not trained again. A run is known by
+            its examples and seed, the source of ``train`` and the numbers and texts that it reads;
+            where a function that it calls has changed, take another folder.
 
     Raises:
         InputError: nothing to change, nothing left, a bad selection, an unknown solver, bad
             steps or passes, an example both removed and relabelled, ``add`` of another
             likelihood, a replay of a model whose weights cannot be drawn anew, no ``train``.
-        DataError: a new target out of range.
+        DataError: a new target out of range; of "retrain", items of another form than above.
         PosteriorError: a posterior of another model or number of examples, S − S_G that is not
             positive definite, weights at which the model breaks down.
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from sklearn.datasets import load_digits, load_iris
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import blr_analysis as blr
 from blr_analysis.backprop.loss import Evaluation
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.objective import changed
 from blr_analysis.sensitivity.perturbed import ByClass, against, interval, supported
@@ -406,6 +407,88 @@ def test_retraining_is_the_mean_over_seeds_and_is_kept(tmp_path) -> None:
     low, high = result.interval
     half = 3.0776835 * np.std(expected, ddof=1) * np.sqrt(1.5)
     assert (low, high) == pytest.approx((np.mean(expected) - half, np.mean(expected) + half), 1e-4)
+
+
+class Counting:
+    """The sum of the targets that a training is given, as its only weights."""
+
+    rows = X[:8, :3], Y[:8] % 2
+
+    def __init__(self, kind: str = "pairs") -> None:
+        self.runs = 0
+        items: dict[str, Any] = {
+            "pairs": self.rows,
+            "numbers": [(x, int(y)) for x, y in zip(*self.rows, strict=True)],
+            "dicts": [{"x": x, "labels": y} for x, y in zip(*self.rows, strict=True)],
+            "triples": TensorDataset(*self.rows, self.rows[1]),
+            "turned": TensorDataset(*self.rows[::-1]),
+        }
+        forwards: dict[str, Any] = {
+            "dicts": lambda model, batch: (model(batch["x"]), batch["labels"]),
+            "triples": lambda model, batch: (model(batch[0]), batch[1]),
+            "turned": lambda model, batch: (model(batch[1]), batch[0]),
+        }
+        self.task = blr.Task(nn.Linear(3, 2), items[kind], forward=forwards.get(kind))
+        self.q = blr.fit_laplace(self.task, prior_precision=1.0, progress=False)
+
+    def __call__(self, data: Any, seed: int) -> dict[str, Tensor]:
+        self.runs += 1
+        total = torch.zeros(2, 3)
+        for batch in DataLoader(data, batch_size=3):
+            x, y = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
+            total[0] += (x * y[:, None]).sum(0)
+        return {"weight": total, "bias": torch.zeros(2)}
+
+    def total(self, train: Any, **change: Any) -> Tensor:
+        settings: dict[str, Any] = dict(solver="retrain", train=train, seeds=1, progress=False)
+        return blr.what_if(self.task, self.q, **settings, **change).parameters["weight"][0]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "numbers", "dicts"])
+def test_a_training_is_given_items_with_the_new_targets(kind: str) -> None:
+    counting = Counting(kind)
+    x, y = counting.rows
+    new = y.clone()
+    new[[1, 4]] = 1 - new[[1, 4]]
+    labels = {i: int(new[i]) for i in (4, 1)}
+    torch.testing.assert_close(counting.total(counting, relabel=labels), (x * new[:, None]).sum(0))
+
+
+@pytest.mark.parametrize("kind", ["triples", "turned"])
+def test_items_of_another_form_are_not_relabelled_for_a_training(kind: str) -> None:
+    counting = Counting(kind)
+    old = int(counting.rows[1][1])
+    with pytest.raises(DataError, match="relabel="):
+        counting.total(counting, relabel={1: old})
+
+
+def test_a_kept_answer_is_that_of_the_same_question(tmp_path) -> None:
+    """Neither of other targets or added examples between the first and the last one, nor of
+    another training."""
+    counting = Counting()
+    other = [int(label) for label in 1 - counting.rows[1]]
+    middle = torch.tensor([[0.0, 0.0, 0.0], [5.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
+    ones = torch.ones(3, dtype=torch.long)
+    changes = [
+        dict(relabel={1: other[1], 2: other[2], 3: other[3]}),
+        dict(relabel={1: other[1], 2: 1 - other[2], 3: other[3]}),
+        dict(add=blr.Task(counting.task.model, (middle, ones))),
+        dict(add=blr.Task(counting.task.model, (-middle, ones))),
+    ]
+    scale = 1.0
+
+    def train(data: Any, seed: int) -> dict[str, Tensor]:
+        return {n: scale * p for n, p in counting(data, seed).items()}
+
+    for change in changes:
+        scale = 1.0
+        kept = [counting.total(train, **change, cache=tmp_path) for _ in range(2)]
+        truth = counting.total(counting, **change)
+        scale = 2.0
+        torch.testing.assert_close(kept, [truth, truth])
+        again = counting.total(train, **change, cache=tmp_path)
+        torch.testing.assert_close(again, 2 * truth)
+    assert counting.runs == 3 * len(changes)
 
 
 @pytest.mark.slow
