@@ -9,19 +9,17 @@ Which data made this model, and what would it be without them? Four lines say:
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 from lazy_loader import attach_stub
 
+from blr_analysis.checks import package_version
+
 # Names and their modules stand in __init__.pyi; a module is loaded with the first of its names.
 _public, __dir__, __all__ = attach_stub(__name__, __file__)
 
-try:
-    __version__ = version("blr-analysis")
-except PackageNotFoundError:  # imported from a source tree that was never installed
-    __version__ = "0.0.0"
+__version__ = package_version()
 
 
 def __getattr__(name: str) -> Any:

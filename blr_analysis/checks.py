@@ -12,6 +12,7 @@ import math
 import operator
 import os
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from blr_analysis.errors import InputError
@@ -118,3 +119,11 @@ def printable(text: str) -> str:
 def install(extra: str) -> str:
     """How an extra is installed; the package is on no index."""
     return f"run pip install '.[{extra}]' in its checkout"
+
+
+def package_version() -> str:
+    """The version that is installed; 0.0.0 for a source tree that never was."""
+    try:
+        return version("blr-analysis")
+    except PackageNotFoundError:
+        return "0.0.0"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blr_analysis.checks import package_version
 from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index, query
 from blr_analysis.cli.merging import merge
@@ -64,12 +65,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(f"blr-analysis {version('blr-analysis')}")
-        except PackageNotFoundError:
-            typer.echo("blr-analysis 0.0.0 (not installed)")
+        typer.echo(f"blr-analysis {package_version()}")
         raise typer.Exit
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.progress import track
 
+CPU = torch.device("cpu")
 PIECE = 2**22  # bytes that a fingerprint reads at a time
 
 
@@ -60,8 +61,12 @@ class Scratch:
             held = self._held[key] = torch.empty(nbytes, dtype=torch.uint8)
         return held[:nbytes]
 
-    def array(self, key: Hashable, numel: int, dtype: torch.dtype) -> Tensor:
-        """The same as ``numel`` elements of a dtype."""
+    def array(
+        self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> Tensor:
+        """The same as ``numel`` elements of a dtype; on another device in memory of its own."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
         return self.take(key, numel * dtype.itemsize).view(dtype)
 
     @property

@@ -14,11 +14,10 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr_analysis.checks import printable, some
+from blr_analysis.checks import package_version, printable, some
 from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.recipe.places import hub_name
 from blr_analysis.merging.stream import WORSE
@@ -256,14 +255,6 @@ def markdown(text: str) -> str:
 def markdown_code(text: str) -> str:
     """Text for a table's cell between backticks."""
     return _line(text).replace("`", "'").replace("|", "\\|")
-
-
-def package_version() -> str:
-    """The version of this package, "unknown" where it is not installed."""
-    try:
-        return version("blr-analysis")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _front_matter(job: Job, method: str, library: str) -> list[str]:

@@ -17,6 +17,10 @@ from blr_analysis.files import Scratch, Source, Spec
 PIECE = 2**20  # entries compared at a time
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Reads = Mapping[str, str]
+# The modules whose weights have a row for each token.
+INPUTS = {"embed", "embed_in", "embed_tokens", "embedding", "embeddings", "shared", "wte"}
+INPUTS |= {"tok_embeddings", "token_embedding", "word_embedding", "word_embeddings"}
+OUTPUTS = {"decoder", "embed_out", "lm_head", "output", "output_projection"}
 
 
 def match(reference: Source, other: Source) -> dict[str, str]:

@@ -107,9 +107,9 @@ def merge(
         rescale: what "dare_linear" and "dare_ties" leave by chance is divided by its share.
         seed: of that chance; the same seed leaves the same entries, whatever the shards.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
-            every layer's inputs taken after the layers below it were merged (RegMean++, see
-            :mod:`blr_analysis.merging.propagated`); for models in memory, method "fisher" or
-            "auto".
+            every layer's inputs taken after the layers below it were merged (RegMean++,
+            :func:`blr_analysis.merging.in_memory.propagated`); for models in memory, method
+            "fisher" or "auto".
         validate: tasks with data that no model was trained on, for method "auto".
         criterion: what "auto" goes by there: mean "nll" or "accuracy" of the tasks.
         out: with folders: the folder to write, new or empty.
@@ -180,9 +180,9 @@ def merge(
         base_precision=_path("base_precision", base_precision),
     )
     if rank is not None:
-        from blr_analysis.merging.lora.adapters import merge_adapters  # which needs pydantic
+        from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
 
-        return merge_adapters(job, out, rank=rank, max_memory=max_memory, threads=threads)
+        return write_adapter(plan_adapters(job, rank, max_memory=max_memory, threads=threads), out)
     plan = plan_folders(job, max_memory=max_memory, threads=threads)
     return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
 

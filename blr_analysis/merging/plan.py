@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -361,21 +361,19 @@ def plan_folders(
     """
     method = job.row
     base = None if job.base is None else Folder.open(job.base)
-    opened = {m.model: open_model(m.model, base) for m in job.members}
-    every = untied(opened if base is None or job.base is None else {**opened, job.base: base})
+    every = {m.model: open_model(m.model, base) for m in job.members}
+    every = untied(every if base is None or job.base is None else {**every, job.base: base})
     if job.vocabulary is not None:
         every = {place: Retokenized(job.vocabulary, place, every) for place in every}
-    opened = {model: every[model] for model in opened}
-    base = None if job.base is None else every[job.base]
+    opened = every
+    based = job.base if method.uses_base or not job.slices else None
     if job.slices:
-        from blr_analysis.merging.arranged import in_slices
+        from blr_analysis.merging.recipe.layer_weights import in_slices
 
-        opened = {m: in_slices(job.slices, every, m, base=False) for m in opened}
-        base = (
-            in_slices(job.slices, every, job.base, base=True)
-            if job.base is not None and method.uses_base
-            else None
-        )
+        opened = {m.model: in_slices(job.slices, every, m.model, base=False) for m in job.members}
+        if based is not None:
+            opened[based] = in_slices(job.slices, every, based, base=True)
+    base = None if based is None else opened[based]
     parts = []
     for member in job.members:
         precision = None
@@ -404,27 +402,21 @@ def fit_config(plan: MergePlan, reference: Path, config: dict[str, Any]) -> None
     """Write into a configuration how many tokens and layers the result has, of which kinds they
     are, and whether its head is its embedding."""
     job = plan.job
-    heads = [i.name for i in plan.items if i.name.endswith("lm_head.weight")]
+    headed = any(item.name.endswith("lm_head.weight") for item in plan.items)
+    taken: list[int] = []
+    for part in job.slices:
+        low = part.starts.get(reference, next(iter(part.starts.values())))
+        taken += range(low, low + part.count)
     for section in (config, config.get("text_config") or {}):
-        if section.get("tie_word_embeddings") and heads:
+        if section.get("tie_word_embeddings") and headed:
             section["tie_word_embeddings"] = False
         if job.vocabulary is not None and "vocab_size" in section:
             section["vocab_size"] = job.vocabulary.size
-    if not job.slices:
-        return
-    total = sum(part.count for part in job.slices)
-    for section in (config, config.get("text_config") or {}):
-        layers = next((section[key] for key in COUNTS if key in section), None)
-        taken: list[int] = []
-        for part in job.slices:
-            low = part.starts.get(reference, next(iter(part.starts.values())))
-            taken += range(low, low + part.count)
-        for key in COUNTS:
-            if key in section:
-                section[key] = total
-        kinds = section.get("layer_types")
-        if isinstance(kinds, list) and len(kinds) == layers and max(taken) < len(kinds):
-            section["layer_types"] = [kinds[at] for at in taken]
+        counts, kinds = [key for key in COUNTS if key in section], section.get("layer_types")
+        if taken and counts:
+            if isinstance(kinds, list) and max(taken) < len(kinds) == section[counts[0]]:
+                section["layer_types"] = [kinds[at] for at in taken]
+            section.update(dict.fromkeys(counts, len(taken)))
 
 
 def open_model(model: Path, base: Source | None) -> Source:
@@ -440,26 +432,22 @@ def _compare_configs(job: Job) -> None:
     folders = [m.model for m in job.members if not is_adapter(m.model)]
     if job.base is not None:
         folders.insert(0, job.base)
-    kinds: dict[str, Path] = {}
-    first: tuple[Path, Mapping[str, Any]] | None = None
-    for folder in folders:
-        config = read_config(folder)
+    configs = {folder: config for folder in folders if (config := read_config(folder))}
+    for folder, config in configs.items():
         if config.get("quantization_config"):
             raise ModelError(
                 f"{str(folder)!r} is quantised (quantization_config): merge the models "
                 "before, then quantise"
             )
-        if config:
-            first = first or (folder, config)
-            odd = [k for k in SAME if first[1].get(k) != config.get(k)]
-            if odd and first[1].get("model_type") == config.get("model_type"):
-                raise ModelError(
-                    f"{str(folder)!r} computes otherwise than {str(first[0])!r} with the same "
-                    f"weights: in config.json {odd[0]} is {config.get(odd[0])!r} and "
-                    f"{first[1].get(odd[0])!r}"
-                )
-        if "model_type" in config:
-            kinds.setdefault(str(config["model_type"]), folder)
+    kinds = {config["model_type"]: f for f, config in configs.items() if "model_type" in config}
     if len(kinds) > 1:
         listed = ", ".join(f"{str(folder)!r} ({kind})" for kind, folder in kinds.items())
         raise ModelError(f"the models are of different architectures: {listed}")
+    for folder, config in configs.items():
+        place, known = next(iter(configs.items()))
+        odd = [k for k in SAME if known.get(k) != config.get(k)]
+        if odd and known.get("model_type") == config.get("model_type"):
+            raise ModelError(
+                f"{str(folder)!r} computes otherwise than {str(place)!r} with the same weights: in "
+                f"config.json {odd[0]} is {config.get(odd[0])!r} and {known.get(odd[0])!r}"
+            )

@@ -171,10 +171,7 @@ class StoredPrecision:
         prior = self.prior.get(name, 0.0)
         if prior == 0 and self.scale == 1 and self.power == 1:
             return values
-        if values.device.type == "cpu":
-            own = scratch.array((self, "H"), values.numel(), dtype).copy_(values)
-        else:
-            own = values.to(dtype, copy=True)
+        own = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)
         if prior:
             take_off(own, prior, values.dtype, roundings=4)
         if self.scale != 1:

@@ -187,11 +187,7 @@ def _merge(
         return 0
     given = _read(plan, item, start, stop, scratch)
     base, models = given.base, given.models
-    device = models[0].device
-    if device.type == "cpu":
-        result = scratch.array("result", stop - start, plan.dtype)
-    else:
-        result = torch.empty(stop - start, dtype=plan.dtype, device=device)
+    result = scratch.array("result", stop - start, plan.dtype, models[0].device)
     undefined = 0
     if item.fate == AVERAGED:
         combine_into(result, None, models, item.weights, [0.0] * len(models), 0.0, scratch)
@@ -356,20 +352,16 @@ def _first(
     values = own.read(item.name, start, stop, scratch, plan.dtype).to(device)
     if not plan.delta:
         return values
-    if device.type != "cpu":
-        return values.to(plan.dtype) + plan.delta
-    own = scratch.array("first", len(values), plan.dtype)
+    total = scratch.array("first", len(values), plan.dtype, device)
     if values.dtype == plan.dtype:
-        return torch.add(values, plan.delta, out=own)
-    return own.copy_(values).add_(plan.delta)
+        return torch.add(values, plan.delta, out=total)
+    return total.copy_(values).add_(plan.delta)
 
 
 def _rounded(result: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     if result.dtype == dtype:
         return result
-    if result.device.type != "cpu":
-        return result.to(dtype)
-    return scratch.array("rounded", len(result), dtype).copy_(result)
+    return scratch.array("rounded", len(result), dtype, result.device).copy_(result)
 
 
 def _check_finite(plan: MergePlan, item: Item, result: Tensor, inputs: list[Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Models of different vocabularies brought to the tokens of one: rows of embeddings and heads."""
+"""Tensors of models under the names that they get in the result, and models of different
+vocabularies brought to the tokens of one: rows of embeddings and heads."""
 
 from __future__ import annotations
 
@@ -14,11 +15,8 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.files import Owned, Scratch, Source, Spec
 from blr_analysis.files.headers import read_json
-from blr_analysis.merging.matching import same_bytes
+from blr_analysis.merging.matching import INPUTS, OUTPUTS, same_bytes
 
-INPUTS = {"embed", "embed_in", "embed_tokens", "embedding", "embeddings", "shared", "wte"}
-INPUTS |= {"tok_embeddings", "token_embedding", "word_embedding", "word_embeddings"}
-OUTPUTS = {"decoder", "embed_out", "lm_head", "output", "output_projection"}
 Tokens = Mapping[str, int]
 
 
@@ -76,6 +74,33 @@ class Vocabulary:
         return result
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the result is read; ``words``: how it comes about, if not as there."""
+
+    source: Source
+    name: str
+    words: str = ""
+
+
+class Arranged(Source):
+    """Tensors of other sources under new names."""
+
+    def __init__(self, name: str, places: Mapping[str, Place], notes: tuple[str, ...] = ()) -> None:
+        self.name, self.notes, self._places = name, notes, places
+        self.specs = {n: p.source.specs[p.name] for n, p in places.items()}
+
+    def words(self, name: str) -> str:
+        """How a tensor comes about in the source."""
+        place = self._places[name]
+        return place.words or place.source.words(place.name)
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        """The same elements of the tensor that it is."""
+        place = self._places[name]
+        return place.source.read(place.name, start, stop, Owned(scratch, self))
+
+
 class Retokenized(Source):
     """A model with the rows of its embeddings and heads in the order of a vocabulary."""
 
@@ -127,23 +152,6 @@ class Retokenized(Source):
         return out.view(-1)[start - low * width : stop - low * width]
 
 
-class Untied(Source):
-    """A model whose head is its embedding, with that stored again as a head."""
-
-    def __init__(self, source: Source, head: str, embedding: str) -> None:
-        self.name, self.notes, self._own = source.name, source.notes, source
-        self._names = {head: embedding}
-        self.specs = {**source.specs, head: source.specs[embedding]}
-
-    def words(self, name: str) -> str:
-        """How a tensor comes about."""
-        return f"tied to {self._names[name]}" if name in self._names else self._own.words(name)
-
-    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        """The embedding's numbers for the head."""
-        return self._own.read(self._names.get(name, name), start, stop, Owned(scratch, self))
-
-
 def untied(sources: Mapping[Path, Source]) -> dict[Path, Source]:
     """The same models, all with a head where one of them has a head of its own."""
     result = dict(sources)
@@ -159,7 +167,9 @@ def untied(sources: Mapping[Path, Source]) -> dict[Path, Source]:
                 continue
             for place, source in result.items():
                 if head not in source.specs and alone[0] in source.specs:
-                    result[place] = Untied(source, head, alone[0])
+                    places = {n: Place(source, n) for n in source.specs}
+                    places[head] = Place(source, alone[0], f"tied to {alone[0]}")
+                    result[place] = Arranged(source.name, places, source.notes)
     return result
 
 

@@ -142,25 +142,18 @@ def suggest_weights(
     start = state_of(base, "base")
     states = named_states(models, "models")
     curvatures = matched_precisions(precisions, list(states))
-    prior = None if base_precision is None else data_precision(base_precision, "base_precision")
-    for name, h in (prior or {}).items():
-        if name not in start or start[name].shape != h.shape:
-            raise InputError(
-                f"base_precision: {name!r} ({list(h.shape)}) is no weight of the base, or of "
-                "another shape"
-            )
+    prior = {} if base_precision is None else data_precision(base_precision, "base_precision")
     if not isinstance(delta, (int, float)) or not math.isfinite(delta) or delta < 0:
         raise InputError(f"delta must be a finite number, at least 0, got {delta!r}")
     size = len(states)
     gram = torch.zeros(size, size, dtype=torch.float64)
     pull, best = torch.zeros(size, dtype=torch.float64), 0.0
-    for name in _covered(start, states, curvatures):
+    for name in _covered(start, states, curvatures, prior):
         zero = start[name].double()
         steps = torch.stack([s[name].double() - zero for s in states.values()])
         h = torch.stack([c[name].double().expand_as(zero) for c in curvatures.values()])
         h0 = torch.full_like(zero, float(delta))
-        if prior is not None:
-            h0 += prior[name].double() if name in prior else 0.0
+        h0 += prior[name].double() if name in prior else 0.0
         steps, h, h0 = steps.reshape(size, -1), h.reshape(size, -1), h0.reshape(-1)
         total, asked = h0 + h.sum(0), ((h0 + h) * steps).sum(0)
         gram += (steps * total) @ steps.T
@@ -239,31 +232,21 @@ def matched_precisions(precisions: Any, names: Sequence[str]) -> dict[str, State
 
 
 def _covered(
-    start: State, states: Mapping[str, State], curvatures: Mapping[str, State]
+    start: State, states: Mapping[str, State], curvatures: Mapping[str, State], prior: State
 ) -> list[str]:
-    """The tensors that every precision covers, after a check of names and shapes."""
-    for who, state in {"the base": start, **{f"model {n!r}": s for n, s in states.items()}}.items():
-        if set(state) != set(start):
-            apart = sorted(set(state) ^ set(start))
-            raise InputError(f"{who} and the base name different tensors: {apart[:4]}")
-        for n, t in state.items():
-            if t.shape != start[n].shape:
-                raise InputError(
-                    f"{who}: {n!r} has shape {tuple(t.shape)}, {tuple(start[n].shape)} in the base"
-                )
+    """The tensors that every precision covers, after a check of names, shapes and numbers."""
+    covered = {n for c in curvatures.values() for n in c}
+    given = [("the base", start, set(start)), ("base_precision", prior, set(prior))]
+    given += [(f"model {n!r}", state, set(start)) for n, state in states.items()]
+    given += [(f"the precision of {n!r}", c, covered) for n, c in curvatures.items()]
+    for who, tensors, names in given:
+        if set(tensors) != names:
+            apart = some(sorted(set(tensors) ^ names))
+            raise InputError(f"{who} and the others name different tensors: {apart}")
+        for n, t in tensors.items():
+            if n not in start or t.shape != start[n].shape:
+                there = list(start[n].shape) if n in start else "absent"
+                raise InputError(f"{who}: {n!r} has shape {list(t.shape)}, in the base {there}")
             if not bool(torch.isfinite(t).all()):
                 raise InputError(f"{who}: {n!r} holds NaN or inf")
-    names = {n for c in curvatures.values() for n in c}
-    for who, curvature in curvatures.items():
-        if set(curvature) != names:
-            raise InputError(
-                f"the precisions cover different tensors: that of {who!r} lacks "
-                f"{sorted(names - set(curvature))[:4]}"
-            )
-        for n, h in curvature.items():
-            if n not in start or h.shape != start[n].shape:
-                there = tuple(start[n].shape) if n in start else "absent"
-                raise InputError(
-                    f"the precision of {n!r} has shape {tuple(h.shape)}, the base {there}"
-                )
-    return [n for n in start if n in names]
+    return [n for n in start if n in covered]

@@ -26,6 +26,7 @@ from blr_analysis.audit.summary import (
     how,
     trust_notes,
 )
+from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
 from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
 from blr_analysis.report.contents import (
@@ -118,7 +119,7 @@ def write_page(
         tests=data["tests"],
         influence_note="" if neighbours is None else neighbours.top.note,
         charts=charts,
-        version=_version(),
+        version=package_version(),
         bokeh=metadata.version("bokeh"),
     )
     with drafted(path) as draft:
@@ -257,10 +258,3 @@ def _harmless(data: Any) -> str:
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
-
-
-def _version() -> str:
-    try:
-        return metadata.version("blr-analysis")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"

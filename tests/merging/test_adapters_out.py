@@ -119,6 +119,8 @@ def test_a_share_chooses_ranks_that_load_again(tmp_path: Path) -> None:
     assert max(report.lost.values()) <= 0.2**0.5
     assert len(set(report.ranks.values())) > 1
     assert any(t.any() for t in loaded(folders, tmp_path / "out").values())
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors").values()
+    assert report.table["bytes"].sum() == sum(t.nbytes for t in written)
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -209,7 +209,7 @@ NAN = {n: t * math.nan for n, t in GOOD.base.items()}
         ({"precisions": {"1": GOOD.curved[0], "3": GOOD.curved[1]}}, "same names"),
         ({"precisions": [GOOD.curved[0], NAN]}, "finite"),
         ({"precisions": [GOOD.curved[0], {n: -h for n, h in GOOD.curved[1].items()}]}, "least 0"),
-        ({"precisions": [GOOD.curved[0], {"scale": torch.tensor(1.0)}]}, "lacks"),
+        ({"precisions": [GOOD.curved[0], {"scale": torch.tensor(1.0)}]}, "different tensors"),
         ({"delta": -1.0}, "delta"),
         ({"models": [GOOD.base, GOOD.base]}, "no model differs"),
     ],

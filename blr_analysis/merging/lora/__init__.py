@@ -78,15 +78,14 @@ def open_adapter(
     PEFT 0.21 writes them.
     """
     # here, since only adapters need pydantic
-    from blr_analysis.merging.lora.by_peft import ByPeft, merge_and_unload
-    from blr_analysis.merging.lora.changes import changes_of
-    from blr_analysis.merging.lora.files import (
+    from blr_analysis.merging.lora.changes import (
         PICKLE,
+        changes_of,
         is_plain,
         read_entries,
         read_settings,
     )
-    from blr_analysis.merging.lora.source import Streamed
+    from blr_analysis.merging.lora.source import ByPeft, Streamed, merge_and_unload
 
     folder = Path(path).expanduser()
     if not (folder / CONFIG).is_file():

@@ -37,18 +37,16 @@ from blr_analysis.files import (
     drafted,
 )
 from blr_analysis.files.shards import save_file
-from blr_analysis.merging.arranged import Arranged, Place
 from blr_analysis.merging.fates import Item, OpenModel
-from blr_analysis.merging.files import copy_files
-from blr_analysis.merging.folders import Documents, MergeReport
+from blr_analysis.merging.folders import Documents, MergeReport, copy_files
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import CONFIG, TENSORS, is_adapter, open_adapter
-from blr_analysis.merging.lora.changes import LoraUpdate, translate
-from blr_analysis.merging.lora.files import group, read_entries
+from blr_analysis.merging.lora.changes import LoraUpdate, group, read_entries, translate
 from blr_analysis.merging.lora.source import Streamed
 from blr_analysis.merging.plan import MAX_MEMORY, MergePlan, make_plan
 from blr_analysis.merging.precisions import check_belongs, open_precision
 from blr_analysis.merging.stream import stream
+from blr_analysis.merging.vocabularies import Arranged, Place
 
 REAL = torch.float32
 FLOOR = 1e-6  # of a metric's mean: directions that no example has count that much
@@ -188,18 +186,6 @@ def plan_adapters(
     return AdapterPlan(**same, updates=updates, rank=rank, ranks=ranks)
 
 
-def merge_adapters(
-    job: Job,
-    out: str | os.PathLike[str],
-    *,
-    rank: float,
-    max_memory: int,
-    threads: int | None = None,
-) -> MergedAdapter:
-    """:func:`write_adapter` of what :func:`plan_adapters` plans."""
-    return write_adapter(plan_adapters(job, rank, max_memory=max_memory, threads=threads), out)
-
-
 @torch.no_grad()
 def write_adapter(
     plan: AdapterPlan, out: str | os.PathLike[str], *, documents: Documents | None = None
@@ -282,7 +268,9 @@ def _plan(
         opened.append(source)
         for name, change in source.how.items():
             assert change.low_rank is not None
-            updates.setdefault(name, replace(change.low_rank, a=_module(change.low_rank.a)))
+            # the name of A without what follows the module's
+            module = re.sub(r"\.lora_(embedding_)?A(\.weight)?$", "", change.low_rank.a)
+            updates.setdefault(name, replace(change.low_rank, a=module))
     zeros = {n: Spec(base.specs[n].shape, REAL) for n in updates}
     start = Shaped(base, zeros)
 
@@ -320,11 +308,6 @@ def _quantised(job: Job, base: Source) -> dict[str, Spec]:
                 a, b = (file.specs[pairs[name][letter]].shape for letter in "AB")
                 shapes[own] = Spec((b[0], a[1]), REAL)
     return shapes
-
-
-def _module(key: str) -> str:
-    """The name of A in an adapter's file without what follows the module's."""
-    return re.sub(r"\.lora_(embedding_)?A(\.weight)?$", "", key)
 
 
 class _Decomposed:

@@ -1,4 +1,5 @@
-"""How a model's weight changes over its layers: α_t as a function of the tensor's name.
+"""How a model's weight changes over its layers: α_t as a function of the tensor's name; and slices
+of layers put together.
 
 A recipe gives a weight as
 
@@ -17,10 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from blr_analysis.merging.job import Weight
+from blr_analysis.errors import ModelError
+from blr_analysis.files import Source
+from blr_analysis.merging.job import LayerSlice, Weight
+from blr_analysis.merging.vocabularies import Arranged, Place
 
 # Modules that stand before the layers, beside those called embed…
 FIRST = {"wte", "wpe", "shared", "tok_embeddings", "word_embeddings", "patch_embedding"}
@@ -153,6 +158,43 @@ def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 def _at(weight: Weight, name: str) -> float:
     return weight(name) if callable(weight) else weight
+
+
+def in_slices(
+    slices: tuple[LayerSlice, ...], sources: Mapping[Path, Source], model: Path, *, base: bool
+) -> Source:
+    """A model as the slices arrange it. Slices that lack the model hold their first model's layers
+    (its weight there is 0), those that lack the base hold its layers of the same numbers. What
+    stands before the layers is of the first slice, what stands after them of the last.
+
+    Raises:
+        ModelError: the layers do not lie in one stack.
+    """
+    places: dict[str, Place] = {}
+    offset = 0
+    for k, part in enumerate(slices):
+        first = next(iter(part.starts))
+        owner = model if base or model in part.starts else first
+        low = part.starts.get(owner, part.starts[first])
+        source = sources[owner]
+        stacks = {prefix for prefix, at in map(layer_of, source.specs) if at is not None}
+        if len(stacks) != 1:
+            raise ModelError(
+                f"{source.name!r} has layers in {sorted(stacks)}: slices need one stack"
+            )
+        for name in source.specs:
+            prefix, at = layer_of(name)
+            if at is None:
+                if k == (0 if before_layers(name) else len(slices) - 1):
+                    places[name] = Place(source, name)
+            elif low <= at < low + part.count:
+                tail = name[len(f"{prefix}.{at}") :]
+                places[f"{prefix}.{offset + at - low}{tail}"] = Place(source, name)
+        has = 1 + max(at for _, at in map(layer_of, source.specs) if at is not None)
+        if low + part.count > has:
+            raise ModelError(f"{source.name!r} has fewer layers than the slices take")
+        offset += part.count
+    return Arranged(sources[model].name, places, sources[model].notes)
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
