@@ -100,13 +100,10 @@ class Examples:
     def check_coded_as(self, others: Examples) -> None:
         """Raise :class:`InputError` where a column or a class has another number in the others."""
         if None not in (self.columns, others.columns) and self.columns != others.columns:
-            raise InputError(
-                "the DataFrames' columns of numbers differ; give both the same, in one order"
-            )
+            raise InputError("the columns of numbers differ; give both the same, in one order")
         if None not in (self.classes, others.classes) and self.classes != others.classes:
             raise InputError(
-                "the two tasks number their classes differently; make the labels of both one "
-                "pd.Categorical"
+                "the tasks number their classes differently; give both one pd.Categorical"
             )
 
     def row(self, index: int) -> dict[str, Any]:
@@ -307,23 +304,17 @@ def _not_indexed(data: Any) -> DataError:
 
 def _pair(data: Sequence[Any]) -> TensorDataset:
     if len(data) != 2:
-        raise DataError(
-            f"data must be a pair (X, y), got {len(data)} arrays; else a TensorDataset and forward="
-        )
+        raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
     tensors = []
     for name, part in zip("Xy", data, strict=True):
         try:
             whole = part if isinstance(part, Tensor) else np.require(part, requirements="W")
             tensors.append(torch.as_tensor(whole))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"{name} of the pair (X, y) cannot become a tensor; give numbers"
-            ) from error
+            raise DataError(f"{name} of (X, y) cannot become a tensor; give numbers") from error
     x, y = tensors
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise DataError(
-            f"X and y must have the same length, got shapes {tuple(x.shape)} and {tuple(y.shape)}"
-        )
+        raise DataError(f"X and y must have the same length, got {[*x.shape]} and {[*y.shape]}")
     return TensorDataset(x, y)
 
 
@@ -341,8 +332,8 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
     )
     if not ordinary:
         raise DataError(
-            f"the DataLoader draws its examples through {type(sampler).__name__}; pass the "
-            "dataset itself, or torch.utils.data.Subset of it"
+            f"the DataLoader draws its examples through {type(sampler).__name__}; "
+            "pass the dataset itself"
         )
 
 
@@ -350,10 +341,7 @@ def _check_repeatable(examples: Examples) -> None:
     n = len(examples)
     indices = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
     if not _same(examples.batch(indices), examples.batch(indices)):
-        raise DataError(
-            "the same examples differ when read again (augmentation, random masks?); give the "
-            "data as for evaluation"
-        )
+        raise DataError("the same examples differ when read again (augmentation? random masks?)")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -392,8 +380,7 @@ def row_labels(
     for name, own in held.items():
         if own != labels and (own != places or set(labels) == set(places)):
             raise InputError(
-                f"the row labels of {first} and {name} differ; order them alike, or pass "
-                ".to_numpy()"
+                f"the row labels of {first} and {name} differ; order alike, or pass .to_numpy()"
             )
     return labels
 
@@ -490,8 +477,7 @@ def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]
     """The places of a pandas Index of labels."""
     if labels is None:
         raise InputError(
-            f"{name} holds row labels, of which the task knows none; pass its mask as "
-            "mask.to_numpy(), or places"
+            f"{name} holds row labels, the task has none; pass mask.to_numpy(), or places"
         )
     places = {label: i for i, label in enumerate(labels)}
     if len(places) < len(labels):
@@ -508,16 +494,14 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
         given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
     except (TypeError, KeyError, IndexError) as error:
         raise InputError(
-            "metadata must be columns by name ({'source': [...]}, or a DataFrame), got "
-            f"{type(metadata).__name__}"
+            f"metadata must be columns by name, {{'source': [...]}}, got {type(metadata).__name__}"
         ) from error
     columns: dict[str, list[Any]] = {}
     for name, column in given.items():
         whole = isinstance(column, str) or getattr(column, "ndim", 1) == 0
         if whole or not hasattr(column, "__iter__"):
             raise InputError(
-                f"metadata column {name!r} must be a sequence with one value per example, got "
-                f"{column!r}"
+                f"metadata column {name!r} must be one value per example, got {column!r}"
             )
         columns[name] = column.tolist() if isinstance(column, Tensor) else list(column)
         if len(columns[name]) != n_data:
@@ -593,8 +577,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
-                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; rename the target, "
-                "or pass forward="
+                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; or pass forward="
             )
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -607,8 +590,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
                 x = x.to(first.dtype)
         return model(x), y
     raise DataError(
-        f"cannot read a batch of type {type(batch).__name__}; give (x, y), dicts with 'labels', "
-        "or forward=(model, batch) -> (outputs, targets)"
+        f"cannot read a batch of {type(batch).__name__}; give (x, y), a dict, or forward="
     )
 
 
@@ -621,9 +603,7 @@ def check_inputs(batch: Any, indices: Tensor | None) -> None:
         return
     bad = (~torch.isfinite(x)).flatten(1).any(1) if x.ndim > 1 else ~torch.isfinite(x)
     if bool(bad.any()):
-        raise DataError(
-            f"the inputs hold NaN or inf {where(bad, indices)}; drop or mend those examples"
-        )
+        raise DataError(f"the inputs hold NaN or inf {where(bad, indices)}; drop or mend those")
 
 
 def where(bad: Tensor, indices: Tensor | None) -> str:
@@ -648,8 +628,7 @@ def checked(
         outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
         raise ModelError(
-            "the model must return a tensor of real numbers (or .logits), got "
-            f"{describe(outputs)}; convert it in forward="
+            f"the model must return a tensor of real numbers, got {describe(outputs)}; see forward="
         )
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
@@ -664,8 +643,7 @@ def checked(
         ) from error
     if targets.ndim == 0 or len(targets) != len(outputs):
         raise DataError(
-            f"{len(outputs)} rows of outputs but targets of shape {tuple(targets.shape)} in one "
-            "batch; give one each per example"
+            f"{len(outputs)} outputs, targets {tuple(targets.shape)}; give one each per example"
         )
     outputs, targets = likelihood.prepare(outputs, targets)
     _check_counted(likelihood, targets, indices)
@@ -674,8 +652,7 @@ def checked(
     bad = ~torch.isfinite(outputs.detach()).flatten(1).all(-1)
     if bool(bad.any()):
         raise ModelError(
-            f"the model's outputs are NaN or inf {where(bad, indices)}; check the weights "
-            "and those inputs"
+            f"the model's outputs are NaN or inf {where(bad, indices)}; check weights and inputs"
         )
     return outputs, targets
 
@@ -684,8 +661,7 @@ def check_rows(outputs: Tensor, size: int) -> None:
     """Raise :class:`ModelError` unless there is one row of outputs per example."""
     if len(outputs) != size:
         raise ModelError(
-            f"the model returned {len(outputs)} rows of outputs for {size} examples; "
-            "reshape them in forward="
+            f"the model returned {len(outputs)} rows of outputs for {size} examples; see forward="
         )
 
 
@@ -696,9 +672,7 @@ def _check_counted(likelihood: Likelihood, targets: Tensor, indices: Tensor | No
         return
     bad = ~counted.any(-1)
     if bool(bad.any()):
-        raise DataError(
-            f"every label is ignored {where(bad, indices)}; drop sequences without a token to score"
-        )
+        raise DataError(f"every label is ignored {where(bad, indices)}; drop those sequences")
 
 
 def versions(batch: Any) -> list[int]:

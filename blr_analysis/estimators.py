@@ -80,9 +80,7 @@ def read_estimator(estimator: Any, X: Any, y: Any) -> Estimator:
         name = type(estimator).__name__
         raise InputError(f"this {name} is not fitted; call fit(X, y) first") from error
     except TypeError as error:
-        raise InputError(
-            f"from_sklearn takes a fitted estimator, got {type(estimator).__name__}"
-        ) from error
+        raise InputError(f"give a fitted estimator, got {type(estimator).__name__}") from error
     if isinstance(estimator, Pipeline):
         X = estimator[:-1].transform(X) if len(estimator.steps) > 1 else X
         return read_estimator(estimator.steps[-1][1], X, y)

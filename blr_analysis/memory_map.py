@@ -36,16 +36,6 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.sensitivity.sites import SiteScores
 from blr_analysis.views import Plottable, Tabular
 
-__all__ = [
-    "REGIONS",
-    "VARIANCES",
-    "MemoryMap",
-    "error_size",
-    "memory_map",
-    "variance_along_error",
-    "variance_size",
-]
-
 REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
 """The four regions; the position in this tuple is ``2 * high_error + high_variance``."""
 
@@ -157,13 +147,9 @@ def memory_map(
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
         if isinstance(scores, SiteScores):
-            raise InputError(
-                "SiteScores has no memory map, whose two factors it lacks: see scores.plot() and "
-                "scores.top(k)"
-            )
+            raise InputError("SiteScores has no memory map: see scores.plot() and scores.top(k)")
         raise InputError(
-            "memory_map expects the scores that sensitivity(task, posterior) returns; "
-            f"got {type(scores).__name__} without a tensor `error`"
+            f"memory_map expects the scores that sensitivity returns, got {type(scores).__name__}"
         )
     error = error_size(scores.error)
     if getattr(scores, "variance", None) is not None:

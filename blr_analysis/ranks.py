@@ -130,8 +130,7 @@ def _agree(*numbers: float) -> None:
     most, least = both[: len(own)], -both[len(own) :]
     if bool((most - least > 1e-6 * most.abs()).any()):
         raise InputError(
-            "the ranks hold different models or data: give all the same, or analyse on one within "
-            "blr_analysis.ranks.alone()"
+            "the ranks hold different models or data: give all the same, or use ranks.alone()"
         )
 
 

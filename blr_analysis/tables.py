@@ -57,42 +57,6 @@ from blr_analysis.sensitivity.tokens import TokenScores
 from blr_analysis.sensitivity.what_if import ByClass, WhatIf
 from blr_analysis.views import GroupRows, make_table
 
-__all__ = [
-    "calibration_table",
-    "class_table",
-    "cleanlab_issues",
-    "each_table",
-    "fitted_table",
-    "group_influence_table",
-    "histories_table",
-    "influence_table",
-    "leave_one_out_table",
-    "memory_map_table",
-    "merge_curve_table",
-    "mismatch_table",
-    "monitor_table",
-    "plan_table",
-    "predictions_table",
-    "prior_selection_table",
-    "read_table",
-    "report_table",
-    "rule_table",
-    "scores_table",
-    "sequence_leave_one_out_table",
-    "sequence_scores_table",
-    "site_leave_one_out_table",
-    "site_scores_table",
-    "suggested_weights_table",
-    "suspicious_table",
-    "token_scores_table",
-    "top_influence_table",
-    "topics_table",
-    "viewer_table",
-    "what_if_table",
-    "write_table",
-]
-
-
 # Columns
 
 

@@ -113,15 +113,11 @@ class Task:
         instance("model", model, nn.Module, "a torch.nn.Module")
         if forward is not None and not callable(forward):
             raise InputError(
-                "forward must be a function (model, batch) -> (outputs, targets), got "
-                f"{type(forward).__name__}"
+                f"forward must be a function (model, batch) -> (outputs, targets), got {forward!r}"
             )
         lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
         if lazy:
-            raise ModelError(
-                f"parameter {lazy[0]!r} of a lazy module has no shape yet; run a batch through "
-                "the model first"
-            )
+            raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
         self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
@@ -214,15 +210,24 @@ class Task:
         chosen = chosen_indices(indices, self.n_data, labels=self.examples.labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
-        return Task(
-            self.model,
-            self.examples.subset(chosen),
+        return self._made(
+            data=self.examples.subset(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
-            forward=self.forward,
-            batch_size=self.batch_size,
-            device=self.device,
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
         )
+
+    def _made(self, **other: Any) -> Task:
+        """A task of the same arguments, but for these."""
+        own = {
+            "model": self.model,
+            "data": self.examples,
+            "likelihood": self.likelihood,
+            "forward": self.forward,
+            "batch_size": self.batch_size,
+            "device": self.device,
+            "metadata": self.metadata,
+        }
+        return Task(**(own | other))
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device; a noise,
@@ -243,15 +248,7 @@ class Task:
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
-        return Task(
-            model,
-            self.examples,
-            likelihood=self.likelihood,
-            forward=self.forward,
-            batch_size=self.batch_size,
-            device=device,
-            metadata=self.metadata,
-        )
+        return self._made(model=model, device=device)
 
     @torch.no_grad()
     def on_features(self, head: str | None = None) -> Task:
@@ -282,9 +279,7 @@ class Task:
         linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
         name = head if head is not None else (linear or [""])[-1]
         if name not in linear:
-            raise InputError(
-                f"{name!r} is no linear layer of the model; it has {some(linear) or 'none'}"
-            )
+            raise InputError(f"{name!r} is no linear layer of the model; it has {some(linear)}")
         layer = layers[name]
         held: list[Any] = []
         listener = layer.register_forward_hook(lambda _, args, out: held.append((args[0], out)))
@@ -300,18 +295,9 @@ class Task:
                     targets.append(y)
         finally:
             listener.remove()
-        return Task(
-            layer,
-            replace(
-                self.examples,
-                dataset=TensorDataset(torch.cat(features), torch.cat(targets)),
-                collate=default_collate,
-            ),
-            likelihood=self.likelihood,
-            batch_size=self.batch_size,
-            device=self.device,
-            metadata=self.metadata,
-        )
+        held_data = TensorDataset(torch.cat(features), torch.cat(targets))
+        examples = replace(self.examples, dataset=held_data, collate=default_collate)
+        return self._made(model=layer, data=examples, forward=None)
 
     def plan_with(self, task: Task) -> None:
         """Read the model as another task does, where both run it alike on batches of one form."""
@@ -366,20 +352,16 @@ class Task:
         for name in names:
             kinds.setdefault(working(own[name].dtype), name)
             if own[name].is_meta:
-                raise ModelError(
-                    f"parameter {name!r} is on the meta device, without values; load the weights"
-                )
+                raise ModelError(f"parameter {name!r} is on the meta device; load the weights")
         for dtype, name in kinds.items():
             if dtype not in (torch.float32, torch.float64):
                 raise ModelError(
-                    f"parameter {name!r} is {dtype}; the analyses need real numbers of 16 bits or "
-                    "more: model.float()"
+                    f"parameter {name!r} is {dtype}; take 16 bits or more: model.float()"
                 )
         if len(kinds) > 1:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
             raise ModelError(
-                f"the parameters are of several dtypes ({each}); make them one with "
-                "model.float() or model.double()"
+                f"the parameters are of several dtypes ({each}); make them one with model.float()"
             )
         return next(iter(kinds))
 
@@ -408,7 +390,7 @@ class Task:
         before = versions(batch)
         try:
             runner = _Runner(self.model, self.forward)
-            with _without_checkpoints(), _plain_recurrences(self.model), _dense(self.model):
+            with _differentiable(self.model):
                 outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -443,13 +425,11 @@ class Task:
             if isinstance(module, _BatchNorm):
                 if module.running_mean is None:
                     raise ModelError(
-                        f"BatchNorm layer {name!r} uses batch statistics; build it with "
-                        "track_running_stats=True and train, or use GroupNorm"
+                        f"BatchNorm layer {name!r} uses batch statistics; set track_running_stats"
                     )
                 if module.training:
                     raise ModelError(
-                        f"BatchNorm layer {name!r} is in training mode, where examples share "
-                        "statistics; call model.eval()"
+                        f"BatchNorm layer {name!r} is in training mode; call model.eval()"
                     )
         modes = {module: module.training for module in self.model.modules()}
         try:
@@ -481,49 +461,31 @@ def bare_name(name: str) -> str:
 
 
 @contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    """Run what is inside of non-reentrant checkpoints as it is: they would run it again in the
-    backward pass, when the weights that were swapped in are gone."""
-    name = "_checkpoint_without_reentrant_generator"
-    before = getattr(checkpoint, name, None)
-    if before is None:
-        yield
-        return
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """The model as it can be differentiated with other weights swapped in: what is inside of
+    non-reentrant checkpoints runs once (they would run it again in the backward pass, when those
+    weights are gone), recurrent layers by torch's own kernels (cuDNN's have no backward in eval
+    mode), and the gradients of embeddings are dense."""
 
-    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    setattr(checkpoint, name, nothing)
+    places: list[tuple[Any, str, Any]] = []
+    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
+        places.append((checkpoint, "_checkpoint_without_reentrant_generator", once))
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            places.append((torch.backends.cudnn, "enabled", False))
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            places.append((module, "sparse", False))
+    before = [getattr(place, name) for place, name, _ in places]
     try:
+        for place, name, value in places:
+            setattr(place, name, value)
         yield
     finally:
-        setattr(checkpoint, name, before)
-
-
-@contextmanager
-def _plain_recurrences(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers by torch's own kernels: those of cuDNN have no backward in eval mode."""
-    before = torch.backends.cudnn.enabled
-    if before and any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
-@contextmanager
-def _dense(model: nn.Module) -> Iterator[None]:
-    """Embeddings whose gradients are dense: those of ``sparse=True`` cannot be worked with."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    sparse = [m for m in embeddings if m.sparse]
-    for module in sparse:
-        module.sparse = False
-    try:
-        yield
-    finally:
-        for module in sparse:
-            module.sparse = True
+        for (place, name, _), value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
@@ -569,8 +531,7 @@ class _Runner(nn.Module):
         result = self._call(self.model, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise InputError(
-                f"forward must return a tuple (outputs, targets), got {describe(result)}; see "
-                "Task(..., forward=...)"
+                f"forward must return a tuple (outputs, targets), got {describe(result)}"
             )
         return result
 
@@ -635,7 +596,6 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
     elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
     if elsewhere is not None:
         raise DeviceError(
-            f"device={str(wanted)!r} was asked for but parameter {elsewhere!r} lives elsewhere; "
-            f"move the model first: model.to({str(wanted)!r})"
+            f"parameter {elsewhere!r} is on another device; move it: model.to({str(wanted)!r})"
         )
     return wanted

@@ -1,20 +1,28 @@
-"""Where the loss is looked at: what stands for E_q[·] in the rule.
+"""Where the loss is looked at, and what its Hessian is taken to be.
 
 Table 1 calls the delta method E_q[f(θ)] ≈ f(E_q[θ]); without it there are draws, nodes of a
 quadrature, relaxed draws of discrete weights, or an adversary near the mean. A :class:`Look` is
 the name that a row gives to its choice; the functions take expectations of any ``f`` of θ (its
 gradient, its Hessian, a tuple of both) under a posterior.
+
+A row of Table 1 also puts some estimate in the place of E_q[∇²ℓ]. For networks it is elementwise
+and made of what the draws since the last step have gathered: a :class:`HessianEstimate` names that
+evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss. For small
+models the functions below take a loss per example and give gradient and Hessian in full.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
+from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from blr_analysis.checks import one_of, positive_int
@@ -82,28 +90,9 @@ def at_samples(
     True
     """
     draws = q.sample(positive_int("n", n), generator=generator)
-    values = [f(tree_map(lambda t, i=i: t[i], draws)) for i in range(n)]
-    return _average(values, [1 / n] * n)
-
-
-def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Value], nodes: int = 20) -> Value:
-    """E_q[f(θ)] by Gauss–Hermite quadrature; exact for polynomials of degree 2·nodes − 1.
-
-    For one weight, or for a function that treats each weight by itself: ``f`` is called with
-    every weight at the k-th node of its own marginal. Of smooth functions of one number however
-    wide q is, ``inference.scalar_likelihoods.expected`` is the expectation.
-
-    Raises:
-        InputError: q is no Gaussian with one variance for each weight.
-
-    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
-    >>> by_quadrature(q, torch.square)
-    tensor([5.0000])
-    """
-    if not isinstance(q, DiagonalGaussian):
-        raise InputError(f"quadrature needs a DiagonalGaussian, not a {type(q).__name__}")
-    points, shares = places(q, "quadrature", positive_int("nodes", nodes))
-    return _average([f(point) for point in points], shares.tolist())
+    values = (f(tree_map(lambda t, i=i: t[i], draws)) for i in range(n))
+    total = reduce(lambda a, b: tree_map(torch.add, a, b), values)
+    return tree_map(lambda t: t / n, total)
 
 
 def places(
@@ -166,9 +155,140 @@ def adversary(mean: Tensor, gradient: Tensor, precision: Tensor, radius: float) 
     return mean + radius * gradient / precision
 
 
-def _average(values: list[Value], weights: list[float]) -> Value:
-    scaled = [tree_map(lambda t, w=w: t * w, v) for v, w in zip(values, weights, strict=True)]
-    first, *rest = scaled
-    for value in rest:
-        first = tree_map(torch.add, first, value)
-    return first
+Tensors = list[Tensor]
+Losses = Callable[[Tensor], Tensor]
+"""θ ``[P]`` → the loss of every example ``[N]``."""
+
+
+@dataclass(frozen=True)
+class HessianEstimate:
+    """An estimate of the Hessian.
+
+    Attributes:
+        name: as the table says it.
+        method: the evidence that is averaged over draws: ``"none"``, ``"gradsq"`` (squared
+            minibatch gradients ḡ²), ``"ggn"`` (means over examples of g_i²), ``"price"``
+            (noise · gradient), ``"abs"`` (|ḡ|), ``"hutchinson"`` (z ∘ ∇²ℓ z,
+            z signs). Empty: not an elementwise estimate.
+        estimate: (evidence, h + δ, settings) → ĥ, lists of tensors; None: no Hessian.
+    """
+
+    name: str
+    method: str = ""
+    estimate: Callable[[Tensors, Tensors, Mapping[str, Any]], Tensors] | None = None
+
+
+def _as_it_is(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    return evidence
+
+
+def _times_ess(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = ess · ḡ²: the squared gradient as IVON scales it."""
+    return list(torch._foreach_mul(evidence, group["ess"]))
+
+
+def _price(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = ess (h + δ) · (θ − m) · g, by Price's theorem (K&R 11)."""
+    estimate = list(torch._foreach_mul(evidence, precision))
+    torch._foreach_mul_(estimate, group["ess"])
+    return estimate
+
+
+def _root_magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = √(h + δ) · |g| + γ (Möllenhoff & Khan, ICLR 2023, Algorithm 1, line 8)."""
+    estimate = list(torch._foreach_sqrt(precision))
+    torch._foreach_mul_(estimate, evidence)
+    torch._foreach_add_(estimate, group["damping"])
+    return estimate
+
+
+def _magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = |diag ∇²ℓ|, of the minibatch, which keeps h positive (K&R 36)."""
+    return list(torch._foreach_abs(evidence))
+
+
+NO_CURVATURE = HessianEstimate("none", "none")
+EXACT = HessianEstimate("exact")
+SQUARED_GRADIENT = HessianEstimate("squared minibatch gradient", "gradsq", _as_it_is)
+SQUARED_TIMES_ESS = HessianEstimate("squared minibatch gradient · ess", "gradsq", _times_ess)
+GAUSS_NEWTON = HessianEstimate("Gauss–Newton: sum of squared gradients", "ggn", _as_it_is)
+GENERALISED = HessianEstimate("generalised Gauss–Newton: J Λ J over the outputs")
+PRICE = HessianEstimate("reparameterised (Price)", "price", _price)
+ROOT_MAGNITUDE = HessianEstimate("√s · |gradient|", "abs", _root_magnitude)
+DIAGONAL_MAGNITUDE = HessianEstimate("|diagonal| (Hutchinson)", "hutchinson", _magnitude)
+EXACT_OR_GAUSS_NEWTON = HessianEstimate("exact or Gauss–Newton")
+
+
+def exact(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient ``[P]`` and Hessian ``[P, P]`` of the summed loss.
+
+    >>> g, h = exact(lambda t: 0.5 * torch.stack([t[0] ** 2, 3 * t[1] ** 2]), torch.ones(2))
+    >>> g, h
+    (tensor([1., 3.]), tensor([[1., 0.],
+            [0., 3.]]))
+    """
+
+    def total(t: Tensor) -> Tensor:
+        return losses(t).sum()
+
+    hessian = torch.func.hessian(total)(theta)
+    return torch.func.grad(total)(theta).detach(), hessian.detach()
+
+
+def gauss_newton(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ g_i ``[P]`` and Σ g_i g_iᵀ ``[P, P]``, never indefinite (K&R 45 is its diagonal)."""
+    gradients = torch.func.jacrev(losses)(theta).detach()
+    return gradients.sum(0), gradients.mT @ gradients
+
+
+def squared_gradient(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ g_i ``[P]`` and its elementwise square ``[P]``: what RMSprop and Adam average.
+
+    Of a minibatch of M examples out of N, drawn without replacement, the square of the mean
+    gradient ĝ is biased: E[ĝ²] = w·h + (1 − w)·g² with h = mean(g_i²), g = mean(g_i) and
+    w = (N − M) / (M (N − 1)) (Khan et al., ICML 2018, Theorem 1).
+    """
+    gradient = torch.func.grad(lambda t: losses(t).sum())(theta).detach()
+    return gradient, gradient.square()
+
+
+Estimate = Callable[[Losses, Tensor, FullGaussian, torch.Generator | None], tuple[Tensor, Tensor]]
+
+
+def _at_each(one: Callable[[Losses, Tensor], tuple[Tensor, Tensor]]) -> Estimate:
+    return lambda losses, points, q, generator: vmap(partial(one, losses))(points)
+
+
+def _reparameterised(
+    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """At draws θ ~ N(m, S⁻¹) the symmetric part of S(θ − m)gᵀ: its mean is E_q[∇²ℓ] (K&R 11)."""
+    gradients = vmap(torch.func.grad(lambda t: losses(t).sum()))(points).detach()
+    outer = ((points - q.mean) @ q.precision).unsqueeze(-1) * gradients.unsqueeze(-2)
+    return gradients, 0.5 * (outer + outer.mT)
+
+
+def _hutchinson(
+    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """z ∘ (∇²ℓ z) for a draw of signs z at every place: unbiased for the Hessian's diagonal, exact
+    where the Hessian is diagonal."""
+    drawn = torch.randint(0, 2, points.shape, generator=generator, device=points.device)
+    gradient = torch.func.grad(lambda t: losses(t).sum())
+
+    def signed(theta: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+        value, bend = torch.func.jvp(gradient, (theta,), (signs,))[:2]
+        return value.detach(), (signs * bend).detach()
+
+    return vmap(signed)(points, (2 * drawn - 1).to(points.dtype))
+
+
+ESTIMATES: dict[str, Estimate] = {
+    "exact": _at_each(exact),
+    "reparameterised": _reparameterised,
+    "hutchinson": _hutchinson,
+    "gauss_newton": _at_each(gauss_newton),
+    "squared_gradient": _at_each(squared_gradient),
+}
+"""By name, at places ``[S, P]`` of a look: gradients ``[S, P]`` and Hessians, ``[S, P, P]`` or
+their diagonals ``[S, P]``."""

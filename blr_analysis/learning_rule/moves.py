@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from blr_analysis.learning_rule.curvature import HessianEstimate, Tensors
+from blr_analysis.learning_rule.expectations import HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
 from blr_analysis.learning_rule.rule import blr_step
 

@@ -20,18 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.curvature import (
-    DIAGONAL_MAGNITUDE,
-    EXACT,
-    EXACT_OR_GAUSS_NEWTON,
-    GAUSS_NEWTON,
-    GENERALISED,
-    NO_CURVATURE,
-    PRICE,
-    ROOT_MAGNITUDE,
-    SQUARED_GRADIENT,
-    HessianEstimate,
-)
 from blr_analysis.learning_rule.expectations import (
     AT_ADVERSARY,
     AT_DROPPED_OUT_MEAN,
@@ -41,7 +29,17 @@ from blr_analysis.learning_rule.expectations import (
     AT_SAMPLES,
     AT_SIGN,
     BY_NODES,
+    DIAGONAL_MAGNITUDE,
+    EXACT,
+    EXACT_OR_GAUSS_NEWTON,
     EXACTLY,
+    GAUSS_NEWTON,
+    GENERALISED,
+    NO_CURVATURE,
+    PRICE,
+    ROOT_MAGNITUDE,
+    SQUARED_GRADIENT,
+    HessianEstimate,
     Look,
 )
 from blr_analysis.learning_rule.moves import Move
@@ -123,7 +121,7 @@ _ROWS = (
         "1.3.3", SITES, f"{INFERENCE}.conjugate"),
     Row("multimodal optimisation", "mixture of Gaussians", AT_SAMPLES, EXACT, Move(positive=True),
         f"none of the expectation ({DELTA} by choice); retraction keeps the precisions positive",
-        "3.2", NOT_LEARNED, f"{INFERENCE}.multimodal"),
+        "3.2", NOT_LEARNED, f"{INFERENCE}.functions"),
     Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
         "4.1", LAPLACE, ANY_ROW),
     Row("SGD with momentum", FIXED, AT_MEAN, NO_CURVATURE, HEAVY_BALL,
@@ -207,13 +205,13 @@ _ROWS = (
         "5.4", SITES, f"{INFERENCE}.cvi"),
     Row("factor analysis, PPCA", FULL, AT_MODE_OF_PARAMETERS, EXACT, RULE,
         "delta method for the parameters, coordinate-wise, learning rate 1",
-        "5.2; Rubin & Thayer 1982", SITES, f"{INFERENCE}.factor_analysis"),
+        "5.2; Rubin & Thayer 1982", SITES, f"{INFERENCE}.em"),
     Row("message passing", MEAN_FIELD, EXACTLY, EXACT, RULE,
         "learning rate 1 for local nodes; 1 for global ones, or stochastic",
         "5.4, Eqs. 58–60", SITES, f"{INFERENCE}.messages"),
     Row("hidden Markov model", MEAN_FIELD, EXACTLY, EXACT, RULE,
         "learning rate 1 for all nodes, chains as wholes",
-        "5.4; Beal 2003", SITES, f"{INFERENCE}.hidden_markov"),
+        "5.4; Beal 2003", SITES, f"{INFERENCE}.messages"),
     Row("sparse Gaussian process", FULL, BY_NODES, EXACT, RULE, "inducing inputs",
         "5.4; Titsias 2009", SITES, f"{INFERENCE}.gp"),
     Row("exponential weights", "categorical", EXACTLY, EXACT, RULE,

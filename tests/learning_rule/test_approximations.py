@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.curvature import (
-    exact,
-    gauss_newton,
-    hutchinson,
-    reparameterised,
-    squared_gradient,
-)
 from blr_analysis.learning_rule.expectations import (
+    ESTIMATES,
     adversary,
     at_mean,
     at_samples,
-    by_quadrature,
+    exact,
+    gauss_newton,
+    places,
+    squared_gradient,
 )
 from blr_analysis.learning_rule.families import DiagonalGaussian, FixedGaussian, FullGaussian
 from blr_analysis.learning_rule.moves import Block, Move, natural_momentum, step
@@ -50,6 +49,11 @@ def posterior() -> DiagonalGaussian:
     return DiagonalGaussian(THETA, torch.tensor([4.0, 9.0, 2.0, 30.0]).double())
 
 
+def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Tensor], nodes: int = 20) -> Tensor:
+    points, shares = places(q, "quadrature", nodes)
+    return torch.tensordot(shares, torch.stack([f(point) for point in points]), 1)
+
+
 # Expectations -----------------------------------------------------------------------------------
 
 
@@ -64,7 +68,7 @@ def test_quadrature_agrees_with_moments_and_with_samples() -> None:
     q = posterior()
     variance = 1 / q.precision
     fourth = THETA**4 + 6 * THETA**2 * variance + 3 * variance**2
-    found = by_quadrature(q, lambda t: (t**4, t), nodes=3)  # exact up to degree 5
+    found = by_quadrature(q, lambda t: torch.stack([t**4, t]), nodes=3)  # exact up to degree 5
     torch.testing.assert_close(found[0], fourth, rtol=1e-12, atol=0)
     torch.testing.assert_close(found[1], THETA, rtol=1e-12, atol=1e-14)
     n = 5000
@@ -78,10 +82,10 @@ def test_bad_requests() -> None:
     q = posterior()
     with pytest.raises(InputError, match="n must be a positive"):
         at_samples(q, torch.square, 0)
-    with pytest.raises(InputError, match="nodes must be"):
-        by_quadrature(q, torch.square, nodes=0)
-    with pytest.raises(InputError, match="DiagonalGaussian"):
-        by_quadrature(FullGaussian(THETA, torch.eye(P).double()), torch.square)
+    with pytest.raises(InputError, match="samples must be"):
+        places(q, "quadrature", 0)
+    with pytest.raises(InputError, match="one variable"):
+        places(FullGaussian(THETA, torch.eye(P).double()), "quadrature")
 
 
 def test_the_adversary_ascends_in_the_posteriors_metric() -> None:
@@ -118,24 +122,27 @@ def test_exact_and_gauss_newton_of_logistic_regression() -> None:
 def test_hutchinson_is_unbiased() -> None:
     _, h = exact(losses, THETA)
     n = 300
-    _, found = hutchinson(losses, THETA, n, generator=torch.Generator().manual_seed(0))
+    q = FullGaussian(THETA, torch.eye(P).double())
+    points, generator = THETA.expand(n, P), torch.Generator().manual_seed(0)
+    found = ESTIMATES["hutchinson"](losses, points, q, generator)[1].mean(0)
     spread = (h.square().sum(1) - h.diagonal().square()).sqrt()  # of one estimate
     assert ((found - h.diagonal()).abs() < 4 * spread / n**0.5).all()
     assert (found - h.diagonal()).abs().max() > 1e-6
 
 
 def test_the_reparameterised_estimate_is_unbiased() -> None:
-    """E_q[s (θ − m) g] = E_q[diag ∇²ℓ], by quadrature on a loss that is a sum over weights."""
-    q = posterior()
+    """E_q[S (θ − m) gᵀ] = E_q[∇²ℓ], by quadrature on a loss that is a sum over weights."""
+    marginals = posterior()
+    q = FullGaussian(marginals.mean, marginals.precision.diag())
 
     def elementwise(theta: Tensor) -> Tensor:
         return torch.sin(theta) + 0.1 * theta**4
 
     def estimate(theta: Tensor) -> Tensor:
-        return reparameterised(elementwise, theta, q.mean, q.precision)[1]
+        return ESTIMATES["reparameterised"](elementwise, theta.unsqueeze(0), q, None)[1][0]
 
-    found = by_quadrature(q, estimate, nodes=30)
-    expected = by_quadrature(q, lambda t: -torch.sin(t) + 1.2 * t**2, nodes=30)
+    found = by_quadrature(marginals, estimate, nodes=30).diagonal()
+    expected = by_quadrature(marginals, lambda t: -torch.sin(t) + 1.2 * t**2, nodes=30)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 

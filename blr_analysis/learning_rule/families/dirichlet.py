@@ -400,10 +400,7 @@ class Categorical(ExponentialFamily):
         return (self.probs * (self.log_probs - other.log_probs)).sum(-1)
 
     def expected_point(self) -> Tensor:
-        raise InputError(
-            "the mean of a class's number is no class: take the expectation parameters, or "
-            "at_samples"
-        )
+        raise InputError("the mean of a class's number is no class: take .expectation")
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Indices of classes ``[n, ...]``, by the largest of Gumbel-perturbed log-probabilities."""

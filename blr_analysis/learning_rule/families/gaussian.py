@@ -52,8 +52,7 @@ class _Elementwise(ExponentialFamily):
         same_shape(mean=self.mean, precision=self.precision)
         if not bool((self.precision > 0).all()):
             raise InputError(
-                "the precision is not positive: lower the learning rate, or take a positive "
-                "curvature"
+                "the precision is not positive: lower the learning rate, or keep curvature positive"
             )
 
     def log_prob(self, theta: Tensor) -> Tensor:
@@ -230,8 +229,7 @@ class FullGaussian(ExponentialFamily):
         _, failed = torch.linalg.cholesky_ex(self.precision.detach())
         if bool((failed != 0).any()):
             raise InputError(
-                "the precision is not positive definite: lower the learning rate, or take "
-                "Gauss–Newton"
+                "the precision is not positive definite: lower lr, or take Gauss–Newton"
             )
 
     @property

@@ -63,8 +63,7 @@ class GaussianMixture(ExponentialFamily):
     def __post_init__(self) -> None:
         if not isinstance(self.components, (FullGaussian, DiagonalGaussian)):
             raise InputError(
-                "components must be a FullGaussian or a DiagonalGaussian with a dimension for the "
-                f"components, got {type(self.components).__name__}"
+                f"components must be a FullGaussian or DiagonalGaussian, got {self.components!r}"
             )
         above("weights", self.weights, rank=1, advice="")
         if bool(((self.weights.sum(-1) - 1).abs() > 1e-5).any()):
@@ -135,9 +134,7 @@ class GaussianMixture(ExponentialFamily):
         return self.components.pull_back(gradient, hessian)
 
     def expected_point(self) -> dict[str, Tensor]:
-        raise InputError(
-            "the mean of a component's number is no component: look at .marginal's, or at_samples"
-        )
+        raise InputError("the mean of a component's number is no component: see .marginal")
 
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None

@@ -51,9 +51,7 @@ class Product(ExponentialFamily):
             if not isinstance(name, str) or "." in name:
                 raise InputError(f"a factor's name must be a text without dots, got {name!r}")
             if not isinstance(factor, ExponentialFamily):
-                raise InputError(
-                    f"factor {name!r} must be a member of a family, got {type(factor).__name__}"
-                )
+                raise InputError(f"factor {name!r} must be a member of a family, got {factor!r}")
         at_least(0, "copies", self.copies)
         shared = {tuple(_shape(factor)[: self.copies]) for factor in self.factors.values()}
         if len(shared) > 1 or len(next(iter(shared))) < self.copies:
@@ -130,8 +128,7 @@ class Product(ExponentialFamily):
         self._check_point(other.factors, tuple(self.factors))
         if other.copies != self.copies:
             raise InputError(
-                f"the KL divergence of two products needs as many dimensions of copies, got "
-                f"{self.copies} and {other.copies}"
+                f"KL needs as many copies in both, got {self.copies} and {other.copies}"
             )
 
     def _kl(self, other: Self) -> Tensor:

@@ -8,24 +8,29 @@ To be read like a book; each part needs only those above it.
    :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
 3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
-   told. :mod:`.em`: parameters at their mode; :mod:`.factor_analysis` the same for
-   hidden numbers. :mod:`.vmp`: parameters averaged over.
-   :mod:`.messages`: local and global parameters of any such model; :mod:`.hidden_markov`:
-   chains of classes.
+   told. :mod:`.em`: parameters at their mode; the same for hidden numbers, factor analysis.
+   :mod:`.vmp`: parameters averaged over.
+   :mod:`.messages`: local and global parameters of any such model, and chains of classes.
    :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
 4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
-   one number. :mod:`.cvi`: the rule site by site. :mod:`.latent_fit`: fit, prediction, cavities;
-   for regression with a link and for Gaussian processes, :mod:`.gp`.
+   one number. :mod:`.cvi`: the rule site by site, prediction, cavities; for regression with a
+   link and for Gaussian processes, :mod:`.gp`.
    :mod:`.nonconjugate`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
-5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation.
-   :mod:`.multimodal`: several minima at once.
+5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation; several
+   minima at once.
 """
 
 from __future__ import annotations
 
 from blr_analysis.learning_rule.inference.conjugate import Conjugate
-from blr_analysis.learning_rule.inference.em import Collapsed, FittedMixture, GaussianMixtureEM
-from blr_analysis.learning_rule.inference.factor_analysis import FactorAnalysis, FittedFactors
+from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
+from blr_analysis.learning_rule.inference.em import (
+    Collapsed,
+    FactorAnalysis,
+    FittedFactors,
+    FittedMixture,
+    GaussianMixtureEM,
+)
 from blr_analysis.learning_rule.inference.factors import (
     Factor,
     bernoulli,
@@ -35,14 +40,15 @@ from blr_analysis.learning_rule.inference.factors import (
     poisson,
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
-from blr_analysis.learning_rule.inference.functions import VariationalNewton
+from blr_analysis.learning_rule.inference.functions import (
+    MultimodalOptimisation,
+    VariationalNewton,
+    minima,
+)
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
-from blr_analysis.learning_rule.inference.hidden_markov import FittedMarkov, HiddenMarkov
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
-from blr_analysis.learning_rule.inference.latent_fit import GeneralizedLinear, LatentFitted
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
-from blr_analysis.learning_rule.inference.messages import MessagePassing
-from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
+from blr_analysis.learning_rule.inference.messages import FittedMarkov, HiddenMarkov, MessagePassing
 from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
 from blr_analysis.learning_rule.inference.online import (
     OnlineNewton,

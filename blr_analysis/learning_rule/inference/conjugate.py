@@ -25,7 +25,7 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.learning_rule.families.domain import STEP
 from blr_analysis.learning_rule.inference.factors import Factor
-from blr_analysis.learning_rule.inference.fitted import Fitted, rows, total
+from blr_analysis.learning_rule.inference.fitted import Fitted, count, rows, total
 from blr_analysis.learning_rule.rule import blr_step
 
 Q = TypeVar("Q", bound=ExponentialFamily)
@@ -61,8 +61,7 @@ class Conjugate(Generic[Q]):
             name = getattr(self.factor, "__name__", None)
             advice = f": call it, {name}(…)" if callable(self.factor) and name else ""
             raise InputError(
-                "factor must be a Factor such as bernoulli() or linear(noise_variance), got "
-                f"{type(self.factor).__name__}{advice}"
+                f"factor must be a Factor such as bernoulli(), got {self.factor!r}{advice}"
             )
         if not isinstance(self.prior, self.factor.family):
             raise InputError(
@@ -86,7 +85,7 @@ class Conjugate(Generic[Q]):
                 large that the posterior is lost in rounding.
         """
         data = self.factor.check(data, self.prior)
-        n_data = len(data if isinstance(data, Tensor) else data[0])
+        n_data = count(data)
 
         def site_of(chosen: Tensor) -> Natural:
             return self.factor.site(rows(data, chosen))
@@ -101,8 +100,7 @@ class Conjugate(Generic[Q]):
         except InputError as error:
             dtype = next(iter(self.prior.natural.values())).dtype
             raise DataError(
-                f"the posterior is lost in the rounding of {dtype}: scale the data, or take a "
-                f"double prior ({error})"
+                f"the posterior is lost in the rounding of {dtype}: scale the data ({error})"
             ) from error
         evidence = _gain(before, after, self.factor.constant(data).double().sum())
         return Fitted(

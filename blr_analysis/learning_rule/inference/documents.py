@@ -165,8 +165,7 @@ def read_counts(given: Any, dtype: torch.dtype, n_words: int | None = None) -> C
     counts = Counts(starts, words, values, int(shape[1]))
     if n_words not in (None, counts.n_words):
         raise DataError(
-            f"counts have {counts.n_words} words, but the topics a vocabulary of {n_words}: count "
-            "by that vocabulary"
+            f"counts have {counts.n_words} words, the topics a vocabulary of {n_words}: count by it"
         )
     for wrong, what in (
         (~torch.isfinite(values), "not finite"),
@@ -179,10 +178,7 @@ def read_counts(given: Any, dtype: torch.dtype, n_words: int | None = None) -> C
             raise DataError(f"the count of {place} is {what}: {float(values[first])!r}")
     empty = (counts.totals == 0).nonzero().flatten()
     if len(empty):
-        raise DataError(
-            f"{len(empty)} documents have no words (the first is document {int(empty[0])}): leave "
-            "them out"
-        )
+        raise DataError(f"document {int(empty[0])} (of {len(empty)}) has no words: leave it out")
     return Counts(starts, words, values.to(dtype), counts.n_words)
 
 
@@ -195,8 +191,7 @@ def _array(given: Any) -> Tensor:
     except ValueError:  # rows of unequal lengths
         pass
     raise DataError(
-        f"counts must be a real matrix [N, V], got {type(given).__name__}; see sklearn's "
-        "CountVectorizer"
+        f"counts must be a real matrix [N, V], got {type(given).__name__}: see CountVectorizer"
     )
 
 

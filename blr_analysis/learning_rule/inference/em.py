@@ -10,6 +10,17 @@ tells it, its site, are its expected statistics (r_ik, r_ik T(y_i)). Steps of ρ
 all examples or B of them, are generalised and online EM:
 
     T̄ ← (1 − ρ) T̄ + ρ N/B Σ_i E_q[T(y_i, z_i)],     θ = ∇A*(T̄)
+
+*Factor analysis and probabilistic PCA* (Rubin & Thayer, 1982): hidden numbers for hidden classes,
+
+    y = m + W z + e,     z ~ N(0, I),     e ~ N(0, Ψ)
+
+with Ψ diagonal, or σ² I (probabilistic PCA; Tipping & Bishop, 1999), and θ = (W, m, Ψ):
+
+    E-step   q(z_i) = N(G Wᵀ Ψ⁻¹ (y_i − m), G),   G⁻¹ = I + Wᵀ Ψ⁻¹ W      conjugate Bayes
+    M-step   [W, m] = E[y z̃ᵀ] E[z̃ z̃ᵀ]⁻¹,   Ψ = diag(E[y yᵀ] − [W, m] E[z̃ yᵀ]),     z̃ = (z, 1)
+
+What an example tells θ are its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y).
 """
 
 from __future__ import annotations
@@ -29,7 +40,7 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, until_flat
+from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, minibatch, until_flat
 from blr_analysis.learning_rule.inference.mixture_model import (
     assign,
     check_apart,
@@ -39,7 +50,6 @@ from blr_analysis.learning_rule.inference.mixture_model import (
     pooled,
     shared,
 )
-from blr_analysis.progress import track
 
 Components = FullGaussian | DiagonalGaussian
 COLLAPSED = "a component has collapsed: raise floor, or take fewer components or covariance='diag'"
@@ -124,16 +134,11 @@ class GaussianMixtureEM:
             InputError: a start that does not fit, or whose components are not apart; settings
                 out of range.
         """
-        positive_int("max_iter", max_iter)
-        tolerance("tol", tol)
         data = check_data(data, self.n_components)
         origin = data.mean(0)
         statistics = self._unit(data).statistics(data - origin)
         mixture = self._first(data, statistics, start, generator)
-        n, everyone = len(data), torch.arange(len(data), device=data.device)
-        if batch is not None and positive_int("batch", batch) > n:
-            raise InputError(f"batch is {batch} of {n} examples")
-        totals = _totals(mixture, n)
+        n, totals, weights = len(data), _totals(mixture, len(data)), torch.empty(0)
 
         def expected(chosen: Tensor) -> tuple[Tensor, Natural, Tensor]:
             """r ``[B, K]``, N/B times its sites' sum, and log p(y | θ) ``[B]``."""
@@ -145,24 +150,26 @@ class GaussianMixtureEM:
             told = scale(_site(weights, part, pooled), n / len(chosen))
             return weights, told, torch.logsumexp(scores + log_weights, 1)
 
-        def steps() -> Iterator[float]:
+        def step(t: int) -> float:
             nonlocal mixture, totals, weights
-            for t in track(range(max_iter), label="EM", show=progress):
-                chosen = everyone
-                if batch is not None:
-                    chosen = torch.randperm(n, generator=generator)[:batch].to(data.device)
-                weights, told, log_p = expected(chosen)
-                size = share("rho", rho(t + 1) if callable(rho) else rho)
-                totals = told if size == 1 else add(scale(totals, 1 - size), scale(told, size))
-                mixture = self.maximise(totals)
-                yield n / len(chosen) * float(log_p.sum())
+            chosen = minibatch(n, batch, generator).to(data.device)
+            weights, told, log_p = expected(chosen)
+            size = share("rho", rho(t + 1) if callable(rho) else rho)
+            totals = told if size == 1 else add(scale(totals, 1 - size), scale(told, size))
+            mixture = self.maximise(totals)
+            return n / len(chosen) * float(log_p.sum())
 
-        weights = torch.empty(0)
-        if batch is None:
-            history, converged = until_flat(steps(), tol=tol * n, what="the log-likelihood")
-        else:
-            history, converged = list(steps()), False
-            weights, totals, _ = expected(everyone)
+        history, converged = until_flat(
+            step,
+            max_iter=max_iter,
+            tol=tol,
+            n_data=n,
+            noisy=batch is not None,
+            what="the log-likelihood",
+            progress=progress,
+        )
+        if batch is not None:
+            weights, _, _ = expected(torch.arange(n, device=data.device))
 
         def site_of(chosen: Tensor) -> Natural:
             at = chosen.to(data.device)
@@ -342,3 +349,216 @@ def _shifted(mixture: GaussianMixture, origin: Tensor) -> GaussianMixture:
     components = mixture.components
     moved = type(components)(components.mean + origin, components.precision)
     return GaussianMixture(mixture.weights, moved)
+
+
+Theta = tuple[Tensor, Tensor, Tensor]
+"""W, m counted from the data's mean, and the diagonal of Ψ."""
+ROUNDING = 1e-10  # of a column's variance: less noise than that is none
+
+
+@dataclass(frozen=True)
+class FactorAnalysis:
+    """Maximum likelihood of a Gaussian whose covariance is W Wᵀ + Ψ.
+
+    Attributes:
+        n_factors: columns of W.
+        noise: ``"diagonal"``, Ψ of factor analysis, or ``"spherical"``, σ² I of probabilistic PCA.
+
+    Raises:
+        InputError: no positive number of factors, or another noise.
+
+    Example:
+        >>> x = torch.tensor([[-2.0, -2.1], [-1.0, -0.8], [1.0, 1.2], [2.0, 1.7]])
+        >>> fitted = FactorAnalysis(1, noise="spherical").fit(x, progress=False)
+        >>> fitted.loadings.abs().round(decimals=2)
+        tensor([[1.5700],
+                [1.5200]], dtype=torch.float64)
+    """
+
+    n_factors: int
+    noise: str = "diagonal"
+
+    def __post_init__(self) -> None:
+        positive_int("n_factors", self.n_factors)
+        one_of("noise", self.noise, ("diagonal", "spherical"))
+
+    def fit(
+        self,
+        data: Tensor,
+        *,
+        max_iter: int = 2000,
+        tol: float = 1e-9,
+        progress: bool | None = None,
+    ) -> FittedFactors:
+        """EM from the leading principal directions; in double precision.
+
+        Args:
+            data: ``[N, D]``, D above the number of factors.
+            max_iter: iterations at most.
+            tol: stop when the log-likelihood per example changes by no more than this.
+            progress: whether to show a bar.
+
+        Returns:
+            The Gaussian of y (``q``), W, Ψ, and log p(y) at each E-step.
+
+        Raises:
+            DataError: data that are misshapen or not finite, too few columns or examples, or
+                a column that the factors explain wholly (no noise is left).
+        """
+        data = check_data(data, 2)
+        if data.shape[1] <= self.n_factors:
+            raise DataError(f"{self.n_factors} factors need more columns, got {data.shape[1]}")
+        origin = data.mean(0)
+        y = data - origin
+        variance = y.square().mean(0)
+        values, vectors = torch.linalg.eigh(y.mT @ y / len(y))
+        w = vectors[:, -self.n_factors :] * (values[-self.n_factors :] / 2).clamp(min=0).sqrt()
+        theta = (w, torch.zeros_like(origin), (variance - w.square().sum(1)).clamp(min=1e-3))
+
+        def step(t: int) -> float:
+            nonlocal theta
+            value = float(_density(theta).log_prob(y).sum())
+            theta = self.maximise(_total(theta, y), variance)
+            return value
+
+        history, converged = until_flat(
+            step,
+            max_iter=max_iter,
+            tol=tol,
+            n_data=len(y),
+            what="the log-likelihood",
+            progress=progress,
+        )
+
+        def site_of(chosen: Tensor) -> Sites:
+            return _statistics(theta, y[chosen.to(y.device)])
+
+        w, mean, psi = theta
+        return FittedFactors(
+            q=_density((w, mean + origin, psi)),
+            history=history,
+            objective="log-likelihood",
+            n_data=len(y),
+            site_of=site_of,
+            predictive=lambda q, new: q.log_prob(check_data(new, 1, len(origin))),
+            data=data,
+            converged=converged,
+            model=self,
+            loadings=w,
+            noise=psi,
+            origin=origin,
+            totals=_total(theta, y),
+        )
+
+    def maximise(self, totals: Natural, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies.
+
+        Raises:
+            DataError: a column without noise, beside its ``variance``.
+        """
+        zz, yz = totals["zz"], totals["yz"]
+        joint = torch.linalg.solve(zz, yz.mT).mT
+        psi = (totals["yy"] - (joint * yz).sum(-1)) / zz[..., -1, -1:]
+        if self.noise == "spherical":
+            psi = psi.mean(-1, keepdim=True).expand_as(psi)
+        if bool((psi <= ROUNDING * variance).any()):
+            raise DataError("the factors explain a column wholly: leave it out")
+        return joint[..., :-1], joint[..., -1], psi
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class FittedFactors(Fitted[FullGaussian]):
+    """A factor model; ``q`` is the Gaussian of y. Taking examples out is an M-step without them.
+
+    Attributes:
+        model: what was fitted.
+        loadings: W ``[D, factors]``, up to a rotation.
+        noise: the diagonal of Ψ ``[D]``.
+        origin: from where statistics are counted ``[D]``.
+        totals: Σ_i of the sites.
+    """
+
+    model: FactorAnalysis
+    loadings: Tensor
+    noise: Tensor
+    origin: Tensor
+    totals: Natural
+
+    def factors(self, data: Tensor) -> Tensor:
+        """E[z | y] of M examples, ``[M, factors]``.
+
+        Raises:
+            DataError: data that are misshapen or not finite.
+        """
+        y = check_data(data, 1, len(self.origin))
+        return _posterior((self.loadings, self.q.mean, self.noise), y)[0]
+
+    def refitted(
+        self, remove: Any = (), *, add: Any = None, steps: int = 1
+    ) -> Iterator[FullGaussian]:
+        """An M-step without what is taken out, then steps of EM; see :meth:`Fitted.refitted`."""
+        chosen = self._chosen(remove)
+        data, kept = self._changed(remove, add)
+        y = check_data(data, 1, len(self.origin))[kept.to(data.device)] - self.origin
+        theta = (self.loadings, self.q.mean - self.origin, self.noise)
+        if len(chosen):
+            theta = self._without(self._told(chosen))
+        yield self._shown(theta)
+        for _ in range(steps):
+            theta = self.model.maximise(_total(theta, y), self.noise)
+            yield self._shown(theta)
+
+    def _without(self, sites: Sites) -> Theta:
+        return self.model.maximise(subtract(self.totals, sites), self.noise)  # type: ignore[arg-type]
+
+    def _shown(self, theta: Theta) -> FullGaussian:
+        w, mean, psi = theta
+        return _density((w, mean + self.origin, psi))
+
+    def _less(self, sites: Sites) -> FullGaussian:
+        return self._shown(self._without(sites))
+
+
+def _posterior(theta: Theta, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Means ``[M, K]`` and the covariance ``[K, K]`` of q(z_i)."""
+    w, mean, psi = theta
+    weighted = w / psi.unsqueeze(-1)
+    inverse = torch.eye(w.shape[1]).to(w) + w.mT @ weighted
+    covariance = torch.linalg.inv(inverse)
+    return (y - mean) @ weighted @ covariance, covariance
+
+
+def _hidden(theta: Theta, y: Tensor) -> tuple[Tensor, Tensor]:
+    """E[z̃] of every example, and the covariance of z̃, which is that of all."""
+    z, covariance = _posterior(theta, y)
+    joined = torch.cat([z, torch.ones_like(z[:, :1])], 1)
+    return joined, torch.nn.functional.pad(covariance, (0, 1, 0, 1))
+
+
+def _statistics(theta: Theta, y: Tensor) -> Natural:
+    """(y z̃ᵀ, z̃ z̃ᵀ, y∘y) of every example, expected."""
+    joined, square = _hidden(theta, y)
+    return {
+        "yz": y.unsqueeze(2) * joined.unsqueeze(1),
+        "zz": joined.unsqueeze(2) * joined.unsqueeze(1) + square,
+        "yy": y.square(),
+    }
+
+
+def _total(theta: Theta, y: Tensor) -> Natural:
+    """Their sums."""
+    joined, square = _hidden(theta, y)
+    return {
+        "yz": y.mT @ joined,
+        "zz": joined.mT @ joined + len(y) * square,
+        "yy": y.square().sum(0),
+    }
+
+
+def _density(theta: Theta) -> FullGaussian:
+    """N(m, W Wᵀ + Ψ)."""
+    w, mean, psi = theta
+    try:
+        return FullGaussian(mean, torch.linalg.inv(w @ w.mT + torch.diag_embed(psi)))
+    except (InputError, RuntimeError) as error:
+        raise DataError(f"the covariance is singular: scale the data ({error})") from error

@@ -132,7 +132,7 @@ def categorical(n_classes: int) -> Factor:
     def check(y: Any, prior: Dirichlet) -> Tensor:
         if prior.concentration.shape[-1] != n_classes:
             raise InputError(
-                f"the prior is over {prior.concentration.shape[-1]} classes, not {n_classes}"
+                f"the prior has {prior.concentration.shape[-1]} classes, not {n_classes}"
             )
         y = real("y", y, prior.concentration, 1)
         inside = (y >= 0) & (y < n_classes) & (y == y.round())

@@ -20,9 +20,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.progress import track
 from blr_analysis.views import Plottable, Tabular
 
 Q = TypeVar("Q", bound=ExponentialFamily | Mapping[str, ExponentialFamily])
@@ -129,9 +131,8 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Raises:
             InputError: an example that does not exist, or a model without sites.
         """
-        chosen = torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
-        site_of = self._site_of()
-        return self.q if not len(chosen) else self._less(total(site_of, chosen))
+        chosen = self._chosen(indices)
+        return self._less(self._told(chosen)) if len(chosen) else self.q
 
     def refitted(self, remove: Any = (), *, add: Any = None, steps: int = 1) -> Iterator[Q]:
         """Posteriors on other data: first λ − Σ_{i∈M} λ̃_i, then after each of ``steps`` further
@@ -180,12 +181,20 @@ class Fitted(Tabular, Plottable, Generic[Q]):
             scores.append(predictive(self._less(site_of(part)), rows(self.data, part)))
         return torch.cat(scores)
 
+    def _chosen(self, indices: Any) -> Tensor:
+        """The examples that are named, each once."""
+        return torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
+
+    def _told(self, chosen: Tensor) -> Any:
+        """Σ_{i∈M} λ̃_i."""
+        return total(self._site_of(), chosen)
+
     def _changed(self, remove: Any, add: Any) -> tuple[Any, Tensor]:
         """The data with further ones behind them, and which of all these are kept."""
-        gone = set(chosen_indices(remove, self.n_data))
         data = self.data if add is None else self._with(add)
-        kept = [i for i in range(_count(data)) if i not in gone]
-        return data, torch.tensor(kept, dtype=torch.long)
+        kept = torch.ones(count(data), dtype=torch.bool)
+        kept[self._chosen(remove)] = False
+        return data, kept.nonzero().flatten()
 
     def _with(self, add: Any) -> Any:
         return joined(self.data, add)
@@ -231,8 +240,9 @@ def rows(data: Any, chosen: Tensor) -> Any:
     return tuple(rows(part, chosen) for part in data)
 
 
-def _count(data: Any) -> int:
-    return len(data[0] if isinstance(data, tuple) else data)
+def count(data: Any) -> int:
+    """N, of a tensor ``[N, …]`` or a tuple of them."""
+    return len(data[0] if isinstance(data, tuple | list) else data)
 
 
 def joined(data: Any, more: Any) -> Any:
@@ -248,29 +258,49 @@ def joined(data: Any, more: Any) -> Any:
     raise InputError("add must be examples as those that were fitted: tensors of the same shapes")
 
 
+def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) -> Tensor:
+    """Examples of one step: all of them where ``size`` is None."""
+    if size is None:
+        return torch.arange(n_data)
+    if positive_int("batch", size) > n_data:
+        raise InputError(f"batch is {size} of {n_data} examples")
+    return torch.randperm(n_data, generator=generator)[:size]
+
+
 def until_flat(
-    steps: Iterator[float],
+    step: Callable[[int], float],
     *,
-    tol: float | Callable[[float], float],
+    max_iter: int,
+    tol: float,
+    n_data: int = 1,
+    rounding: Callable[[], float] = lambda: 0.0,
+    noisy: bool = False,
     what: str = "the objective",
+    progress: bool | None = None,
 ) -> tuple[list[float], bool]:
-    """Run through ``steps`` until the objective changes by at most ``tol``, or ``tol(objective)``;
-    warn if it never does.
+    """Call ``step(t)``, t = 0, 1, …, until the objective that it returns changes by at most ``tol``
+    for each of ``n_data`` examples, or by rounding; warn if it never does. What is ``noisy`` never
+    stands still, and all steps are made.
 
     Returns:
         The objective after each step, and whether the last change was small enough.
     """
+    positive_int("max_iter", max_iter)
+    tolerance("tol", tol)
     history: list[float] = []
-    allowed = tol if callable(tol) else lambda value: tol
-    for value in steps:
-        if not math.isfinite(value):
-            raise InputError(f"{what} became {value} at iteration {len(history) + 1}")
+    for t in track(range(max_iter), label=what, show=progress):
+        value = step(t)
+        if not (math.isfinite(value) or noisy):
+            raise InputError(f"{what} became {value} at iteration {t + 1}")
         history.append(value)
-        if len(history) > 1 and abs(history[-1] - history[-2]) <= allowed(value):
+        allowed = max(tol * n_data, rounding())
+        if t and not noisy and abs(value - history[-2]) <= allowed:
             return history, True
+    if noisy:
+        return history, False
     warnings.warn(
-        f"{what} still changed by more than {allowed(history[-1]):g} after {len(history)} "
-        "iterations: raise max_iter or tol",
+        f"{what} still changed by more than {allowed:g} after {max_iter} iterations: raise "
+        "max_iter or tol",
         NotConverged,
         stacklevel=3,
     )

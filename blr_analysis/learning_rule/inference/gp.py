@@ -15,7 +15,7 @@ they leave unexplained, whose variance enters E_q[log p(y_i|f_i)] (Titsias, 2009
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,14 @@ from torch import Tensor
 from blr_analysis.checks import instance, positive_number, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.fitted import answer
-from blr_analysis.learning_rule.inference.latent_fit import (
+from blr_analysis.learning_rule.inference.cvi import (
     Features,
     LatentFitted,
     LatentModel,
     checked_inputs,
     checked_pair,
 )
+from blr_analysis.learning_rule.inference.fitted import answer
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     scalar_likelihood,
@@ -115,10 +115,7 @@ def _check_pairwise(kernel: Kernel, x: Tensor, matrix: Tensor) -> None:
         return
     apart = (covariances(kernel, x[1 : few + 1], x[:few]) - matrix[1 : few + 1, :few]).abs().max()
     if bool(apart > 10 * torch.finfo(x.dtype).eps ** 0.5 * matrix.abs().max()):
-        raise InputError(
-            "the kernel mixes examples: k(x_i, z_j) changes with other rows (noise belongs where "
-            "x_i equals z_j)"
-        )
+        raise InputError("the kernel mixes examples: k(x_i, z_j) changes with other rows")
 
 
 @dataclass(frozen=True)
@@ -217,22 +214,3 @@ def function_values(fitted: LatentFitted) -> tuple[Tensor, Tensor]:
     """
     design, q = fitted.problem.design, fitted.q
     return design @ q.mean, design @ q.covariance @ design.mT
-
-
-def best_kernel(
-    kernels: Sequence[Kernel], data: tuple[Tensor, Tensor], likelihood: Any = "bernoulli"
-) -> tuple[Kernel, list[float]]:
-    """The kernel with the highest ELBO, a bound on the log evidence, and the ELBO of each.
-
-    Raises:
-        InputError: no kernels, or what :meth:`GaussianProcess.fit` raises.
-
-    >>> x = torch.linspace(-3, 3, 12, dtype=torch.float64).unsqueeze(-1)
-    >>> best, elbos = best_kernel([linear_kernel, rbf], (x, (x[:, 0].abs() < 1.5).double()))
-    >>> best is rbf, elbos[1] > elbos[0]
-    (True, True)
-    """
-    if not isinstance(kernels, Sequence) or not len(kernels):
-        raise InputError("give at least one kernel to choose from")
-    bounds = [GaussianProcess(k, likelihood).fit(data, progress=False).history[-1] for k in kernels]
-    return kernels[max(range(len(kernels)), key=bounds.__getitem__)], bounds

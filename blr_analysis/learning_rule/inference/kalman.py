@@ -197,9 +197,7 @@ class StateSpace:
         for name, (rank, moves) in PARTS.items():
             value, times = getattr(self, name), len(data) - moves
             if value is not None and value.ndim > rank and len(value) != times:
-                raise DataError(
-                    f"{name} has {len(value)} times; {len(data)} observations need {times}"
-                )
+                raise DataError(f"{name} has {len(value)} times, but needs {times}")
         return data.to(self.prior.mean)
 
     def _score(self, time: int, mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
@@ -244,8 +242,7 @@ class StateSpace:
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed):
             raise InputError(
-                f"the predicted covariance of state {time + 1} is singular: give it more "
-                "transition_noise"
+                f"the predicted covariance of state {time + 1} is singular: raise transition_noise"
             )
         return FullGaussian(move @ state.mean + offset, torch.cholesky_inverse(factor))
 

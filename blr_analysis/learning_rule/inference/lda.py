@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import at_least, instance, positive_int, positive_number, tolerance
-from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -37,7 +36,7 @@ from blr_analysis.learning_rule.inference.documents import (
     read_counts,
     settle,
 )
-from blr_analysis.learning_rule.inference.fitted import CHUNK, ONE_STEP, Fitted
+from blr_analysis.learning_rule.inference.fitted import CHUNK, ONE_STEP, Fitted, Sites
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
 from blr_analysis.views import Tabular
@@ -361,26 +360,23 @@ class FittedTopics(Fitted[Dirichlet]):
         words = [tuple(names[i] for i in row) for row in best.indices.tolist()]
         return TopicWords(words, [tuple(row) for row in best.values.tolist()])
 
-    def without(self, indices: Any) -> Dirichlet:
-        """q(β) without these documents, λ − Σ_d n_dw φ_dwk: the first step of fitting again.
+    def _told(self, chosen: Tensor) -> Natural:
+        start, q = self.documents.concentration, self.q
+        parts = chosen.split(CHUNK)
+        local = (self.model.local(self.data, part, q, start=start[part]) for part in parts)
+        return {"log": sum(part.expected for part in local)}  # type: ignore[misc]
 
-        Args:
-            indices: documents, as indices or as a mask ``[N]``.
+    def _less(self, sites: Sites) -> Dirichlet:
+        """q(β) without documents, λ − Σ_d n_dw φ_dwk: the first step of fitting again.
 
         Raises:
-            InputError: a document that does not exist, or topics so far from a fixed point that
-                they hold less of a word than these documents ask back.
+            InputError: topics so far from a fixed point that they hold less of a word than these
+                documents ask back.
         """
-        chosen = torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
-        left = self.q.natural
-        for part in chosen.split(CHUNK) if len(chosen) else ():
-            start = self.documents.concentration[part]
-            removed = self.model.local(self.data, part, self.q, start=start).expected
-            left = subtract(left, {"log": removed})  # type: ignore[dict-item]
+        left = subtract(self.q.natural, sites)  # type: ignore[arg-type]
         if bool((left["log"] <= -1).any()):
             raise InputError(
-                "the topics hold less of a word than these documents: go on with fit(counts, "
-                "batch_size=None, start=fitted.q)"
+                "the topics hold less of a word: go on with fit(…, batch_size=None, start=fitted.q)"
             )
         return self.q.with_natural(left)
 

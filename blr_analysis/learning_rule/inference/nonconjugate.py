@@ -13,7 +13,7 @@ expectation is over one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,22 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, share, tolerance
+from blr_analysis.checks import share
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.learning_rule.inference.cvi import (
     State,
     above_zero,
     aims,
+    check_prior,
+    checked_inputs,
+    checked_pair,
     halved,
     plain,
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows, until_flat
-from blr_analysis.learning_rule.inference.latent_fit import (
-    check_prior,
-    checked_inputs,
-    checked_pair,
-)
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     log_predictive,
@@ -44,7 +42,6 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
 )
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.likelihoods import Likelihood
-from blr_analysis.progress import track
 
 
 @dataclass(frozen=True)
@@ -106,26 +103,25 @@ class MeanFieldRegression:
                 settings out of range; a likelihood that does not work element by element.
         """
         share("rho", rho)
-        positive_int("max_iter", max_iter)
-        tolerance("tol", tol)
         likelihood = scalar_likelihood(self.likelihood)
         x, y = self._checked(data, likelihood)
         sites = {name: torch.zeros_like(x) for name in self.prior.natural}
         state = _look(self.prior, sites, self.prior, x, y, likelihood)
 
-        def steps() -> Iterator[float]:
+        def sweep(t: int) -> float:
             nonlocal state
-            for _ in track(range(max_iter), label="message passing", show=progress):
-                for j in range(x.shape[1]):
-                    column = {name: site[:, j : j + 1] for name, site in sites.items()}
-                    before = replace(state, sites=column)
-                    attempt = partial(_visit, before, self.prior, j, x, y, likelihood)
-                    state = (halved if halving else plain)(attempt, before, rho)
-                    for name, site in sites.items():
-                        site[:, j : j + 1] = state.sites[name]
-                yield state.elbo
+            for j in range(x.shape[1]):
+                column = {name: site[:, j : j + 1] for name, site in sites.items()}
+                before = replace(state, sites=column)
+                attempt = partial(_visit, before, self.prior, j, x, y, likelihood)
+                state = (halved if halving else plain)(attempt, before, rho)
+                for name, site in sites.items():
+                    site[:, j : j + 1] = state.sites[name]
+            return state.elbo
 
-        history, converged = until_flat(steps(), tol=tol, what="the ELBO")
+        history, converged = until_flat(
+            sweep, max_iter=max_iter, tol=tol, what="the ELBO", progress=progress
+        )
 
         def predictive(q: DiagonalGaussian, new: Any) -> Tensor:
             x, y = self._checked(new, likelihood)

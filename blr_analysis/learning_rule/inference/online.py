@@ -26,7 +26,7 @@ from blr_analysis.learning_rule.families.dirichlet import Categorical
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import Factor, real
-from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows
+from blr_analysis.learning_rule.inference.fitted import Fitted, count, indexed, rows
 
 
 def experts(n_experts: int, rate: float) -> Factor:
@@ -113,7 +113,7 @@ class OnlineNewton:
             InputError: a gradient that is not finite, or a precision lost in rounding.
         """
         q, history, sites = self.prior, [], []
-        for t in range(len(data if isinstance(data, Tensor) else data[0])):
+        for t in range(count(data)):
             example = rows(data, torch.tensor(t))
             gradient, value = torch.func.grad_and_value(self.loss)(q.mean, example)
             outer = self.rate * gradient.outer(gradient)
@@ -135,7 +135,7 @@ class OnlineNewton:
 
     def _foretold(self, q: FullGaussian, data: Any) -> Tensor:
         """−ℓ at the mean of q, of M examples; M copies go with one each."""
-        n = len(data if isinstance(data, Tensor) else data[0])
+        n = count(data)
         means = q.mean.expand(n, q.mean.shape[-1])
         return torch.stack(
             [-self.loss(m, rows(data, torch.tensor(t))) for t, m in enumerate(means)]

@@ -20,7 +20,7 @@ that example.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -28,8 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, share, tolerance
-from blr_analysis.data import chosen_indices
+from blr_analysis.checks import share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.inference.fitted import (
@@ -38,10 +37,10 @@ from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
     Sites,
     answer,
+    count,
     rows,
     until_flat,
 )
-from blr_analysis.progress import track
 
 LogLikelihood = Callable[[Any, Tensor], Tensor]
 """(data of M examples, θ ``[G]``) → log p(y_i|θ) ``[M, G]``."""
@@ -79,10 +78,7 @@ class SkewNormal:
         numbers = (self.location, self.lean, self.precision)
         fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
         if not fine or not bool(self.precision > 0):
-            raise NotSkewNormal(
-                "no skew normal (finite, precision positive): take a smaller learning rate, or "
-                "another start"
-            )
+            raise NotSkewNormal("no skew normal: take a smaller rho, or another start")
 
     @property
     def natural(self) -> Natural:
@@ -174,11 +170,9 @@ class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
         try:
             return super().without(indices)
         except NotSkewNormal as fault:
-            chosen = sorted(set(chosen_indices(indices, self.n_data)))
+            chosen = self._chosen(indices).tolist()
             which = f"example {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} examples"
-            raise InputError(
-                f"no skew normal is left without {which}, for one step: fit again without"
-            ) from fault
+            raise InputError(f"no skew normal is left without {which}: fit again") from fault
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`.
@@ -251,8 +245,6 @@ def fit_skew_normal(
         (tensor(0.5513, dtype=torch.float64), tensor(0.6878, dtype=torch.float64))
     """
     share("rho", rho)
-    positive_int("max_iter", max_iter)
-    tolerance("tol", tol)
     if not isinstance(start, SkewNormal) or float(start.lean) == 0:
         raise InputError("start must be a SkewNormal with lean ≠ 0: a Gaussian would stay one")
     if (log_likelihood is None) != (data is None):
@@ -264,13 +256,14 @@ def fit_skew_normal(
     def everything(theta: Tensor, given: Any = data) -> Tensor:
         return log_joint(theta) if told is None else log_joint(theta) + told(given, theta).sum(0)
 
-    def elbos() -> Iterator[float]:
+    def step(t: int) -> float:
         nonlocal q
-        for _ in track(range(max_iter), label="skew normal", show=progress):
-            q = skew_step(q, everything, rho)
-            yield float(q.elbo(everything))
+        q = skew_step(q, everything, rho)
+        return float(q.elbo(everything))
 
-    history, converged = until_flat(elbos(), tol=tol, what="the ELBO")
+    history, converged = until_flat(
+        step, max_iter=max_iter, tol=tol, what="the ELBO", progress=progress
+    )
     if told is None:
         return FittedSkewNormal(q, history, "ELBO", converged=converged)
     return FittedSkewNormal(
@@ -278,7 +271,7 @@ def fit_skew_normal(
         history,
         "ELBO",
         converged=converged,
-        n_data=_count(data),
+        n_data=count(data),
         site_of=lambda chosen: _sites(q, told(rows(data, chosen), q.grid()[0])),
         predictive=lambda q, new: _log_predictive(q, new, told),
         data=data,
@@ -289,11 +282,7 @@ def fit_skew_normal(
 def _log_likelihoods(log_likelihood: LogLikelihood, data: Any, theta: Tensor) -> Tensor:
     """log p(y_i|θ) ``[M, G]``."""
     wanted = "log_likelihood must be a function (data, θ [G]) -> log p(y|θ) [M, G]"
-    return answer(wanted, torch.Size([_count(data), len(theta)]), log_likelihood, data, theta)
-
-
-def _count(data: Any) -> int:
-    return len(data if isinstance(data, Tensor) else data[0])
+    return answer(wanted, torch.Size([count(data), len(theta)]), log_likelihood, data, theta)
 
 
 def _sites(q: SkewNormal, values: Tensor) -> Natural:
@@ -311,7 +300,7 @@ def _log_predictive(q: SkewNormal, data: Any, told: LogLikelihood) -> Tensor:
     """log ∫ p(y_i|θ) q(θ) dθ on the grid, ``[M]``."""
     grid, spacing = q.grid()
     weights = q.log_prob(grid) + spacing
-    parts = torch.arange(_count(data)).split(CHUNK)
+    parts = torch.arange(count(data)).split(CHUNK)
     return torch.cat([(told(rows(data, part), grid) + weights).logsumexp(1) for part in parts])
 
 

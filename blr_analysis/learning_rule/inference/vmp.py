@@ -9,7 +9,6 @@ mean: a node's message to its neighbours is the expectation of its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -17,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import at_least, instance, positive_int, tolerance
+from blr_analysis.checks import at_least, instance
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -34,7 +33,6 @@ from blr_analysis.learning_rule.inference.mixture_model import (
     pooled,
     shared,
 )
-from blr_analysis.progress import track
 
 MeanField = dict[str, ExponentialFamily]
 FACTOR = gaussian()
@@ -83,8 +81,7 @@ class BayesianGaussianMixture:
         spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
         if int(torch.linalg.cholesky_ex(spread)[1]):
             raise DataError(
-                f"the covariance of {len(data)} examples is singular: leave dependent columns "
-                "out, or give priors"
+                f"the covariance of {len(data)} examples is singular: drop dependent columns"
             )
         prior = NormalWishart(data.mean(0), one, size * one, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
@@ -124,8 +121,6 @@ class BayesianGaussianMixture:
             InputError: a start that does not fit, or whose components are not apart; settings
                 out of range.
         """
-        positive_int("max_iter", max_iter)
-        tolerance("tol", tol)
         n_components = len(self.weights.concentration)
         data = FACTOR.check(check_data(data, n_components), wide(self.component))
         prior, statistics = self._prior(data), FACTOR.site(data)
@@ -133,17 +128,23 @@ class BayesianGaussianMixture:
         q = _updated(prior, _sites(weights, statistics, pooled))
         scores = _expected_scores(q, statistics)
 
-        def steps() -> Iterator[float]:
+        def step(t: int) -> float:
             nonlocal q, weights, scores
-            for _ in track(range(max_iter), label="message passing", show=progress):
-                weights = assign(torch.zeros(n_components).to(data), scores).probs
-                q = _updated(prior, _sites(weights, statistics, pooled))
-                scores = _expected_scores(q, statistics)
-                local = (weights * scores).sum() - torch.xlogy(weights, weights).sum()
-                divergence = sum(node.kl(prior[name]).sum() for name, node in q.items())
-                yield float(local - divergence)
+            weights = assign(torch.zeros(n_components).to(data), scores).probs
+            q = _updated(prior, _sites(weights, statistics, pooled))
+            scores = _expected_scores(q, statistics)
+            local = (weights * scores).sum() - torch.xlogy(weights, weights).sum()
+            divergence = sum(node.kl(prior[name]).sum() for name, node in q.items())
+            return float(local - divergence)
 
-        history, converged = until_flat(steps(), tol=tol * len(data), what="the lower bound")
+        history, converged = until_flat(
+            step,
+            max_iter=max_iter,
+            tol=tol,
+            n_data=len(data),
+            what="the lower bound",
+            progress=progress,
+        )
 
         def site_of(chosen: Tensor) -> Sites:
             at = chosen.to(data.device)

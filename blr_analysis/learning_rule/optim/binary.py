@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
-from blr_analysis.learning_rule.expectations import AT_SIGN
+from blr_analysis.learning_rule.expectations import AT_SIGN, GAUSS_NEWTON
 from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
@@ -59,8 +58,7 @@ class BinaryOptimizer(RowOptimizer):
         super()._check_group(group)
         if any(p.dtype in HALF for p in tensors_of(group)):
             raise InputError(
-                f"{self.row.algorithm} needs float32 parameters for its small steps: train under "
-                "torch.autocast"
+                f"{self.row.algorithm} needs float32 parameters: train under torch.autocast"
             )
 
 
@@ -124,9 +122,7 @@ class STE(BinaryOptimizer):
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)
         if accepted.look.noisy or accepted.curvature == GAUSS_NEWTON:
-            raise InputError(
-                f"STE cannot move its weights by {accepted.algorithm}: take SGD, Adam or their like"
-            )
+            raise InputError(f"STE cannot move by {accepted.algorithm}: take SGD or Adam")
         name = "STE" if accepted.algorithm == "SGD" else f"STE with {accepted.algorithm}"
         move = replace(accepted.move, entropy=False)
         return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN, move=move)

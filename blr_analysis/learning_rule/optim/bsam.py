@@ -12,8 +12,7 @@ from torch import Tensor
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.expectations import adversary
-from blr_analysis.learning_rule.optim.draws import Draw, Group, state_dtype
-from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT, NoGradient
+from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 
@@ -112,8 +111,7 @@ class BSAM(RowOptimizer):
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
             raise OptimizerError(
-                "adversarial_params() without a sample: first run the minibatch inside "
-                "`with optimizer.sampled_params(train=True):`"
+                "adversarial_params() without a sample: run sampled_params(train=True) before it"
             )
         gradients, self._sampled = self._sampled, None
         sizes: dict[Tensor, Tensor] = {}
@@ -161,8 +159,7 @@ class BSAM(RowOptimizer):
     def _check_draws(self) -> None:
         if getattr(self, "found_inf", None) is not None:
             raise OptimizerError(
-                "bSAM needs the gradient's true size, not a GradScaler's: train in bfloat16 or "
-                "float32"
+                "bSAM needs the gradient's own size, no GradScaler's: train in bfloat16 or float32"
             )
         self._refuse_sample("step() after a sample without its adversary")
         super()._check_draws()

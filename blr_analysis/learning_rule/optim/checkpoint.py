@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim.draws import state_dtype
-from blr_analysis.learning_rule.optim.gathered import Gathered
+from blr_analysis.learning_rule.optim.draws import Gathered, state_dtype
 
 KEPT = ("hess", "momentum", "moved")
 """Tensors that the state of a parameter may hold."""

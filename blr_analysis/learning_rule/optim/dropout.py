@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import HessianEstimate, Tensors
-from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN
+from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.optim.draws import Draw, Group
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer

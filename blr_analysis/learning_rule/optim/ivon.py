@@ -11,7 +11,7 @@ import torch
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError
-from blr_analysis.learning_rule.curvature import PRICE, SQUARED_TIMES_ESS
+from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.checkpoint import from_ivon_opt, is_ivon_opt, to_ivon_opt
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer

@@ -79,10 +79,7 @@ class Newton(torch.optim.Optimizer):
         if {dtype for _, dtype in kinds} & {torch.float16, torch.bfloat16}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
         if (count := sum(p.numel() for p in tensors)) > MOST:
-            raise InputError(
-                f"Newton keeps a matrix of {count:,}² numbers: above {MOST} parameters take OGN or "
-                "fit_laplace"
-            )
+            raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
         super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

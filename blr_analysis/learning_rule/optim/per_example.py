@@ -36,8 +36,7 @@ from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import state_dtype
-from blr_analysis.learning_rule.optim.gathered import NO_GRADIENT, NoGradient
+from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, NoGradient, state_dtype
 
 
 class PerExampleSquares:
@@ -77,8 +76,7 @@ class PerExampleSquares:
         foreign = [tuple(p.shape) for p in params if id(p) not in names]
         if foreign:
             raise OptimizerError(
-                f"{len(foreign)} parameters (shapes {foreign[:5]}) are not in model=: pass the "
-                "module that holds them"
+                f"parameters of shapes {foreign[:5]} are not in model=: pass theirs"
             )
         self._params = {names[id(p)]: p for p in params}
         self._listener = Listener(self.model, self._check_modes, self._check_pass)
@@ -112,8 +110,7 @@ class PerExampleSquares:
         passes = [p for p in heard if any(s.got_gradient for s in p.seen)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
             raise OptimizerError(
-                f"{self.algorithm} needs one backward per call of the model: join the batches "
-                "(torch.cat), or backward after each"
+                f"{self.algorithm} needs one backward per call of the model: join the batches"
             )
         values = {name: p.detach() for name, p in self.model.named_parameters()}
         names = names_of(self.model)
@@ -403,8 +400,7 @@ class Listener:
         passed = self._current
         if passed is None:
             raise OptimizerError(
-                f"layer {unit.path!r} was called outside of model='s forward: pass the module "
-                "that is called"
+                f"layer {unit.path!r} was called outside of model='s forward: pass what is called"
             )
         leaves = [x for x in tree_flatten(output)[0] if carries_gradient(x)]
         edges = [get_gradient_edge(leaf) for leaf in leaves]
@@ -454,8 +450,7 @@ def units_of(model: nn.Module, wanted: Mapping[int, str]) -> list[Unit]:
             module.max_norm is not None or module.scale_grad_by_freq
         ):
             raise OptimizerError(
-                f"embedding {path!r} changes its gradients: build it without max_norm and "
-                "scale_grad_by_freq"
+                f"embedding {path!r} changes its gradients: no max_norm and scale_grad_by_freq"
             )
         rule = rule_for(module) if set(own) <= {"weight", "bias"} else None
         units.append(Unit(path, module, own, rule))
@@ -503,10 +498,7 @@ class HessianDiagonal:
         params = [p for p in self._params if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         if params and not any(g.requires_grad for g in grads):
-            raise OptimizerError(
-                "the Hessian's diagonal needs loss.backward(create_graph=True), and zero_grad() "
-                "before it"
-            )
+            raise OptimizerError("call zero_grad(), then loss.backward(create_graph=True)")
         z = [2 * (uniform(p, self._generator) < 0.5).to(p) - 1 for p in params]
         curved = [(g, s.to(g)) for g, s in zip(grads, z, strict=True) if g.requires_grad]
         self.stop()

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import (
+from blr_analysis.learning_rule.expectations import (
+    AT_ADVERSARY,
     DIAGONAL_MAGNITUDE,
     GAUSS_NEWTON,
     NO_CURVATURE,
     HessianEstimate,
 )
-from blr_analysis.learning_rule.expectations import AT_ADVERSARY
 from blr_analysis.learning_rule.moves import Block, Move, step
 from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 from blr_analysis.learning_rule.optim.checkpoint import (
@@ -36,12 +36,15 @@ from blr_analysis.learning_rule.optim.checkpoint import (
     restore,
     steady,
 )
-from blr_analysis.learning_rule.optim.draws import Draw, Group, Look, state_dtype
-from blr_analysis.learning_rule.optim.gathered import (
+from blr_analysis.learning_rule.optim.draws import (
     DEGREES,
+    Draw,
     Gathered,
+    Group,
+    Look,
     NoGradient,
     is_distributed,
+    state_dtype,
     true_on_any_rank,
 )
 from blr_analysis.learning_rule.optim.per_example import HessianDiagonal, PerExampleSquares
@@ -169,10 +172,7 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> PerExampleSquares | HessianDiagonal | None:
         algorithm, needed = self.row.algorithm, self.row.curvature == GAUSS_NEWTON
         if needed and not isinstance(model, nn.Module):
-            raise InputError(
-                f"{algorithm} needs the gradient of each example: pass model=model, the "
-                "module called in training"
-            )
+            raise InputError(f"{algorithm} needs the gradient of each example: pass model=model")
         if not needed and model is not None:
             raise InputError(f"{algorithm} reads nothing from the model: leave it out")
         if self.row.curvature == DIAGONAL_MAGNITUDE:
@@ -264,8 +264,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._refuse_inside("sampled_params()")
         if not train and not self._own_scale and self._sample is None:
             raise OptimizerError(
-                f"{self.row.algorithm} learns no posterior to draw weights from; "
-                "Posterior.from_optimizer or fit_laplace makes one"
+                f"{self.row.algorithm} learns no posterior to draw from; fit_laplace makes one"
             )
         look = self._look if train else self._sample
         return Draw(train, adoptable, noisy=self._is_noisy(train), look=look)
@@ -410,8 +409,7 @@ class RowOptimizer(torch.optim.Optimizer):
         draw = self._open
         if draw is None or not draw.train or self._gathered.count or self.sync:
             raise OptimizerError(
-                "step_param() belongs inside the one `with optimizer.sampled_params(train=True):` "
-                "of a step, without sync"
+                "step_param() belongs inside the one sampled_params(train=True), without sync"
             )
         if self.examples is not None or self._two_looks:
             raise OptimizerError(f"{self.row.algorithm} needs all gradients before it steps")
@@ -462,8 +460,7 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         if self._needs_draw:
             raise OptimizerError(
-                "step() without a draw: use `with optimizer.sampled_params(train=True):`, or "
-                "pass a closure"
+                "step() without a draw: use sampled_params(train=True), or pass a closure"
             )
         draw = Draw(True, noisy=False)  # a plain backward pass was one look at the mean
         draw.fill(self.param_groups, self.state, self._buffers, self.generator)

@@ -92,10 +92,7 @@ def check_group(
         if name in group:
             setting.check(name, group[name])
     if samples and group["hess_init"] + group["weight_decay"] <= 0:
-        raise InputError(
-            f"{algorithm}'s precision ess·(hess + weight_decay) starts at 0: give weight_decay "
-            "or hess_init"
-        )
+        raise InputError(f"{algorithm}'s precision starts at 0: give weight_decay or hess_init")
     if group.get("algorithm", algorithm) != algorithm:  # IVON's groups once had no name
         raise InputError(f"algorithm is {algorithm!r} for all groups, not {group['algorithm']!r}")
 
@@ -127,8 +124,7 @@ def listed(params: Any) -> list[Any] | Tensor:
         held = []
     if not held:
         raise InputError(
-            f"params is empty, a set or no parameters ({type(params).__name__}): "
-            "pass model.parameters() or groups"
+            f"params is empty or a set ({type(params).__name__}): pass model.parameters() or groups"
         )
     return held
 
@@ -146,8 +142,7 @@ def read_group(group: Any, algorithm: str) -> dict[str, Any]:
     for index, tensor in enumerate(tensors_of(group)):
         if not tensor.is_floating_point():
             raise InputError(
-                f"parameter {index} of shape {tuple(tensor.shape)} is {tensor.dtype}; "
-                f"{algorithm} takes real floating-point ones"
+                f"parameter {index} is {tensor.dtype}; {algorithm} takes real floating-point ones"
             )
     return group
 

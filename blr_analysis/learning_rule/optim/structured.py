@@ -153,8 +153,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         before = self.recorder.recorded
         if not self._drawn or self._inside or not before:
             raise OptimizerError(
-                "step() without a draw: use `with optimizer.sampled_params(train=True):` and a "
-                "model in training mode"
+                "step() without a draw: use sampled_params(train=True), the model in training mode"
             )
         self._drawn = 0
         (group,) = self.param_groups
@@ -214,8 +213,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
-            f"{type(self).__name__} cannot be copied with its hooks on the model: make one for the "
-            "copy and load_state_dict()"
+            f"{type(self).__name__} has hooks on its model: make another, and load_state_dict()"
         )
 
     def _kept(self) -> dict[str, Any]:

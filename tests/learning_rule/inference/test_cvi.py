@@ -28,8 +28,8 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.expectations import at_samples
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian, add
 from blr_analysis.learning_rule.inference import cvi
+from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
-from blr_analysis.learning_rule.inference.latent_fit import GeneralizedLinear, LatentFitted
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     expected,

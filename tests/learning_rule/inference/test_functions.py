@@ -14,11 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.curvature import ESTIMATES
-from blr_analysis.learning_rule.expectations import places
+from blr_analysis.learning_rule.expectations import ESTIMATES, places
 from blr_analysis.learning_rule.families import FullGaussian
-from blr_analysis.learning_rule.inference.functions import VariationalNewton
-from blr_analysis.learning_rule.inference.multimodal import minima
+from blr_analysis.learning_rule.inference.functions import VariationalNewton, minima
 
 F64 = torch.float64
 

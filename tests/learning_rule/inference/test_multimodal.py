@@ -13,8 +13,11 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.inference.functions import VariationalNewton
-from blr_analysis.learning_rule.inference.multimodal import MultimodalOptimisation, minima
+from blr_analysis.learning_rule.inference.functions import (
+    MultimodalOptimisation,
+    VariationalNewton,
+    minima,
+)
 
 WELLS = [[-2.0], [2.0]]
 HIMMELBLAU = [[3.0, 2.0], [-2.805118, 3.131312], [-3.779310, -3.283186], [3.584428, -1.848126]]

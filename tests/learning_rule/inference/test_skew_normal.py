@@ -20,7 +20,7 @@ import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference import FittedSkewNormal
-from blr_analysis.learning_rule.inference.latent_fit import GeneralizedLinear
+from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear
 from blr_analysis.learning_rule.inference.skew_normal import (
     SkewNormal,
     fit_skew_normal,

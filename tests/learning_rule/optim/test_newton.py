@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import exact
+from blr_analysis.learning_rule.expectations import exact
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.optim import OGN, VOGN, Newton
 from blr_analysis.learning_rule.rule import blr_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.curvature import GAUSS_NEWTON
+from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
 from blr_analysis.learning_rule.families import DiagonalGaussian
 from blr_analysis.learning_rule.optim import (
     BSAM,
