@@ -227,7 +227,9 @@ class Task:
             "device": self.device,
             "metadata": self.metadata,
         }
-        return Task(**(own | other))
+        made = Task(**(own | other))
+        made.mean_over_outputs = self.mean_over_outputs
+        return made
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device; a noise,

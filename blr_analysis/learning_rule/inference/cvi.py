@@ -480,7 +480,7 @@ def _step(
     problem: Problem, features: Features, q: FullGaussian, data: Any, kept: Tensor
 ) -> FullGaussian:
     """λ_prior + Σ_i ∇_μ E_q[log p(y_i|f_i)] of these examples."""
-    x, y = rows(data, kept)
+    x, y = checked_pair(rows(data, kept), problem.prior.mean, problem.likelihood)
     design, residual = features(x)
     left = residual if isinstance(problem.residual, Tensor) else 0.0
     there = replace(problem, design=design, targets=y, residual=left)

@@ -37,6 +37,7 @@ from blr_analysis.learning_rule.inference.cvi import (
 from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows, until_flat
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
+    checked_targets,
     log_predictive,
     scalar_likelihood,
 )
@@ -145,6 +146,7 @@ class MeanFieldRegression:
     ) -> DiagonalGaussian:
         """A sweep through the nodes, each to the messages of these examples."""
         x, y = rows(data, kept)
+        y = checked_targets(likelihood, y)  # of examples that were added, too
         state = _look(q, {}, self.prior, x, y, likelihood)
         for j in range(x.shape[1]):
             column = {name: x.new_zeros(len(y), 1) for name in self.prior.natural}

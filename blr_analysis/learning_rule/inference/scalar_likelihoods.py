@@ -234,7 +234,11 @@ class ScalarLikelihood:
 
 
 def from_package(likelihood: Likelihood) -> ScalarLikelihood:
-    """A likelihood of :mod:`blr_analysis.likelihoods` with one output."""
+    """A likelihood of :mod:`blr_analysis.likelihoods` with one output, its constant included."""
+    if isinstance(likelihood, Poisson):
+        likelihood = Poisson()
+    elif isinstance(likelihood, Gaussian):
+        likelihood = Gaussian(likelihood.variance)
 
     def log_prob(y: Tensor, f: Tensor) -> Tensor:
         return -likelihood.nll(f.unsqueeze(-1), y.expand_as(f).unsqueeze(-1))

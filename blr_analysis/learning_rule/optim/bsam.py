@@ -164,9 +164,8 @@ class BSAM(RowOptimizer):
         self._refuse_sample("step() after a sample without its adversary")
         super()._check_draws()
 
-    def drop_draws(self) -> None:
-        """As :meth:`IVON.drop_draws`, a sample that has no adversary yet included."""
-        super().drop_draws()
+    def _forget(self) -> None:
+        super()._forget()
         self._sampled = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,8 +173,3 @@ class BSAM(RowOptimizer):
         if self._sampled is not None:
             raise OptimizerError("state_dict() between a sample and its adversary: step() first")
         return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`IVON.load_state_dict`."""
-        super().load_state_dict(state_dict)
-        self._sampled = None

@@ -196,6 +196,10 @@ class Dropout(RowOptimizer):
             self._slopes[k] = self._slopes.get(k, 0.0) + slope
             self._lengths[k] = self._length(k)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._slopes = {}
+
     def _length(self, k: int) -> float:
         grads = [p.grad for p in tensors_of(self.param_groups[k]) if p.grad is not None]
         return float(torch.stack([g.double().norm() for g in grads]).norm())
@@ -209,7 +213,6 @@ class Dropout(RowOptimizer):
             prior, now = logit(group["keep_prior"]), logit(group["keep"])
             moved = now - group["keep_lr"] * (group["ess"] * factor * slope + now - prior)
             group["keep"] = 1 / (1 + math.exp(-min(max(moved, -MOST), MOST)))
-        self._slopes = {}
         super()._update(inverse_scale)
 
     def state_dict(self) -> dict[str, Any]:

@@ -352,6 +352,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def drop_draws(self) -> None:
         """Forget the draws since the last step: of a minibatch that is to be skipped, say."""
         self._refuse_inside("drop_draws()")
+        self._forget()
+
+    def _forget(self) -> None:
+        """After a step, a skipped step, or a failed one: nothing of its draws is left."""
         self._gathered.clear()
 
     def _refuse_inside(self, what: str) -> None:
@@ -383,7 +387,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if (inverse_scale := self._settled()) is not None:
                     self._update(inverse_scale)
             finally:
-                self._gathered.clear()
+                self._forget()
         return sum(losses) / len(losses) if losses and losses[0] is not None else None
 
     def step_param(self, param: Tensor, group: Group | None = None) -> None:
@@ -613,7 +617,7 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         with torch.inference_mode(False), torch.no_grad():
-            self._gathered.clear()
+            self._forget()
             restore(hooked, self.param_groups, self.state, self._gathered, self.generator)
 
     def __getstate__(self) -> dict[str, Any]:

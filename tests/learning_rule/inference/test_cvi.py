@@ -27,7 +27,7 @@ from torch import Tensor
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.expectations import at_samples
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian, add
-from blr_analysis.learning_rule.inference import cvi
+from blr_analysis.learning_rule.inference import MeanFieldRegression, cvi
 from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
@@ -37,7 +37,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     scalar_likelihood,
 )
 from blr_analysis.learning_rule.rule import blr_step
-from blr_analysis.likelihoods import Categorical
+from blr_analysis.likelihoods import Categorical, Poisson
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
 PROBLEMS = {
@@ -509,3 +509,26 @@ def test_large_counts_under_wide_priors(precision: float) -> None:
     assert fitted.converged and fitted.history[-1] == pytest.approx(-best.fun, abs=1e-6)
     assert float(fitted.q.mean) == pytest.approx(best.x[0], abs=1e-5)
     assert float(fitted.q.precision) ** -0.5 == pytest.approx(math.exp(best.x[1]), rel=1e-4)
+
+
+@pytest.mark.parametrize("model", [GeneralizedLinear, MeanFieldRegression])
+def test_examples_that_are_added_are_checked(model: type) -> None:
+    one = torch.ones(1).double()
+    prior = DiagonalGaussian(0 * one, one)
+    if model is GeneralizedLinear:
+        prior = FullGaussian(0 * one, one.diag())
+    x, y = torch.tensor([[1.0], [2.0], [-1.0]]).double(), torch.tensor([1.0, 1.0, 0.0]).double()
+    fitted = model(prior, "bernoulli").fit((x, y))
+    with pytest.raises(DataError, match="0 … 1"):
+        list(fitted.refitted(add=(x[:1], torch.tensor([7.0]).double())))
+
+
+@pytest.mark.parametrize("constant", ["exact", "stirling", "none"])
+def test_what_is_foretold_of_counts_is_a_log_probability(constant: str) -> None:
+    """Whatever constant the training loss leaves out."""
+    prior = FullGaussian(torch.zeros(1).double(), torch.eye(1).double())
+    x, y = torch.tensor([[1.0], [2.0], [-1.0]]).double(), torch.tensor([1.0, 3.0, 0.0]).double()
+    fitted = GeneralizedLinear(prior, Poisson(constant)).fit((x, y))
+    every = torch.arange(400).double()
+    foretold = fitted.log_predictive((x[:1].expand(400, 1), every))
+    assert float(foretold.exp().sum()) == pytest.approx(1, rel=1e-6)

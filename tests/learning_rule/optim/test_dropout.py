@@ -378,3 +378,33 @@ def test_a_step_needs_a_draw_and_no_gaussian_is_read() -> None:
     optimizer.step()
     with pytest.raises(OptimizerError, match="dropout"):
         Posterior.from_optimizer(optimizer, model)
+
+
+@pytest.mark.parametrize("how", ["drop_draws", "skipped", "loaded"])
+def test_draws_that_are_dropped_teach_the_rate_nothing(how: str) -> None:
+    """A loss that overflowed, say: what is learned after it is what is learned without it."""
+    learned = []
+    for spoiled in (False, True):
+        model = network()
+        groups = [{"params": [model[-1].weight], "keep": 0.5, "keep_lr": 0.1}]
+        optimizer = Dropout(groups, lr=0.01, ess=60)
+        x, y = next(minibatches(1))
+        if spoiled:
+            state = optimizer.state_dict()
+            with optimizer.sampled_params(train=True):
+                (1e30 * nn.functional.cross_entropy(model(x), y)).backward()
+            if how == "drop_draws":
+                optimizer.drop_draws()
+            elif how == "loaded":
+                optimizer.load_state_dict(state)
+            else:
+                optimizer.found_inf = torch.ones(())
+                optimizer.step()
+                del optimizer.found_inf
+        optimizer.generator = torch.Generator().manual_seed(3)
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        learned.append(optimizer.param_groups[0]["keep"])
+    assert learned[0] == learned[1] and 0.1 < learned[0] < 0.9
