@@ -117,12 +117,11 @@ class Conjugate(Generic[Q]):
 
     def _step(self, q: Q, data: Any, kept: Tensor) -> Q:
         """The posterior of these examples, wherever it starts."""
-        held = self.factor.check(rows(data, kept), self.prior) if len(kept) else None
-        if held is None:
+        if not len(kept):
             return self.prior
-        return bayes(
-            self.prior, total(lambda i: self.factor.site(rows(held, i)), torch.arange(len(kept)))
-        )
+        held = self.factor.check(rows(data, kept), self.prior)
+        sites = total(lambda i: self.factor.site(rows(held, i)), torch.arange(len(kept)))
+        return bayes(self.prior, sites)
 
     def log_predictive(self, q: Q, data: Any) -> Tensor:
         """log ∫ p(y|θ) q(θ) dθ = A(λ + λ̃(y)) − A(λ) + c(y), in nats, ``[M]``."""

@@ -290,51 +290,6 @@ def _near_the_mode(problem: Problem) -> Natural:
     return sites
 
 
-def run(
-    problem: Problem,
-    *,
-    rho: float = 1.0,
-    halving: bool = True,
-    tol: float = 1e-10,
-    max_iter: int = 500,
-    progress: bool | None = None,
-) -> tuple[State[FullGaussian], list[float], bool]:
-    """From the sites of :func:`start` to a fixed point.
-
-    Args:
-        problem: the prior and the examples.
-        rho: ρ in (0, 1] of each step; with ``halving`` the first that is tried.
-        halving: whether ρ is halved, step by step, until the ELBO does not fall.
-        tol: stop when the ELBO changes by at most this many nats (or by rounding only).
-        max_iter: at most this many steps.
-        progress: True shows a bar, False does not, None on a terminal when it takes long.
-
-    Returns:
-        The last state, the ELBO after each step, and whether it stopped by ``tol``.
-
-    Raises:
-        InputError: settings out of range, or a likelihood under which no step succeeds.
-    """
-    share("rho", rho)
-    state = start(problem, near=halving)
-
-    def elbo(t: int) -> float:
-        nonlocal state
-        attempt = partial(step, problem, state)
-        state = (halved if halving else plain)(attempt, state, rho)
-        return state.elbo
-
-    history, converged = until_flat(
-        elbo,
-        max_iter=max_iter,
-        tol=tol,
-        rounding=lambda: 4 * rounding(state),
-        what="the ELBO",
-        progress=progress,
-    )
-    return state, history, converged
-
-
 # x [M, D] → the rows φ(x) [M, P], and the variance of f that θ does not explain, [M].
 Features = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -443,13 +398,27 @@ class LatentModel(ABC):
             InputError: no step improves the ELBO, settings out of range, a likelihood or an
                 expectation that does not work element by element, or a kernel that is none.
         """
+        share("rho", rho)
         likelihood = scalar_likelihood(self.likelihood)  # type: ignore[attr-defined]
         prior, features, x, y = self._told(data)
         design, residual = features(x)
         left = residual if self._sparse else 0.0
         problem = Problem(prior, design, y, likelihood, expectation, left)
-        state, history, converged = run(
-            problem, rho=rho, halving=halving, tol=tol, max_iter=max_iter, progress=progress
+        state = start(problem, near=halving)
+
+        def elbo(t: int) -> float:
+            nonlocal state
+            attempt = partial(step, problem, state)
+            state = (halved if halving else plain)(attempt, state, rho)
+            return state.elbo
+
+        history, converged = until_flat(
+            elbo,
+            max_iter=max_iter,
+            tol=tol,
+            rounding=lambda: 4 * rounding(state),
+            what="the ELBO",
+            progress=progress,
         )
 
         def predictive(q: FullGaussian, new: Any) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from blr_analysis.checks import positive_int, positive_number
+from blr_analysis.checks import at_least, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
 from blr_analysis.learning_rule.families.dirichlet import Beta, Dirichlet
@@ -126,8 +126,7 @@ def categorical(n_classes: int) -> Factor:
         {'log': tensor([[0, 0, 1],
                 [1, 0, 0]])}
     """
-    if positive_int("n_classes", n_classes) < 2:
-        raise InputError("n_classes must be 2 or more, got 1")
+    at_least(2, "n_classes", n_classes)
 
     def check(y: Any, prior: Dirichlet) -> Tensor:
         if prior.concentration.shape[-1] != n_classes:

@@ -82,8 +82,7 @@ class LDA:
     dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        if positive_int("n_topics", self.n_topics) < 2:
-            raise InputError("n_topics must be 2 or more: one topic is a word count")
+        at_least(2, "n_topics", self.n_topics)  # one topic is a word count
         positive_int("max_local_iter", self.max_local_iter)
         for name in ("doc_topic_prior", "topic_word_prior"):
             if getattr(self, name) is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import one_of, positive_int, positive_number, share
+from blr_analysis.checks import at_least, one_of, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
 from blr_analysis.learning_rule.families.dirichlet import Categorical
@@ -48,8 +48,7 @@ def experts(n_experts: int, rate: float) -> Factor:
 
     Source: Littlestone & Warmuth, 1994; Freund & Schapire, 1997; van der Hoeven et al., COLT 2018.
     """
-    if positive_int("n_experts", n_experts) < 2:
-        raise InputError("n_experts must be 2 or more, got 1")
+    at_least(2, "n_experts", n_experts)
     rate = positive_number("rate", rate)
 
     def check(losses: Any, prior: Categorical) -> Tensor:
@@ -177,24 +176,17 @@ def likelihood_step(
     gap = {k: mean[k] - mu for k, mu in q.expectation.items()}
     if along == "expectation":
         return q.with_expectation({k: mu + rho * gap[k] for k, mu in q.expectation.items()})
-    names, natural = list(q.natural), q.natural
-    shapes = [natural[k].shape for k in names]
+    natural = q.natural
 
-    def expectation(*parts: Tensor) -> tuple[Tensor, ...]:
-        moved = q.with_natural(dict(zip(names, parts, strict=True)))
-        return tuple(moved.expectation[k] for k in names)
+    def flat(statistics: Natural) -> Tensor:
+        return torch.cat([statistics[k].reshape(-1) for k in natural])
 
-    blocks = torch.autograd.functional.jacobian(
-        expectation, tuple(natural[k].detach() for k in names)
-    )
-    sizes = [shape.numel() for shape in shapes]
-    fisher = torch.cat(
-        [
-            torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
-            for row, n in zip(blocks, sizes, strict=True)
-        ]
-    )
-    flat = torch.cat([gap[k].reshape(-1) for k in names])
-    step = torch.linalg.lstsq(fisher, flat.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    pieces = zip(names, step.split(sizes), shapes, strict=True)
-    return q.with_natural({k: natural[k] + rho * piece.view(s) for k, piece, s in pieces})
+    def at(numbers: Tensor) -> ExponentialFamily:
+        pieces = numbers.split([value.numel() for value in natural.values()])
+        parts = zip(natural.items(), pieces, strict=True)
+        return q.with_natural({k: piece.view_as(value) for (k, value), piece in parts})
+
+    start = flat(natural).detach()
+    fisher = torch.autograd.functional.jacobian(lambda x: flat(at(x).expectation), start)
+    step = torch.linalg.lstsq(fisher, flat(gap).unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return at(start + rho * step)

@@ -548,3 +548,10 @@ def true_on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     ours = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(ours, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in ours.tolist()]
+
+
+def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """The processes' mean of each number."""
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()

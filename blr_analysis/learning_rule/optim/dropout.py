@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import Draw, Group
+from blr_analysis.learning_rule.optim.draws import Draw, Group, is_distributed, mean_over_ranks
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.settings import tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
@@ -206,12 +206,17 @@ class Dropout(RowOptimizer):
 
     def _update(self, inverse_scale: float) -> None:
         """Clipping and loss scales act on π₁ as on the weights of its group."""
-        draws = self._gathered.count
-        for k, slope in self._slopes.items():
-            group, was = self.param_groups[k], self._lengths[k]
-            factor = inverse_scale * (self._length(k) / was if was else 0.0) / draws
+        factor = inverse_scale / self._gathered.count
+        slopes = [
+            slope * factor * (self._length(k) / was if (was := self._lengths[k]) else 0.0)
+            for k, slope in self._slopes.items()
+        ]
+        if slopes and self.sync and is_distributed():
+            slopes = mean_over_ranks(slopes, self.param_groups[0]["params"][0].device)
+        for k, slope in zip(self._slopes, slopes, strict=True):
+            group = self.param_groups[k]
             prior, now = logit(group["keep_prior"]), logit(group["keep"])
-            moved = now - group["keep_lr"] * (group["ess"] * factor * slope + now - prior)
+            moved = now - group["keep_lr"] * (group["ess"] * slope + now - prior)
             group["keep"] = 1 / (1 + math.exp(-min(max(moved, -MOST), MOST)))
         super()._update(inverse_scale)
 

@@ -295,7 +295,7 @@ def test_factors_that_are_none_are_named() -> None:
         Conjugate(prior, None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"got function: call it, bernoulli\(…\)"):
         Conjugate(prior, bernoulli)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="n_classes must be 2 or more"):
+    with pytest.raises(InputError, match="n_classes"):
         categorical(1)
     with pytest.raises(InputError, match=r"q must be a Beta, as fitted.q is, got NoneType"):
         Conjugate(prior, bernoulli()).log_predictive(None, torch.ones(1))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blr_analysis.learning_rule.optim import IVON, OGN, RowOptimizer
+from blr_analysis.learning_rule.optim import IVON, OGN, Dropout, RowOptimizer
 
 WORLD = 2
 
@@ -72,11 +72,31 @@ def halves(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in named.items()} | hess
 
 
+def kept(ranks: list[int], sync: bool) -> dict[str, Tensor]:
+    """Dropout's learned rate: a mask of its own for each part of the minibatch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    groups = [{"params": [model[2].weight], "keep": 0.6, "keep_lr": 0.1}]
+    optimizer = Dropout(groups, lr=0.1, ess=12, sync=sync)
+    generators = {rank: torch.Generator().manual_seed(rank) for rank in ranks}
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    for _ in range(3):
+        for rank in ranks:
+            optimizer.generator = generators[rank]
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+        optimizer.step()
+    keep = torch.tensor(optimizer.param_groups[0]["keep"]).double()
+    return {"keep": keep, "weight": model[2].weight.detach()}
+
+
 CASES: dict[str, Callable[[list[int], bool], dict[str, Tensor]]] = {
     "IVON, price": partial(draws, hess_approx="price"),
     "IVON, gradsq": partial(draws, hess_approx="gradsq"),
     "OGN": partial(halves, name="OGN"),
     "Adam": partial(halves, name="Adam"),
+    "dropout, learned rate": kept,
 }
 
 
