@@ -131,6 +131,10 @@ class Dropout(RowOptimizer):
             curvature=curvature,
         )
 
+    @property
+    def _needs_all_gradients(self) -> bool:
+        return super()._needs_all_gradients or any(g.get("keep_lr") for g in self.param_groups)
+
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights π₁ m, the mean of q; m again after it."""
         return self._shown(lambda theta, group, generator: (group["keep"] * theta, None))

@@ -209,6 +209,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Whether a plain backward pass, outside of a draw, is no look at the loss."""
         return self.row.look.noisy or self._look is not None or self.examples is not None
 
+    @property
+    def _needs_all_gradients(self) -> bool:
+        """Whether no parameter can be moved before the others have their gradients."""
+        return self.examples is not None or self._two_looks
+
     def _check_group(self, group: Group) -> None:
         """Raise :class:`InputError` for a group that cannot be used."""
         check_group(group, self.row.algorithm, self._ranges, samples=self._own_scale)
@@ -415,7 +420,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise OptimizerError(
                 "step_param() belongs inside the one sampled_params(train=True), without sync"
             )
-        if self.examples is not None or self._two_looks:
+        if self._needs_all_gradients:
             raise OptimizerError(f"{self.row.algorithm} needs all gradients before it steps")
         if param.grad is None:
             return

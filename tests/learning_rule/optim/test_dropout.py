@@ -408,3 +408,13 @@ def test_draws_that_are_dropped_teach_the_rate_nothing(how: str) -> None:
         optimizer.step()
         learned.append(optimizer.param_groups[0]["keep"])
     assert learned[0] == learned[1] and 0.1 < learned[0] < 0.9
+
+
+def test_a_learned_rate_needs_all_gradients() -> None:
+    model = network()
+    optimizer = Dropout([{"params": [model[-1].weight], "keep": 0.5, "keep_lr": 0.1}], lr=0.01)
+    x, y = next(minibatches(1))
+    with optimizer.sampled_params(train=True):
+        nn.functional.cross_entropy(model(x), y).backward()
+        with pytest.raises(OptimizerError, match="all gradients"):
+            optimizer.step_param(model[-1].weight)
