@@ -39,7 +39,9 @@ from blr_analysis.learning_rule.inference.factors import Factor
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
     Sites,
+    answer,
     count,
+    joined,
     minibatch,
     moved,
     rows,
@@ -182,17 +184,24 @@ class MessagePassing:
         """Σ_i λ̃_i for each node, and A_i ``[M]``."""
         mu, leaves = _leaves(q)
         with torch.enable_grad():
-            values = self.local(mu, data)
-            if not bool(values.isfinite().all()):
-                raise InputError("the local log-normaliser is not finite")
+            values = self._values(mu, data)
             gradients = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
         return _named(q, gradients), values.detach()
+
+    def _values(self, mu: Mapping[str, Natural], data: Any) -> Tensor:
+        wanted = "local must be a function (mu, data) -> A_i [M], differentiable in mu"
+        values = answer(wanted, torch.Size([count(data)]), self.local, mu, data)
+        if not values.requires_grad:
+            raise InputError(wanted)
+        if not bool(values.isfinite().all()):
+            raise InputError("the local log-normaliser is not finite")
+        return values
 
     def each(self, q: Nodes, data: Any) -> Sites:
         """λ̃_i of every example, with a leading dimension M."""
         mu, leaves = _leaves(q)
         with torch.enable_grad():
-            values = self.local(mu, data)
+            values = self._values(mu, data)
             parts = [
                 torch.autograd.grad(v, leaves, retain_graph=True, materialize_grads=True)
                 for v in values
@@ -343,6 +352,9 @@ class FittedMarkov(Fitted[Nodes]):
 
     model: HiddenMarkov
     note: ClassVar[str] = "log p of a series is a lower bound, so that losses are upper ones"
+
+    def _with(self, add: Any) -> Any:
+        return joined(self.data, self.model._checked(add))
 
     def states(self, data: Tensor) -> Tensor:
         """q(z_t = k) of series ``[S, T, …]``, smoothed, ``[S, T, K]``.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from blr_analysis.learning_rule.families.dirichlet import Categorical
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import Factor, real
-from blr_analysis.learning_rule.inference.fitted import Fitted, count, indexed, rows
+from blr_analysis.learning_rule.inference.fitted import Fitted, answer, count, indexed, rows
+
+_NUMBER = torch.Size([])
 
 
 def experts(n_experts: int, rate: float) -> Factor:
@@ -109,12 +112,19 @@ class OnlineNewton:
             data: a tensor ``[N, …]`` or a tuple of them, in their order.
 
         Raises:
-            InputError: a gradient that is not finite, or a precision lost in rounding.
+            DataError: no examples.
+            InputError: a loss that is no number, a gradient that is not finite, or a precision
+                lost in rounding.
         """
+        if not count(data):
+            raise DataError("the data hold no examples")
         q, history, sites = self.prior, [], []
+        loss = partial(answer, "loss must be a function (theta, example) -> a number", _NUMBER)
         for t in range(count(data)):
             example = rows(data, torch.tensor(t))
-            gradient, value = torch.func.grad_and_value(self.loss)(q.mean, example)
+            gradient, value = torch.func.grad_and_value(
+                lambda theta, y=example: loss(self.loss, theta, y)
+            )(q.mean)
             outer = self.rate * gradient.outer(gradient)
             sites.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
             q = bayes(q, sites[-1])

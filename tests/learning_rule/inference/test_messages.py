@@ -172,3 +172,8 @@ def test_bad_input() -> None:
         chain().fit(series(), batch=4)
     with pytest.raises(InputError):
         MessagePassing({}, lambda mu, y: y)
+    with pytest.raises(InputError, match="differentiable"):
+        MessagePassing({"rate": Gamma(ONE, ONE)}, lambda mu, y: y).fit(torch.ones(3))
+    fitted = chain().fit(series(), progress=False, max_iter=3, tol=1e9)
+    with pytest.raises(DataError, match="count"):
+        list(fitted.refitted(add=series()[:1] + 0.5))

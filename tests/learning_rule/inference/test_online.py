@@ -123,3 +123,11 @@ def test_a_natural_gradient_is_newton_for_a_gaussian_by_hand() -> None:
     torch.testing.assert_close(torch.stack([found.shape - 1, -found.rate]), wanted)
     with pytest.raises(InputError):
         likelihood_step(q, y, 0.2, along="theta")
+
+
+def test_losses_that_are_none_and_no_examples_are_named() -> None:
+    prior = FullGaussian(torch.zeros(2).double(), torch.eye(2).double())
+    with pytest.raises(InputError, match="a number"):
+        OnlineNewton(prior, lambda theta, y: theta - y, 1.0).fit(torch.ones(2).double())
+    with pytest.raises(DataError, match="no examples"):
+        OnlineNewton(prior, lambda theta, y: theta.sum(), 1.0).fit(torch.empty(0))
