@@ -209,6 +209,11 @@ def test_metadata_of_every_kind(metadata) -> None:
     assert task.subset([3]).metadata["source"] == ["d"]
 
 
+def test_parts_of_a_task_know_the_loss_of_training() -> None:
+    task = Task(nn.Linear(4, 2), (X, normal(10, 2)), likelihood=nn.MSELoss())
+    assert task.mean_over_outputs and task.subset([1, 2]).mean_over_outputs
+
+
 def test_lazy_modules_must_have_seen_a_batch() -> None:
     with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
         Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
