@@ -358,7 +358,7 @@ class Task:
         for dtype, name in kinds.items():
             if dtype not in (torch.float32, torch.float64):
                 raise ModelError(
-                    f"parameter {name!r} is {dtype}; take 16 bits or more: model.float()"
+                    f"parameter {name!r} is {dtype}; give real numbers of 16+ bits: model.float()"
                 )
         if len(kinds) > 1:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())

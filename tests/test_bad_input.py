@@ -156,11 +156,11 @@ def test_ordinary_loaders_are_fine_and_results_come_in_order(options: dict[str, 
         ({"train": WHOLE, "test": WHOLE}, "got dict; .* take one split"),
         ([], "hold no examples"),
         (Subset(WHOLE, []), "hold no examples"),
-        ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got shapes \(5, 4\) and \(4,\)"),
+        ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
         ((torch.zeros(5, 4), torch.tensor(1)), "same length"),
         ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
-        ((torch.zeros(5, 4), ["a"] * 5), r"y of the pair \(X, y\) cannot become a tensor"),
-        ((pd.DataFrame({"a": ["b"]}), torch.zeros(1)), r"X of the pair \(X, y\) cannot become"),
+        ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
+        ((pd.DataFrame({"a": ["b"]}), torch.zeros(1)), "X of .* cannot become"),
         (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
         ([[[0.0], [1.0]], [0, 1]], "tensors or arrays"),
         (loader(batch_size=None), "batch_size=None"),
@@ -251,10 +251,10 @@ def test_data_with_nan_are_not_taken_for_random() -> None:
         ({"batch_size": True}, InputError, "batch_size must be a positive integer, got True"),
         ({"device": "gpu"}, DeviceError, "device 'gpu' is unknown"),
         ({"likelihood": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
-        ({"device": "meta"}, DeviceError, "parameter '0.weight' lives elsewhere; move the model"),
+        ({"device": "meta"}, DeviceError, "'0.weight' is on another device"),
         ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
         ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' has 2 values for 12 examples"),
-        ({"metadata": {"a": 1}}, InputError, "column 'a' must be a sequence with one value per"),
+        ({"metadata": {"a": 1}}, InputError, "column 'a' must be one value per"),
         ({"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
         ({"metadata": pd.DataFrame({"a": [1]})}, InputError, "'a' has 1 values for 12 examples"),
     ],
@@ -380,9 +380,9 @@ class Returns(nn.Module):
     ("change", "error", "message"),
     [
         (lambda f: f * NAN, ModelError, "outputs are NaN or inf in .* examples, the first at ind"),
-        (lambda f: f.argmax(-1), ModelError, r"must return a tensor of real numbers .* int64"),
+        (lambda f: f.argmax(-1), ModelError, r"must return a tensor of real numbers.* int64"),
         (lambda f: (f, f), ModelError, r"got \(\(.*, 3\) float64.*"),
-        (lambda f: None, ModelError, "must return a tensor of real numbers .* NoneType"),
+        (lambda f: None, ModelError, "must return a tensor of real numbers.* NoneType"),
         (lambda f: f.mean(), DataError, r"outputs of shape \[batch, C\], got \(\)"),
         (lambda f: f[:, :0], DataError, r"outputs of shape \[batch, C\], got \(.*, 0\)"),
         (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
@@ -410,7 +410,7 @@ def test_models_that_return_something_else(change, error: type[BLRError], messag
         (lambda m, b: [m(b[0]), b[1]], InputError, "forward must return a tuple"),
         (lambda m, b: (m(b[0]), None), DataError, "targets must be a tensor of numbers, got None"),
         (lambda m, b: (m(b[0]), ["a"] * len(b[1])), DataError, "targets must be a tensor of num"),
-        (lambda m, b: (m(b[0]), b[1].sum()), DataError, r"targets of shape \(\) in one batch"),
+        (lambda m, b: (m(b[0]), b[1].sum()), DataError, r"targets \(\)"),
         (lambda m, b: (m(b[0]), b[1][:-1]), DataError, "one each per example"),
         (lambda m, b: (m(b[0])[:-1], b[1][:-1]), ModelError, "rows of outputs for"),
         (lambda m, b: (m(b["x"]), b["y"]), ModelError, "failed on a batch of .*: TypeError"),
@@ -425,8 +425,8 @@ def test_forward_functions_that_return_something_else(
 def test_batches_that_the_default_forward_cannot_read() -> None:
     x, y = data()
     for given, message in (
-        (TensorDataset(x, x, y), r"cannot read a batch of type (tuple|list)"),
-        (x, "cannot read a batch of type Tensor"),
+        (TensorDataset(x, x, y), r"cannot read a batch of (tuple|list)"),
+        (x, "cannot read a batch of Tensor"),
         ([{"x": a, "target": b} for a, b in zip(x, y, strict=True)], "needs a 'labels' entry"),
     ):
         with pytest.raises(DataError, match=message):
@@ -465,8 +465,8 @@ def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
     weird[0].weight = nn.Parameter(weird[0].weight.to(torch.complex64))
     for model, message in (
         (mixed, r"several dtypes \(float64: 0.weight, float32: 2.weight\)"),
-        (weird, "'0.weight' is torch.complex64; the analyses need real numbers"),
-        (mlp().to("meta"), "'0.weight' is on the meta device, without values; load the weights"),
+        (weird, "'0.weight' is torch.complex64; give real numbers"),
+        (mlp().to("meta"), "'0.weight' is on the meta device; load the weights"),
     ):
         task = blr.Task(model, data())
         for structure in ("diag", "kron", "full"):
@@ -530,7 +530,7 @@ def test_outputs_that_no_parameter_reaches(structure: str) -> None:
 
 def test_batch_normalisation() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    message = r"BatchNorm layer '1' is in training mode, .*; call model.eval\(\)"
+    message = r"BatchNorm layer '1' is in training mode; call model.eval\(\)"
     refused(task_of(model=model.train()), ModelError, message, posterior_for(N, model))
     with untouched(model), pytest.raises(ModelError, match=message):
         fitted(task_of(model=model))

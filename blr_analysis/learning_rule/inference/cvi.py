@@ -31,7 +31,7 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.inference.factors import real
-from blr_analysis.learning_rule.inference.fitted import Fitted, answer, indexed, rows, until_flat
+from blr_analysis.learning_rule.inference.fitted import Fitted, answer, rows, rows_of, until_flat
 from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     ScalarLikelihood,
     check_elementwise,
@@ -333,7 +333,7 @@ class LatentFitted(Fitted[FullGaussian]):
 
     def _told(self, chosen: Tensor) -> Natural:
         """Σ_{i∈M} λ̃_i, in one matrix, whatever M is."""
-        return summed(rows(self.problem.design, chosen), indexed(self.messages)(chosen))
+        return summed(rows(self.problem.design, chosen), rows_of(self.messages, chosen))
 
     def cavities(self) -> DiagonalGaussian:
         """f_i under the posterior without example i, λ − λ̃_i: ``[N]`` Gaussian numbers."""
@@ -426,7 +426,7 @@ class LatentModel(ABC):
             return log_predictive(likelihood, latent(q, *features(inputs)), targets)
 
         def site_of(indices: Tensor) -> Natural:
-            return spread(rows(design, indices), indexed(state.sites)(indices))
+            return spread(rows(design, indices), rows_of(state.sites, indices))
 
         return LatentFitted(
             q=state.q,

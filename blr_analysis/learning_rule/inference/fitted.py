@@ -224,7 +224,12 @@ def moved(q: Q, sites: Sites, sign: float) -> Q:
 
 def indexed(sites: Sites) -> Callable[[Tensor], Sites]:
     """Sites held in memory, ``[N, …]`` each, as the function of indices that Fitted asks for."""
-    return lambda chosen: _map(lambda leaf: leaf[chosen.to(leaf.device)], sites)
+    return lambda chosen: rows_of(sites, chosen)
+
+
+def rows_of(sites: Any, chosen: Tensor) -> Any:
+    """The sites of these examples."""
+    return _map(lambda leaf: leaf[chosen.to(leaf.device)], sites)
 
 
 def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
@@ -288,6 +293,7 @@ def until_flat(
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     history: list[float] = []
+    allowed = 0.0
     for t in track(range(max_iter), label=what, show=progress):
         value = step(t)
         if not (math.isfinite(value) or noisy):

@@ -408,7 +408,7 @@ def test_tables_of_words():
         ((2, 7, 0.5), "word 7 in document 2 is not a whole number: 0.5"),
         ((4, 1, np.nan), "word 1 in document 4 is not finite"),
         ((4, 1, np.inf), "word 1 in document 4 is not finite"),
-        ((6, slice(None), 0), r"1 documents have no words \(the first is document 6\)"),
+        ((6, slice(None), 0), "document 6 .* has no words"),
     ],
 )
 def test_bad_counts_are_named(change, message):

@@ -214,7 +214,7 @@ def well(t: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("starts", "match"),
     [
-        (torch.zeros(0, 1), r"a row per component, got \(0, 1\)"),
+        (torch.zeros(0, 1), r"a row each, got \(0, 1\)"),
         (torch.ones(3, 1, dtype=torch.long), "floating-point numbers, got torch.int64"),
         (torch.zeros(2, 1).half(), "single or double precision"),
         (torch.full((2, 1), torch.nan), "starts must be finite"),
