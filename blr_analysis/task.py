@@ -427,7 +427,8 @@ class Task:
             if isinstance(module, _BatchNorm):
                 if module.running_mean is None:
                     raise ModelError(
-                        f"BatchNorm layer {name!r} uses batch statistics; set track_running_stats"
+                        f"BatchNorm layer {name!r} uses batch statistics; build it with "
+                        "track_running_stats=True and train, or use GroupNorm"
                     )
                 if module.training:
                     raise ModelError(
