@@ -60,9 +60,7 @@ class Conjugate(Generic[Q]):
         if not isinstance(self.factor, Factor):
             name = getattr(self.factor, "__name__", None)
             advice = f": call it, {name}(…)" if callable(self.factor) and name else ""
-            raise InputError(
-                f"factor must be a Factor such as bernoulli(), got {self.factor!r}{advice}"
-            )
+            raise InputError(f"factor must be a Factor, got {type(self.factor).__name__}{advice}")
         if not isinstance(self.prior, self.factor.family):
             raise InputError(
                 f"this factor is conjugate to {self.factor.family.__name__}, got the prior "
