@@ -23,7 +23,6 @@ from blr_analysis.cli.options import (
     TextColumn,
     TextOptions,
     Way,
-    checked,
     say_cut,
     show_forecast,
     tasks_of,
@@ -86,7 +85,7 @@ def index(
     from blr_analysis.sensitivity.influence.index import build_cost
 
     texts = TextOptions.of(task, data, base, text, max_length)
-    way, say = checked(Way(posterior, fit, prior_precision), texts), Teller()
+    way, say = Way(posterior, fit, prior_precision).checked(texts), Teller()
     ours, _ = tasks_of(task, None, texts, say)
     if texts is not None and posterior is None and prior_precision is None:
         way = replace(way, prior_precision=RETRIEVAL)
@@ -173,9 +172,10 @@ def query(
       blr-analysis query INDEX questions.jsonl --refine 50
 
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
-    the loss of the question would rise most, by how many nats, to first order; with --out, the
-    table sources names their metadata too. --tokens writes how much of that each token of these
-    texts makes up; it and --refine read the training data again, where the index was told they are.
+    the loss of the question would rise most, to first order: for their length, or with
+    --no-normalize by how many nats. With --out, the table sources names their metadata too.
+    --tokens writes how many nats each token of these texts makes up; it and --refine read the
+    training data again, where the index was told they are.
     """
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -165,11 +164,17 @@ class Way:
     calibrate: int | None = None
     initial: Path | None = None
 
-    def check(self) -> None:
-        """Raise :class:`InputError` unless exactly one way to a posterior is named."""
+    def checked(self, texts: TextOptions | None) -> Way:
+        """One way to a posterior; of texts a Kronecker one is fitted where nobody names one.
+
+        Raises:
+            InputError: none, or two.
+        """
         if self.posterior is not None and self.fit is not None:
             raise InputError("give --posterior or --fit, not both")
         if self.posterior is None and self.fit is None:
+            if texts is not None:
+                return replace(self, fit=StructureName.kron)
             raise InputError(
                 "name a posterior: --posterior FILE, of "
                 "Posterior.from_optimizer(...).save(FILE); or --fit kron"
@@ -178,6 +183,7 @@ class Way:
             raise InputError("--prior-precision belongs to --fit; a saved posterior knows its own")
         if self.fit is None and self.initial is not None:
             raise InputError("--initial belongs to --fit; a saved posterior knows its own")
+        return self
 
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
@@ -230,7 +236,7 @@ def read_size(option: str, text: str) -> int:
     match = NUMBER.fullmatch(text)
     unit = UNITS.get(match[2].upper()) if match else None
     count = float(match[1]) * unit if match and unit else 0.0
-    if not 1 <= count < 2**63 or not math.isfinite(count):
+    if not 1 <= count < 2**63:
         raise InputError(f"{option} must be a size such as 500MB, 1GB or 1GiB, got {text!r}")
     return int(count)
 
@@ -289,38 +295,25 @@ class TextOptions:
             raise InputError("--base, --text and --max-length belong to MODEL DATA")
         return None
 
-    def tasks(
-        self, model: str, test: str | None, say: Callable[[str], None]
-    ) -> tuple[Task, Task | None]:
-        """The task of the data, and that of the test file; ``say`` hears how many were cut."""
-        from blr_analysis.huggingface.models import load_language_model
-        from blr_analysis.huggingface.questions import language_task
-
-        loaded = load_language_model(model, base=self.base)
-        paths = [self.data] if test is None else [self.data, Path(test)]
-        how: dict[str, Any] = {"text": self.text, "max_length": self.max_length}
-        made = [language_task(loaded, path, **how) for path in paths]
-        for path, one in zip(paths, made, strict=True):
-            say_cut(say, one, path, self.max_length)
-        return made[0], made[1] if test is not None else None
-
-
-def checked(way: Way, texts: TextOptions | None) -> Way:
-    """One way to a posterior; of texts a Kronecker one is fitted where nobody names one."""
-    if texts is not None and way.posterior is None and way.fit is None:
-        way = replace(way, fit=StructureName.kron)
-    way.check()
-    return way
-
 
 def tasks_of(
     task: str, test: str | None, texts: TextOptions | None, say: Callable[[str], None]
 ) -> tuple[Task, Task | None]:
     """The task, and that of the test data: of a script, or of a model and its texts."""
-    from blr_analysis.cli.script import load_tasks
-
     say(f"loading {task}")
-    return load_tasks(task, test) if texts is None else texts.tasks(task, test, say)
+    if texts is None:
+        from blr_analysis.cli.script import load_tasks
+
+        return load_tasks(task, test)
+    from blr_analysis.huggingface.models import load_language_model
+    from blr_analysis.huggingface.questions import language_task
+
+    loaded = load_language_model(task, base=texts.base)
+    made = []
+    for path in [texts.data] if test is None else [texts.data, Path(test)]:
+        made.append(language_task(loaded, path, text=texts.text, max_length=texts.max_length))
+        say_cut(say, made[-1], path, texts.max_length)
+    return made[0], made[1] if test is not None else None
 
 
 @dataclass(frozen=True)
@@ -349,7 +342,7 @@ def job(
     from blr_analysis import ranks
     from blr_analysis.audit import folder_for
 
-    way, say = checked(way, texts), Teller()
+    way, say = way.checked(texts), Teller()
     with folder_for(out) if out is not None and ranks.first() else nullcontext(Path()) as folder:
         ours, theirs = tasks_of(task, test, texts, say)
         if check is not None:
@@ -363,7 +356,7 @@ def audit_forecast(task: str, way: Way, texts: TextOptions | None) -> Forecast:
     from blr_analysis.posterior import Forecast, Stage
     from blr_analysis.sensitivity.sequences import DRAWS
 
-    way = checked(way, texts)
+    way = way.checked(texts)
     ours, _ = tasks_of(task, None, texts, Teller())
     size = sum(p.nbytes for p in ours.parameters().values())
     n, some = ours.n_data, min(ours.n_data, 256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import pandas as pd
 
@@ -34,24 +35,16 @@ class ClassRemovals(Tabular):
 
     def misses(self) -> dict[str, float]:
         """Mean |predicted − retrained NLL| of each posterior over the retrained classes."""
+        truth = pd.Series({c: nll for c, (nll, _) in self.retrained.items()})
         return {
-            name: sum(
-                abs(float(table.set_index("group").loc[c, "nll_after"]) - nll)
-                for c, (nll, _) in self.retrained.items()
-            )
-            / len(self.retrained)
+            name: fmean((table.set_index("group")["nll_after"] - truth).abs().dropna())
             for name, table in self.predicted.items()
         }
 
     @property
     def rise(self) -> float:
         """By how much the NLL truly rises without a class, on average over the retrained."""
-        rises = [nll - self._before for nll, _ in self.retrained.values()]
-        return sum(rises) / len(rises)
-
-    @property
-    def _before(self) -> float:
-        return float(next(iter(self.predicted.values()))["nll_before"].iloc[0])
+        return fmean((self.table["nll_after_retrained"] - self.table["nll_before"]).dropna())
 
     @property
     def closest(self) -> str:

@@ -41,7 +41,7 @@ from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.files import shards
 from blr_analysis.files.folder import Folder
-from blr_analysis.files.headers import parse_json, read_header, read_json, reading
+from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json, reading
 from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
@@ -341,7 +341,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         raise InputError("there are no tensors to write.")
     for name, tensor in tensors.items():
-        if not _can_name(name):
+        known = isinstance(name, str) and name != METADATA
+        if not known or name.encode(errors="replace").decode() != name:
             raise InputError(f"{name!r} cannot name a tensor in a safetensors file.")
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name!r} is no tensor but a {type(tensor).__name__}.")
@@ -350,16 +351,6 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
                 f"{name!r} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be "
                 "stored: expected a dense, real tensor."
             )
-
-
-def _can_name(name: object) -> bool:
-    if not isinstance(name, str) or name == "__metadata__":
-        return False
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def encode(document: Mapping[str, Any], indent: int | None = None) -> str:

@@ -9,7 +9,6 @@ Two kinds are known, by the last words of the architecture in ``config.json`` or
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -25,7 +24,8 @@ from torch import nn
 from blr_analysis.checks import install, one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder, Spec
-from blr_analysis.merging.lora import open_adapter
+from blr_analysis.files.headers import read_json
+from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
@@ -36,7 +36,6 @@ ENDINGS = {
     "LMHeadModel": "causal_lm",
 }
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-ADAPTER = "adapter_config.json"
 OTHER_BASE = ("size mismatch", "not found in the base model")  # as torch and peft say it
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
@@ -133,7 +132,7 @@ def load_language_model(
             :func:`load_model`.
     """
     place = Path(path_of(folder)).expanduser()
-    if not (place / ADAPTER).is_file():
+    if not is_adapter(place):
         return load_model(place)
     if find_spec("peft") is None:
         raise InputError(f"a LoRA adapter needs peft: {install('peft')}")
@@ -162,7 +161,7 @@ def load_tuned(
         ModelError: an adapter that does not fit its base; and as :func:`load_model`.
     """
     place = Path(path_of(folder)).expanduser()
-    if not (place / ADAPTER).is_file():
+    if not is_adapter(place):
         if base is not None:
             raise InputError(f"{str(place)!r} is no adapter: leave base out")
         return load_model(place, task=task, device=device)
@@ -187,11 +186,8 @@ def _tokenizer_of(place: Path, loaded: Pretrained) -> Any:
 
 def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:
     """The folder of an adapter's base."""
-    try:
-        named = json.loads((place / ADAPTER).read_text(encoding="utf-8"))
-        name = str(named["base_model_name_or_path"] if base is None else path_of(base))
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"cannot read {ADAPTER} in {str(place)!r}: {_said(error)}.") from error
+    named = read_json(place / CONFIG).get("base_model_name_or_path") if base is None else base
+    name = str(path_of(named))
     tried = [Path(name).expanduser(), place / name]
     found = next((p for p in tried if p.is_dir()), None)
     if found is None:
@@ -210,7 +206,7 @@ def _adapted(loaded: Pretrained, place: Path) -> Any:
     try:
         config = PeftConfig.from_pretrained(str(place))
     except Exception as error:  # peft raises of every kind
-        raise StorageError(f"cannot read {ADAPTER} in {str(place)!r}: {_said(error)}.") from error
+        raise StorageError(f"cannot read {CONFIG} in {str(place)!r}: {_said(error)}.") from error
     try:
         model = PeftModel.from_pretrained(
             loaded.model, str(place), is_trainable=True, config=config
@@ -274,7 +270,7 @@ def read_config(folder: Path) -> Any:
             f"there is no folder {str(folder)!r}: name one that model.save_pretrained wrote."
         )
     if not (folder / "config.json").is_file():
-        if (folder / ADAPTER).is_file():
+        if is_adapter(folder):
             raise ModelError(
                 f"{str(folder)!r} is a PEFT adapter: merge it into its base first "
                 "(model.merge_and_unload())"

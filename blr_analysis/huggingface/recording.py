@@ -128,10 +128,10 @@ class Recorder:
             bare=True,
         )
         about = {**record, **({} if scaled else _weight_decay(optimizer, model, n_data))}
-        held = model_folder if _has_weights(model_folder) else None
-        if held is not None:
-            _check_names(captured, held)
-        model_path = held if self.sha256 else None
+        model_path = None
+        if model_folder is not None and any(model_folder.glob("model.safetensors*")):
+            _check_names(captured, model_folder)
+            model_path = model_folder if self.sha256 else None
         write_captured(path, captured, model=model_path, dtype=self.dtype, **about)
 
     def try_to_write(self, path: Path, model_folder: Path | None) -> None:
@@ -196,11 +196,6 @@ def _check_names(captured: Captured, folder: Path) -> None:
             f"the weights in {str(folder)!r} (an adapter, or converted?) have other names or "
             f"shapes than {some(odd)}"
         )
-
-
-def _has_weights(folder: Path | None) -> bool:
-    names = ("model.safetensors", "model.safetensors.index.json")
-    return folder is not None and any((folder / name).is_file() for name in names)
 
 
 def look(monitor: Any, optimizer: Any, epoch: int, known: dict[str, Any]) -> dict[str, float]:

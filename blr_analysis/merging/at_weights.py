@@ -53,8 +53,7 @@ def state_of(state: Any, name: str) -> State:
     if isinstance(state, MergeReport):
         state = state.folder
     if isinstance(state, str | os.PathLike):
-        folder = Folder.open(state)
-        state = {n: folder.tensor(n) for n in folder.specs}
+        state = Folder.open(state).tensors()
     if not isinstance(state, Mapping) or not state:
         raise InputError(
             f"{name} must be a state dict, a module or a folder of safetensors, got "

@@ -276,7 +276,10 @@ def gradient_mismatch(
     rows: list[Mapping[str, Any]] = []
     joint: dict[str, float] = {}
     for label in track(list(merges), total=len(merges), label="merges", show=progress):
-        state, who = _made(merges[label], label), f"merged ({label})"
+        made, who = merges[label], f"merged ({label})"
+        if callable(made) and not isinstance(made, torch.nn.Module):
+            made = made()
+        state = state_of(made, who)
         total: Tree = {}
         for name in names:
             task, test, home, h = by_name[name], held_out[name], kept[name], forecasts[name]
@@ -285,7 +288,7 @@ def gradient_mismatch(
             for n, g in gradient.items():
                 total[n] = total[n] + g if n in total else g
         joint[label] = norm(total)
-        del state
+        del state, made
     return GradientMismatch(tuple(rows), joint)
 
 
@@ -308,13 +311,6 @@ def _merges(merged: Any) -> dict[str, Any]:
     if not given:
         raise InputError("merged must hold at least one state dict, got an empty dict")
     return given
-
-
-def _made(given: Any, label: str) -> State:
-    """The weights of a merge; one that is a function is made now."""
-    if callable(given) and not isinstance(given, torch.nn.Module):
-        given = given()
-    return state_of(given, f"merged ({label})")
 
 
 def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Foretold]:
