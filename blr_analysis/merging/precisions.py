@@ -100,7 +100,8 @@ class StoredPrecision:
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
         total, scratch = 0.0, Scratch()
-        for name in (n for n in state if n in self.stored):
+        once = {self.stored[n]: n for n in state if n in self.stored}  # tied tensors have one H
+        for name in once.values():
             step = (state[name] - own[name]).double().flatten()
             h = self.read(name, 0, step.numel(), scratch, torch.float64)
             total += 0.5 * float((h.to(step) * step.square()).sum())
@@ -168,7 +169,7 @@ class StoredPrecision:
                 f"the precision of {name!r} in {self.name!r} is negative, NaN or inf "
                 f"({low:g} to {high:g}): compute it again"
             )
-        prior = self.prior.get(name, 0.0)
+        prior = self.prior.get(self.stored[name], 0.0)  # of a tied name too
         if prior == 0 and self.scale == 1 and self.power == 1:
             return values
         own = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)

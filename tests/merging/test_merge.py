@@ -29,6 +29,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.card import model_card
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.methods import METHODS
+from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.posterior import write_precision
 
 PLAIN = ["gradient_matching", "fisher", "task_arithmetic", "linear"]
@@ -258,6 +259,37 @@ def test_integers_that_agree_are_copied_and_others_refused() -> None:
     family["models"][1]["position_ids"] = torch.arange(5) + 1
     with pytest.raises(blr.BLRError, match=r"position_ids.*models\[1\]"):
         blr.merge(**family)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(3, 3, bias=False) for _ in range(2))
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_both_names_of_a_tied_tensor_have_its_precision_without_the_prior(
+    tmp_path: Path, stored: bool
+) -> None:
+    torch.manual_seed(0)
+    base, *models = (Tied() for _ in range(3))
+    precisions: list[Any] = []
+    for k, model in enumerate(models):
+        task = blr.Task(model, (torch.randn(20, 3), torch.randint(3, (20,))))
+        q = blr.fit_laplace(task, structure="diag", prior_precision=5.0)
+        h = q.precision("one.weight") - 5.0
+        held = precision_in_memory("H", q, None)
+        moved = {n: t + 0.1 for n, t in q.mean.items()}
+        both = [{n: t["one.weight"] for n in model.state_dict()} for t in (moved, q.mean)]
+        assert held.gap(*both) == pytest.approx(float(0.5 * 0.01 * h.sum()), rel=1e-4)
+        q.save(tmp_path / str(k))
+        precisions.append(tmp_path / str(k) if stored else q)
+    merged = blr.merge(base, models, precisions=precisions, delta=1.0)
+    assert torch.equal(merged["one.weight"], merged["two.weight"])
 
 
 def test_a_tied_copy_is_recognised_and_nothing_else_is_dropped(tmp_path: Path) -> None:
