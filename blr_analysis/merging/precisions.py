@@ -226,13 +226,20 @@ def _recorded(
         source,
         _stored(source, [n for n in names if n not in joined], record.get("tied")),
         prior,
-        frozen=frozenset(record.get("frozen") or ()),
+        frozen=_frozen(record),
         kind=record.get("kind") or "",
         layers=layers,
         tied=frozenset(record.get("tied") or ()),
         sha256=_sha256(record),
         adapter=bool(record.get("adapter")),
     )
+
+
+def _frozen(record: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters that were not trained, by all their names."""
+    tied = record.get("tied") or {}
+    first = record.get("frozen") or ()
+    return frozenset(name for own in first for name in (own, *tied.get(own, ())))
 
 
 def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
@@ -299,7 +306,6 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)
         tied = given.record.get("tied")
-        frozen = frozenset(given.record.get("frozen") or ())
         prior = given.prior.within(given.record)
         if prior.tensors:
             source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
@@ -308,7 +314,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
             source,
             _stored(source, list(tensors), tied),
             prior.numbers(tensors),
-            frozen=frozen,
+            frozen=_frozen(given.record),
             mean=given.mean,
         )
     source = Loaded(label, given)

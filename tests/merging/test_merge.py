@@ -266,9 +266,10 @@ class Tied(nn.Module):
         super().__init__()
         self.one, self.two = (nn.Linear(3, 3, bias=False) for _ in range(2))
         self.two.weight = self.one.weight
+        self.mid = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x)))
+        return self.two(torch.tanh(self.mid(self.one(x))))
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -284,12 +285,26 @@ def test_both_names_of_a_tied_tensor_have_its_precision_without_the_prior(
         h = q.precision("one.weight") - 5.0
         held = precision_in_memory("H", q, None)
         moved = {n: t + 0.1 for n, t in q.mean.items()}
-        both = [{n: t["one.weight"] for n in model.state_dict()} for t in (moved, q.mean)]
+        both = [{n: t["one.weight"] for n in ("one.weight", "two.weight")} for t in (moved, q.mean)]
         assert held.gap(*both) == pytest.approx(float(0.5 * 0.01 * h.sum()), rel=1e-4)
         q.save(tmp_path / str(k))
         precisions.append(tmp_path / str(k) if stored else q)
     merged = blr.merge(base, models, precisions=precisions, delta=1.0)
     assert torch.equal(merged["one.weight"], merged["two.weight"])
+
+
+def test_a_tied_tensor_that_was_not_trained_needs_no_precision() -> None:
+    torch.manual_seed(0)
+    base, *models = (Tied() for _ in range(3))
+    for model in models:
+        model.one.weight.requires_grad_(False)
+    data = torch.randn(20, 3), torch.randint(3, (20,))
+    precisions = [
+        blr.fit_laplace(blr.Task(m, data), structure="diag", prior_precision=5.0) for m in models
+    ]
+    merged = blr.merge(base, models, precisions=precisions, delta=1.0)
+    expected = models[0].one.weight + models[1].one.weight - base.one.weight
+    torch.testing.assert_close(merged["two.weight"], expected.detach())
 
 
 def test_a_tied_copy_is_recognised_and_nothing_else_is_dropped(tmp_path: Path) -> None:
