@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
 from blr_analysis.cli import main
+
+FORK = multiprocessing.get_context("fork")  # of processes that need not import torch again
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:

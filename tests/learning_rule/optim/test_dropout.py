@@ -204,7 +204,6 @@ def test_nothing_dropped_is_the_row_itself(row: str) -> None:
 def test_the_mean_gradient_is_that_of_the_mixture() -> None:
     """(1/π₁) ∇_m E_q[ℓ], by enumeration of all masks (App. G, Eq. 84)."""
     m = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    count = 40_000
 
     def loss(w: Tensor) -> Tensor:
         return (w.sum(-1) - 1) ** 2 + torch.sin(w[..., 0] * w[..., 1])
@@ -212,7 +211,7 @@ def test_the_mean_gradient_is_that_of_the_mixture() -> None:
     copies = nn.Parameter(m.expand(1, 3).clone())
     found = []
     optimizer = Dropout([copies], lr=0.1, keep=KEEP, generator=torch.Generator().manual_seed(3))
-    for _ in range(2000):
+    for _ in range(1000):
         with optimizer.sampled_params(train=True):
             optimizer.zero_grad()
             loss(copies).sum().backward()
@@ -284,13 +283,13 @@ def test_a_learned_share_is_that_of_the_variational_optimum() -> None:
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     found = []
-    for _ in range(2000):
+    for _ in range(1200):
         with optimizer.sampled_params(train=True):
             optimizer.zero_grad()
             loss(param).sum().backward()
         optimizer.step()
         found.append(optimizer.param_groups[0]["keep"])
-    assert sum(found[800:]) / 1200 == pytest.approx(best, abs=0.04)
+    assert sum(found[600:]) / 600 == pytest.approx(best, abs=0.04)
     assert abs(best - 0.3) > 0.2
 
 
