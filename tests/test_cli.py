@@ -357,7 +357,6 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
     for flags, options, said in (
         (("--solver", "posterior"), {"solver": "posterior"}, "without retraining"),
         (("--passes", "5"), {"passes": 5}, "by short trainings"),
-        (("--passes", "20"), {"passes": 20}, "by short trainings"),
         (("--solver", "cg", "--passes", "9"), {"solver": "cg", "passes": 9}, "a descent of 9"),
         (("--converge",), {"steps": "converge"}, "by a descent of"),
     ):
@@ -371,17 +370,15 @@ def test_what_if_by_each_solver(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("sketched")
-@pytest.mark.parametrize("passes", [None, 8])
 def test_audit_takes_groups_of_an_unfinished_model_out_by_replays(
-    here: Path, capsys: pytest.CaptureFixture[str], passes: int | None
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["audit", "script.py:make_task", "-p", "q.safetensors", "--test", "make_test"]
-    argv += [] if passes is None else ["--passes", str(passes)]
-    code, out, err = run(capsys, *argv, "--out", "deep")
+    code, out, err = run(capsys, *argv, "--passes", "8", "--out", "deep")
     assert code == 0 and "by short trainings" in " ".join(out.split())
-    assert f"about {passes or 6} passes over the data for each" in err
+    assert "about 8 passes over the data for each" in err
     task, test, q = inputs()
-    each = blr.what_if_each(task, q, evaluate=test, passes=passes)
+    each = blr.what_if_each(task, q, evaluate=test, passes=8)
     pd.testing.assert_frame_equal(pd.read_parquet("deep/removals.parquet"), each)
 
 
@@ -703,7 +700,7 @@ def test_ctrl_c_while_the_demo_trains(tmp_path: Path) -> None:
     process = program("demo", "--out", "digits", cwd=tmp_path)
     assert process.stderr is not None
     for line in process.stderr:
-        if "epoch 5:" in line:
+        if "training" in line:
             break
     process.send_signal(signal.SIGINT)
     began = time.monotonic()

@@ -147,9 +147,7 @@ def test_the_lines_beside_a_formula_are_there(page: Path) -> None:
     """As the build of the site finds out too, a minute later."""
     for path, options in SHOWN.findall(page.read_text("utf-8")):
         code = (page.parent / path).read_text("utf-8")
-        for name, line in re.findall(
-            r"^:(start-at|end-at|end-before|pyobject): (.+)$", options, re.M
-        ):
+        for name, line in PLACE.findall(options):
             line = f"def {line}(" if name == "pyobject" else line
             assert line in code, line
             code = code[code.index(line) :]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import blr_analysis as blr
 from benchmarks import large
 from benchmarks.binary import expected_calibration_error
-from benchmarks.large import Pictures, Recipe, Windows
+from benchmarks.large import Recipe
 
 IVON = {"lr": 1.0, "hess_init": 1.0, "weight_decay": 1e-5}
 
@@ -90,40 +90,6 @@ def test_the_networks_are_those_of_the_papers() -> None:
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in r.model().parameters()) for r in large.RECIPES.values()]
     assert sizes == [25_557_032, 124_439_808]
-
-
-def test_tokens_are_read_as_they_were_written(texts: Path) -> None:
-    train, held_out = (Windows(texts / f"{part}.bin", 8) for part in ("train", "val"))
-    assert len(train) == 3998 * 41 // 8 and len(held_out) == (3 * 41 - 1) // 8
-    x, y = train[2]
-    assert torch.equal(x[1:], y[:-1]) and torch.equal((x + 1) % 4, y)
-
-
-def test_pictures_are_cut_scaled_and_in_order(pictures: Path) -> None:
-    data = Pictures(pictures / "val", 8, train=False)
-    x, label = data[0]  # of blue, the first name
-    assert data.labels == [0] * 6 + [1] * 6 and label == 0 and x.shape == (3, 8, 8)
-    with Image.open(data.paths[0]) as file:
-        side = 7 / 8 * 40
-        box = (25 - side / 2, 20 - side / 2, 25 + side / 2, 20 + side / 2)
-        wanted = np.array(file.resize((8, 8), Image.Resampling.BILINEAR, box=box)) / 255
-    wanted = (wanted - large.MEAN) / large.SCALE
-    np.testing.assert_allclose(x.permute(1, 2, 0), wanted, rtol=0, atol=1e-5)
-    drawn = Pictures(pictures / "train", 8, train=True)
-    boxes = np.array([drawn._box(50, 40) for _ in range(300)])
-    wide, high = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    assert boxes.min() >= 0 and boxes[:, 2].max() <= 50 and boxes[:, 3].max() <= 40
-    assert (wide * high).min() < 0.15 * 2000 < 0.8 * 2000 < (wide * high).max()
-
-
-def test_every_process_sees_its_part_of_every_epoch() -> None:
-    recipe = TOYS["gpt2"]
-    parts = [[*large.Order(20, recipe, 0, rank, 2)] for rank in range(2)]
-    assert len(parts[0]) == recipe.steps and all(len(p) == 4 for p in parts[0])
-    for epoch in range(3):  # two steps of eight, of which each has four
-        seen = [i for part in parts for batch in part[2 * epoch : 2 * epoch + 2] for i in batch]
-        assert len(set(seen)) == len(seen) == 16
-    assert [*large.Order(20, recipe, 7, 1, 2)] == parts[1][7:]
 
 
 @pytest.mark.parametrize("kind", ["IVON", "AdamW"])

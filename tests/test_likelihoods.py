@@ -181,12 +181,6 @@ def test_distances() -> None:
         assert float(likelihood.distance(after, after)) == 0
 
 
-def test_mean_squared_error_from_the_gaussian_loss() -> None:
-    f, y = normal(5, 1), normal(5, 1, seed=8)
-    loss = Gaussian().nll(f, y)
-    assert relative(2 * loss - math.log(2 * math.pi), (f - y).square().squeeze(1)) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("likelihood", "targets", "prepared"),
     [

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr_analysis import tables
 from blr_analysis.errors import BLRError, DataError, InputError, StorageError
 from blr_analysis.memory_map import REGIONS, memory_map
 from blr_analysis.posterior import fit_laplace
@@ -370,11 +369,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(BLRError, match=r"table needs .*pip install pandas"):
         _ = Stranger().table
-
-
-def test_the_makers_of_this_package_are_registered() -> None:
-    for kind in (tables.Scores, tables.LeaveOneOut, tables.WhatIf, tables.MemoryMap):
-        assert make_table.dispatch(kind) is not make_table.dispatch(object)
 
 
 def test_a_notebook_shows_a_line_and_the_first_rows() -> None:

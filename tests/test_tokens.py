@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from oracles import relative
 from parts import normal
-from tiny_lm import IGNORED, padded, sequences, task_of, tiny_lm
+from tiny_lm import IGNORED, sequences, task_of, tiny_lm
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.errors import BLRError, DataError, InputError, ModelError
-from blr_analysis.likelihoods import CausalLM, TokenCategorical, resolve
+from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.likelihoods import CausalLM, TokenCategorical
 from blr_analysis.task import Task
 
 B, T, C = 4, 5, 6
@@ -137,12 +137,6 @@ def test_settings_of_tokens_are_checked_and_compared() -> None:
                 likelihood=TokenCategorical(weight=[1.0, 2.0]))  # fmt: skip
     with pytest.raises(DataError, match="2 entries for 6"):
         blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=1.0, progress=False)
-
-
-def test_names() -> None:
-    assert type(resolve("tokens")) is TokenCategorical is blr.TokenCategorical
-    assert type(resolve("causal_lm")) is CausalLM is blr.CausalLM
-    assert repr(CausalLM(ignore_index=-1)) == "CausalLM(ignore_index=-1)"
 
 
 @pytest.mark.parametrize("wrong", [None, 1.5, True, "-100"])
@@ -288,10 +282,3 @@ def test_the_gram_of_inputs_knows_padding_without_a_mask(batch_size: int) -> Non
     ]  # fmt: skip
     for name in fitted[0].mean:
         assert relative(fitted[1].precision(name), fitted[0].precision(name)) < 1e-6, name
-
-
-def test_all_errors_are_the_packages() -> None:
-    batch = padded([{"input_ids": torch.arange(3), "labels": torch.arange(3)}], more=1)
-    task = Task(tiny_lm(), [batch], likelihood="causal_lm")  # a batch as an example
-    with pytest.raises(BLRError):
-        task.run(task.fetch(torch.arange(1)), task.parameters())

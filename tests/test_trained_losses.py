@@ -171,7 +171,7 @@ def test_high_leverages_are_said_and_refined(weight: list[float]) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_total_needs_no_number(name: str) -> None:
     """Three kinds of wine, 13 features: linearised, the totals are up to a quarter too high."""
-    x, y = (torch.tensor(t) for t in datasets.load_wine(return_X_y=True))
+    x, y = (torch.tensor(t[::2]) for t in datasets.load_wine(return_X_y=True))
     x = (x - x.mean(0)) / x.std(0)
     likelihood, loss = LOSSES[name]
     model, rise = left_out(x, y, 3, loss)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from benchmarks import training
-from benchmarks.training_parts import MODELS, Data, scores
+from benchmarks.training_parts import scores
 
 
 def probabilities(n: int, seed: int) -> torch.Tensor:
@@ -16,19 +15,6 @@ def probabilities(n: int, seed: int) -> torch.Tensor:
     draws = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rough = (draws.softmax(-1) * 20).round() + 1
     return rough / rough.sum(-1, keepdim=True)
-
-
-def images(n: int) -> Data:
-    made = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * n, 1, 28, 28, generator=made)
-    y = torch.randint(10, (2 * n,), generator=made)
-    return Data(x[:n], y[:n], x[n:], y[n:], -x[n:])
-
-
-def planned(optimizer: str, *options: str) -> training.Run:
-    given = ["--optimizers", optimizer, "--train", "20", "--batch", "10", "--draws", "3"]
-    (run,) = training.plan(training.arguments([*given, "--epochs", "1", "--seeds", "1", *options]))
-    return run
 
 
 def test_scores_against_scikit_learn() -> None:
@@ -54,19 +40,3 @@ def test_scores_by_hand() -> None:
     assert found["ece"] == pytest.approx((2 * abs(0.5 - 0.9) + 2 * abs(1 - 0.7)) / 4, abs=1e-12)
     assert found["brier"] == pytest.approx((0.02 + 1.62 + 0.18 + 0.18) / 4, abs=1e-12)
     assert found["auroc"] == pytest.approx((2 + 2 + 1 + 1) / 8, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", training.MAKE)
-def test_every_optimizer_trains_and_predicts(name: str) -> None:
-    run, data = planned(name), images(20)
-    torch.manual_seed(run.seed)
-    untrained = MODELS["lenet5"]()
-    start = training.predict(untrained, training.nullcontext, 1, data.x)
-    found = training.measure(run, data)
-    assert found["train_nll"] != scores(start, data.y, start)["nll"]
-    plain = name in ("SGD", "Adam", "AdamW")
-    assert list(found["ways"]) == ["at the mean"] + ["average of 3"] * (not plain)
-    if not plain:
-        assert found["ways"]["average of 3"] != found["ways"]["at the mean"]
-    for way in found["ways"].values():
-        assert 0 <= way["ece"] <= 1 and 0 < way["nll"] < float("inf")

@@ -47,14 +47,6 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 # ------------------------------------------------------------------------------ round trips
 
 
-@BOTH
-def test_round_trip(tmp_path: Path, name: str) -> None:
-    storage.write(tmp_path / name, some_tensors(), RECORD)
-    tensors, record = storage.read(tmp_path / name)
-    assert_same(tensors, some_tensors())
-    assert record == {**RECORD, "format": "blr_analysis.precision", "version": 1}
-
-
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
     lambda text: text != "__metadata__"
 )

@@ -479,10 +479,10 @@ def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ],
     ids=["mc", "emp", "gram", "factors", "eigenvalues"],
 )
-@pytest.mark.parametrize("second", ["same", "other seed", "damaged"])
 def test_a_run_that_was_ended_goes_on_to_the_same_bits(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, at: str, second: str
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, at: str
 ) -> None:
+    """Not one of another seed, nor from a damaged file: those begin again."""
     monkeypatch.setattr(storage, "EVERY", 0.0)
     monkeypatch.setattr(storage, "SHARE", 0)
     keep, take_up = storage.Unfinished.keep, storage.Unfinished.take_up
@@ -498,21 +498,25 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
         take_up(self, sums)
         starts[self.path.name] = self.done - before
 
-    whole, out, seed = tmp_path / "whole", tmp_path / "out", int(second == "other seed")
-    on(llama, whole, **options, seed=seed)
+    place, out = tmp_path / "place", tmp_path / "place" / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(storage.Unfinished, "keep", ended)
         on(llama, out, **options)
-    beside = tmp_path / at
-    assert beside.is_file() and not out.exists()
-    if second == "damaged":
-        beside.write_bytes(beside.read_bytes()[:-8])
+    assert (place / at).is_file() and not out.exists()
+    shutil.copytree(place, tmp_path / "begun")
+    for seed in (0, 1):
+        on(llama, tmp_path / f"whole{seed}", **options, seed=seed)
     monkeypatch.setattr(storage.Unfinished, "take_up", seen)
-    on(llama, out, **options, seed=seed)
-    assert bool(starts[at]) == (second == "same")
-    assert not list(tmp_path.glob("*unfinished*"))
-    once, again = storage.read(whole)[0], storage.read(out)[0]
-    assert all(torch.equal(t, again[n]) for n, t in once.items())
+    for second, seed in (("same", 0), ("other seed", 1), ("damaged", 0)):
+        shutil.rmtree(place)
+        shutil.copytree(tmp_path / "begun", place)
+        if second == "damaged":
+            (place / at).write_bytes((place / at).read_bytes()[:-8])
+        on(llama, out, **options, seed=seed)
+        assert bool(starts[at]) == (second == "same")
+        assert not list(place.glob("*unfinished*"))
+        once, again = storage.read(tmp_path / f"whole{seed}")[0], storage.read(out)[0]
+        assert all(torch.equal(t, again[n]) for n, t in once.items()), second
 
 
 # --- adapters ---------------------------------------------------------------------------------

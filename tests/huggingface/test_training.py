@@ -210,7 +210,10 @@ def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
         trainer(tmp_path, model, torch.optim.AdamW(model.parameters())).train()
 
 
-@pytest.mark.parametrize("row", ROWS)
+# one of each class of optimizer: what the others are, accelerate's tests go through
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r not in ("OGN", "Vadam", "Vprop", "SGD", "RMSprop")]
+)
 def test_every_row_trains_and_is_resumed_to_the_bit(tmp_path: Path, row: str) -> None:
     model = bert()
     whole = trainer(tmp_path, model, make(row, model, N))

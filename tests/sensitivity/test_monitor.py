@@ -519,11 +519,3 @@ def test_bad_pictures() -> None:
             monitor.plot(**options)
     with pytest.raises(InputError, match="nothing yet"):
         blr.Monitor(one_task()).plot()
-
-
-def test_repr() -> None:
-    task = one_task()
-    assert repr(blr.Monitor(task)) == "Monitor(30 of 30 examples, nothing recorded yet)"
-    monitor = watched(task, examples=4, test=blr.Task(task.model, data(9, 1)))
-    assert repr(monitor).startswith("Monitor(4 of 30 examples, 3 epochs; epoch 3: LOO NLL ")
-    assert f"{monitor.rows[-1]['test_nll']:.4f}" in repr(monitor)

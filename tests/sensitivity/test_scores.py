@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from models import mlp
@@ -103,18 +101,6 @@ def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: to
         assert gap < EXACT[dtype], f"{name}: {gap:.1e}"
 
 
-def test_leverage_is_the_largest_eigenvalue_of_variance_times_hessian() -> None:
-    task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    for i in range(N):
-        p = scores.outputs[i].softmax(-1)
-        product = scores.variance[i] @ (p.diag() - torch.outer(p, p))
-        largest = max(torch.linalg.eigvals(product).real.tolist())
-        assert float(scores.leverage[i]) == pytest.approx(largest, rel=1e-9)
-        assert 0 < largest < 1
-
-
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
     task = task_for(kind)
@@ -136,19 +122,6 @@ def test_variances_are_left_out_where_they_would_be_too_many(monkeypatch) -> Non
     assert blr.sensitivity(task, q, progress=False).variance is not None
     monkeypatch.setattr(scores_module, "MOST_NUMBERS", N * 9 - 1)
     assert blr.sensitivity(task, q, progress=False).variance is None
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"chunk_size": 5}, {"memory_budget": 2000}])
-def test_chunks_do_not_change_the_scores(structure: str, options: dict[str, int]) -> None:
-    task = task_for("categorical", batch_size=7)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, progress=False)
-    whole = blr.sensitivity(task, q, progress=False, chunk_size=N)
-    parts = blr.sensitivity(task, q, progress=False, **options)
-    for name in ("error", "variance", "deviation", "self_influence"):
-        torch.testing.assert_close(
-            getattr(parts, name), getattr(whole, name), rtol=1e-11, atol=1e-14
-        )
 
 
 def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None:
@@ -187,33 +160,6 @@ def test_gradients_switched_off_outside_do_not_matter(context) -> None:
     with context():
         found = blr.sensitivity(task, q, progress=False)
     assert torch.equal(found.variance, expected.variance)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_scores_on_cuda(kind: str, structure: str, dtype: torch.dtype) -> None:
-    task = task_for(kind, dtype)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, progress=False)
-    expected = blr.sensitivity(task, q, progress=False)
-    x, y = task.dataset.tensors
-    for device in ("cuda", None):
-        there = blr.Task(task.model.cuda(), (x, y), likelihood=kind, device=device)
-        scores = blr.sensitivity(there, q, progress=False)
-        loo = blr.leave_one_out(there, q, progress=False)
-        assert scores.variance.device.type == loo.logits.device.type == "cpu"
-        for name in ("error", "variance", "deviation", "self_influence"):
-            truth = getattr(expected, name)
-            gap = float((getattr(scores, name) - truth).norm() / truth.norm())
-            assert gap < 10 * EXACT[dtype], f"{name}: {gap:.1e}"
-    fitted = blr.fit_laplace(there, structure=structure, prior_precision=0.7, progress=False)
-    result = blr.what_if(there, fitted, remove=[0, 3], add=there, progress=False)
-    assert all(p.device.type == "cpu" for p in result.parameters.values())
-    here = blr.Task(copy.deepcopy(task.model).cpu(), (x, y), likelihood=kind)
-    same = blr.what_if(here, fitted.to("cpu"), remove=[0, 3], add=here, progress=False)
-    assert result.nll == pytest.approx(same.nll, rel=10 * EXACT[dtype])
 
 
 def test_several_posteriors_are_averaged() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 
 import pytest
 import tiny_transformers
@@ -66,10 +67,15 @@ class World:
         self.gradients = torch.stack([grads.sum(0) for grads in self.token_gradients])
 
 
+@cache
+def world_of(name: str) -> World:
+    return World(tiny_lm(**MODELS[name]))
+
+
 @each_model
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
-    world = World(tiny_lm(**MODELS[name]))
+    world = world_of(name)
     q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     truth = torch.einsum(
         "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
@@ -85,7 +91,7 @@ def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
 
 @each_model
 def test_empirical_fisher_is_the_sum_of_squared_sequence_gradients(name: str) -> None:
-    world = World(tiny_lm(**MODELS[name]))
+    world = world_of(name)
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = world.gradients.square().sum(0) + PRIOR
     assert relative(flatten({n: q.precision(n) for n in q.mean}), truth) < EXACT
@@ -97,7 +103,7 @@ def test_kronecker_of_all_but_the_vocabulary(
     name: str, sample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(laplace, "SAMPLE", sample)
-    world = World(tiny_lm(**MODELS[name]))
+    world = world_of(name)
     q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
     assert isinstance(q.form, Kronecker)
     like = {n: p.detach() for n, p in world.model.named_parameters()}
@@ -145,7 +151,7 @@ class Dense:
 
 
 def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     truth = torch.stack([v.trace() for v in dense.variances])
@@ -165,7 +171,7 @@ def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatc
 
 def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(influence_module, "TOLERANCE", 1e-10)
-    world = World(tiny_lm(tied=True))
+    world = world_of("tied")
     q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     whole = sum(j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True))
@@ -184,7 +190,7 @@ def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     monkeypatch.setattr(sequences_module, "DRAWS", 300)
     q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
@@ -205,7 +211,7 @@ def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_monitored_sequences() -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="mc_fisher", **FIT)
     monitor = blr.Monitor(world.task, examples=[1, 3], test=world.task, progress=False)
     row = monitor(q, 1)
@@ -216,7 +222,7 @@ def test_monitored_sequences() -> None:
 
 
 def test_calibrated_on_sequences_left_out() -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     fixed = dict(kind="ggn", indices=[0, 3, 5], tolerance=1e-10, progress=False)
@@ -251,7 +257,7 @@ def test_taggers_without_a_shift() -> None:
 @each_model
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 def test_single_tokens(name: str, structure: str) -> None:
-    world = World(tiny_lm(**MODELS[name]))
+    world = world_of(name)
     q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     sigma = torch.linalg.inv(dense_precision(q))
     found = blr.token_sensitivity(world.task, q, sequences=[1, 4, 6], progress=False)
@@ -271,7 +277,7 @@ def test_single_tokens(name: str, structure: str) -> None:
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padding_changes_nothing(left: bool) -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(world.task, q, progress=False)
     wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
@@ -392,7 +398,7 @@ def test_curvature_products_are_those_of_the_tokens_that_count() -> None:
 
 
 def test_what_if_takes_sequences_out() -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     held = sequences(5)
     test = task_of(world.model, held, batch_size=2)
@@ -437,7 +443,7 @@ def test_adding_a_sequence_is_taking_it_out_backwards() -> None:
 
 
 def test_tables_and_groups() -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     speaker = list("aabbccdd")
     task = task_of(world.model, world.ids, world.labels, metadata={"speaker": speaker})
     q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
@@ -469,7 +475,7 @@ def test_tables_and_groups() -> None:
 
 
 def test_units() -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     scores = blr.sensitivity(world.task, q, progress=False)
     loo = blr.leave_one_out(world.task, q, progress=False)
@@ -507,7 +513,7 @@ def test_ivon_gives_a_posterior_of_sequences() -> None:
 class TestRefused:
     @pytest.fixture
     def world(self) -> World:
-        return World(tiny_lm())
+        return world_of("plain")
 
     @pytest.fixture
     def q(self, world: World) -> Posterior:
@@ -628,7 +634,7 @@ def test_fitting_and_evaluating_hold_no_outputs() -> None:
 
 
 def test_large_read_outs_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tiny_lm())
+    world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(world.task, q, progress=False).self_influence
     for held in (1, 10, 40):

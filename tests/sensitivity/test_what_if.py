@@ -380,23 +380,10 @@ def test_each_row_is_one_what_if(by: str) -> None:
     task, q = classification(metadata={"source": names})
     test = blr.Task(task.model, classification(seed=1)[0].dataset.tensors)
     table = blr.what_if_each(task, q, by=by, evaluate=test, progress=False)
-    assert list(table) == [
-        "group",
-        "n",
-        "nll_before",
-        "nll_after",
-        "nll_change",
-        "accuracy_before",
-        "accuracy_after",
-        "accuracy_change",
-        "converged",
-        "error",
-        "nll_high",
-        "nll_low",
-        "note",
-        "passes",
-        "solver",
-    ]
+    measured = [f"{kind}_{when}" for kind in ("nll", "accuracy")
+                for when in ("before", "after", "change")]  # fmt: skip
+    about = ["converged", "error", "nll_high", "nll_low", "note", "passes", "solver"]
+    assert list(table) == ["group", "n", *measured, *about]
     assert table.group.tolist() == ([0, 1, 2] if by == "target" else ["book", "code", "web"])
     for row in table.itertuples():
         one = blr.what_if(

@@ -201,9 +201,7 @@ def test_optimum_of_the_elbo(name: str, fits: dict[str, LatentFitted]) -> None:
     best = optimize.minimize(value_and_slope, start, jac=True, method="L-BFGS-B", options=options)
     mean, factor = unpack(torch.tensor(best.x))
     found = fitted.q
-    print(f"{name}: ELBO {fitted.history[-1]:.10f} against {-best.fun:.10f}; largest gaps")
     gaps = [(found.mean - mean).abs().max(), (found.covariance - factor @ factor.mT).abs().max()]
-    print(f"  mean {gaps[0]:.1e}, covariance {gaps[1]:.1e}")
     assert abs(fitted.history[-1] + best.fun) < 1e-8
     assert max(gaps) < 1e-6
 
@@ -247,7 +245,6 @@ def test_nuts(name: str, fits: dict[str, LatentFitted]) -> None:
     covariance = fitted.q.covariance.numpy()
     allowed = 0.1 + 4 * (told["variance_error"] / np.diag(told["covariance"])).max()
     gaps = {k: np.abs(variance_ratios(k * covariance, told) - 1).max() for k in (1.0, 0.8, 1.25)}
-    print(f"{name}: mean within {errors.max():.2f} Monte Carlo errors; variances off by {gaps}")
     assert errors.max() < 4
     assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
 
@@ -308,7 +305,6 @@ def test_left_out_against_refitting(fits: dict[str, LatentFitted]) -> None:
         brute.append(rest.log_predictive((x[i : i + 1], y[i : i + 1]))[0])
     truth = torch.stack(brute)
     error = (scores[hard] - truth).abs()
-    print(f"left out: mean error {error.mean():.1e}, largest {error.max():.1e} nats")
     assert error.mean() < 0.05 * (inside[hard] - truth).abs().mean()
     assert np.corrcoef(scores[hard], truth)[0, 1] > 0.999
 

@@ -106,7 +106,6 @@ def test_optimum_of_the_elbo(name: str) -> None:
     mean, spread, _ = moments(z)
     ours = function_values(fitted)
     gaps = [float((a - b).abs().max()) for a, b in zip(ours, (mean, spread), strict=True)]
-    print(f"{name}: ELBO {fitted.history[-1]:.9f} and {-best:.9f}; mean, covariance {gaps}")
     assert abs(fitted.history[-1] + float(best)) < 1e-8
     assert max(gaps) < 1e-6
 
@@ -145,7 +144,6 @@ def test_nuts(logistic: LatentFitted) -> None:
     errors = np.abs(mean - TOLD["mean"]) / TOLD["mean_error"]
     allowed = 0.1 + 4 * (TOLD["variance_error"] / np.diag(TOLD["covariance"])).max()
     gaps = {k: covariance_gap(k * covariance) for k in (1.0, 0.8, 1.25)}
-    print(f"mean within {errors.max():.2f} Monte Carlo errors; covariance off by {gaps}")
     assert errors.max() < 4
     assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
 
@@ -164,7 +162,6 @@ def test_the_elbo_is_below_the_evidence_by_the_divergence(logistic: LatentFitted
 def test_predictions_against_nuts(logistic: LatentFitted) -> None:
     gaps = np.abs(logistic.predict(HELD_X).numpy() - TOLD["probability"])
     noise = TOLD["probability_error"]
-    print(f"held-out probabilities: mean gap {gaps.mean():.1e}, largest {gaps.max():.1e}")
     assert gaps.mean() < 2 * noise.mean()
     assert (gaps < 4 * noise).all()
 
@@ -244,11 +241,6 @@ def test_left_out_against_brute_force(name: str) -> None:
     truth = brute_force(process, x, y, every)
     error = (ours - truth).abs()
     pearson = np.corrcoef(ours, truth)[0, 1]
-    print(
-        f"{name}, N = {len(y)}: Pearson {pearson:.5f}, mean error {error.mean():.4f}, largest "
-        f"{error.max():.4f} nats; sums {ours.sum():.3f} and {truth.sum():.3f}, in sample "
-        f"{inside.sum():.3f}"
-    )
     assert pearson > 0.999
     assert error.mean() < 0.1 * (inside - truth).abs().mean()
 
@@ -275,9 +267,6 @@ def test_digits_against_the_laplace_approximation() -> None:
         told = np.log(np.where(held[1] > 0, theirs, 1 - theirs)).mean()
         ours = float(fitted.log_predictive(held).mean())
         right = float(((fitted.predict(held[0]) > 0.5) == (held[1] > 0)).double().mean())
-        print(
-            f"ℓ {scale}, v {variance}: held-out {ours:.4f}, Laplace {told:.4f}; right {right:.4f}"
-        )
         assert ours > told
         assert right >= peer.score(*held) - 0.01
     assert bounds[1] > bounds[0]

@@ -250,7 +250,6 @@ def test_taking_a_document_out_foretells_fitting_without_it():
     assert float(torch.corrcoef(together)[0, 1]) > 0.9
     chosen = slice(0, 100, 10)
     fall, truth = (before - left_out)[chosen], before[chosen] - torch.tensor(losses)
-    print(torch.stack([fall, truth]), float(torch.corrcoef(torch.stack([fall, truth]))[0, 1]))
     assert float(torch.corrcoef(torch.stack([fall, truth]))[0, 1]) > 0.9
     assert float(fall.sum() / truth.sum()) == pytest.approx(1, abs=0.15)
 

@@ -155,11 +155,6 @@ def test_against_numerical_integration(name: str) -> None:
     evidence, mean, variance = moments(log_joint, *PROBLEMS[name][2])
     kl, plain = evidence - fitted.history[-1], evidence - gaussian.history[-1]
     ours, theirs = float(fitted.q.variance), float(gaussian.q.covariance)
-    print(
-        f"{name}: KL {kl:.5f}, Gaussian {plain:.5f}; mean {float(fitted.q.mean):.4f}, truth "
-        f"{mean:.4f}, Gaussian {float(gaussian.q.mean):.4f}; variance {ours:.4f}, truth "
-        f"{variance:.4f}, Gaussian {theirs:.4f}"
-    )
     assert np.diff(fitted.history).min() > -1e-11
     assert 0 < kl < 0.1 * plain
     assert abs(float(fitted.q.mean) - mean) < 0.1 * abs(float(gaussian.q.mean) - mean)
@@ -184,7 +179,6 @@ def test_optimum_by_direct_search(name: str) -> None:
     start = np.array([mean, side * std, math.log(std)])
     best = optimize.minimize(negative, start, method="BFGS", options={"gtol": 1e-7})
     truth = [best.x[0], best.x[1], math.exp(-2 * best.x[2])]
-    print(f"{name}: ELBO {fitted.history[-1]:.10f}, {-best.fun:.10f}; {numbers(fitted.q)}, {truth}")
     assert fitted.history[-1] == pytest.approx(-best.fun, abs=1e-8)
     assert np.allclose(numbers(fitted.q), truth, rtol=1e-3, atol=1e-3)
 
@@ -274,7 +268,6 @@ def test_left_out_examples_against_fitting_without_them() -> None:
         )
         others = log_prior(grid) + told[rest].sum(0)
         exact.append(float((others + told[i]).logsumexp(0) - others.logsumexp(0)))
-    print(left_out, again, exact, before)
     assert np.allclose(again, exact, atol=0.005)
     fall, truth = (before - left_out).numpy()[chosen], before.numpy()[chosen] - again
     assert truth.max() > 0.2 and np.corrcoef(fall, truth)[0, 1] > 0.99

@@ -63,7 +63,7 @@ class Run:
         return [*params, *(state[p][name] for p in params for name in ("hess", "momentum"))]
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
 @pytest.mark.parametrize("own_generator", [True, False])

@@ -495,18 +495,6 @@ def test_large_gradients_are_no_error() -> None:
     assert theta.isfinite().all() and optimizer.state[theta]["hess"].isfinite().all()
 
 
-def test_sparse_gradient() -> None:
-    embedding = torch.nn.Embedding(10, 3, sparse=True)
-    before = embedding.weight.detach().clone()
-    optimizer = IVON(embedding.parameters(), lr=0.1, ess=10)
-    with (
-        pytest.raises(OptimizerError, match=r"\(10, 3\) is sparse.*sparse=False"),
-        optimizer.sampled_params(train=True),
-    ):
-        embedding(torch.tensor([1, 2])).sum().backward()
-    assert torch.equal(embedding.weight, before)
-
-
 # Left alone
 
 

@@ -47,7 +47,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
-def train(make: Callable[..., Any], steps: int = 100, schedule: Any = None) -> Tensor:
+def train(make: Callable[..., Any], steps: int = 60, schedule: Any = None) -> Tensor:
     model = network()
     optimizer = make(model.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
@@ -101,9 +101,8 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 SCHEDULES: dict[str, Any] = {
     "no schedule": None,
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
-        o, 0.05, total_steps=101, cycle_momentum=False
+        o, 0.05, total_steps=61, cycle_momentum=False
     ),
 }
 
@@ -111,7 +110,7 @@ SCHEDULES: dict[str, Any] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_torch(name: str, schedule: str) -> None:
-    """100 steps of a convolutional network, weight decay and eps included."""
+    """60 steps of a convolutional network, weight decay and eps included."""
     ours, theirs = PAIRS[name]
     expected = train(theirs, schedule=SCHEDULES[schedule])
     found = train(ours, schedule=SCHEDULES[schedule])
@@ -321,20 +320,6 @@ def test_a_second_moment_that_starts_above_0_is_not_corrected() -> None:
     assert_same(found, mu)
 
 
-def test_vadam_without_noise_or_prior_is_adam() -> None:
-    expected = train(lambda p: RowOptimizer(p, "Adam", lr=0.01, eps=1e-12), steps=10)
-    model = network()
-    optimizer = Vadam(model.parameters(), lr=0.01, ess=1e30, weight_decay=1e-12)
-    x, y = data()
-    for t in range(10):
-        batch = slice(BATCH * t % N, BATCH * t % N + BATCH)
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-        optimizer.step()
-    assert (flat(model.parameters()) - expected).abs().max() < 1e-6
-
-
 def test_vprop_line_by_line() -> None:
     """The talk's pseudocode maximises f = −loss, a sum: ess = 1 and λ = weight_decay."""
     lam, alpha, beta = 2.0, 0.02, 0.1
@@ -381,29 +366,6 @@ def test_bsam_line_by_line() -> None:
     assert_same(found, omega)
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     assert_same(state["hess"] + delta, s)
-
-
-def test_sam_is_bsam_without_variance() -> None:
-    """N → ∞ and s held at 1: the gradient at ω + ρ∇ℓ(ω), for every ω."""
-    rho, alpha = 0.3, 0.1
-    found, _, problem = run(
-        lambda p, **k: BSAM(
-            p,
-            lr=alpha,
-            ess=1e32,
-            hess_init=1.0,
-            beta1=0.0,
-            beta2=1.0,
-            weight_decay=0.0,
-            radius=rho,
-            **k,
-        ),
-        30,
-    )
-    omega = problem.start.clone()
-    for t in range(30):
-        omega = omega - alpha * problem.gradient(omega + rho * problem.gradient(omega, t), t)
-    torch.testing.assert_close(found, omega, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("draws", [1, 3])
@@ -471,27 +433,6 @@ def test_groups_have_settings_of_their_own() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "ess": -1.0})
     with pytest.raises(InputError, match="complex64"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.cfloat))]})
-
-
-def test_devices_and_dtypes_of_their_own() -> None:
-    """A double and a single precision layer in one model, VOGN with rules for both."""
-    torch.manual_seed(0)
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.tanh(self.first(x)).float())
-
-    model = Mixed()
-    optimizer = make_row("VOGN", model)
-    for _ in range(3):
-        with looks(optimizer, lambda: model(torch.ones(5, 3).double()).square().mean()):
-            optimizer.step()
-    kinds = {optimizer.state[p]["hess"].dtype == p.dtype for p in model.parameters()}
-    assert kinds == {True}
 
 
 # The face -------------------------------------------------------------------------------------
@@ -715,42 +656,6 @@ def test_what_is_refused() -> None:
     vadam = Vadam(params, lr=0.1, ess=10)
     with pytest.raises(OptimizerError, match="state of Vadam, not of Adam"):
         adam.load_state_dict(vadam.state_dict())
-
-
-CYCLES: dict[str, Callable[[Any], Any]] = {
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(
-        o, 0.1, total_steps=8, cycle_momentum=False
-    ),
-    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
-}
-
-
-@pytest.mark.parametrize("name", CYCLES)
-@pytest.mark.parametrize("algorithm", ["SGD", "Adam", "Vadam", "IVON"])
-def test_a_schedule_is_the_learning_rate_set_by_hand(name: str, algorithm: str) -> None:
-    def train(scheduled: bool, rates: list[float]) -> tuple[Tensor, list[float]]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).double()
-        x, y = torch.randn(9, 3).double(), torch.randn(9, 1).double()
-        settings = {"ess": 9, "hess_init": 1.0, "weight_decay": 0.1}
-        optimizer = RowOptimizer(model.parameters(), algorithm, lr=0.1, **settings)
-        schedule = CYCLES[name](optimizer) if scheduled else None
-        seen = []
-        for t in range(8):
-            if not scheduled:
-                optimizer.param_groups[0]["lr"] = rates[t]
-            seen.append(optimizer.param_groups[0]["lr"])
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
-        return model.weight.detach(), seen
-
-    weights, rates = train(True, [])
-    assert len({*rates}) > 2
-    assert torch.equal(train(False, rates)[0], weights)
 
 
 def test_diagonal_newton_where_the_hessian_is_diagonal() -> None:
