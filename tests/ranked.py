@@ -170,7 +170,7 @@ def commands(folder: Path, model: Path, data: Path) -> list[int]:
     Figure.savefig = lambda figure, path, **_: Path(path).write_bytes(b"")
     return [
         main(["fisher", *asked, "--out", str(folder / "p")]),
-        main(["index", *asked, *fit, "--out", str(folder / "i"), "--rank", "600"]),
+        main(["index", *asked, *fit, "--out", str(folder / "i"), "--rank", "100"]),
         main(["audit", *asked, *fit, "--out", str(folder / "a")]),  # its pictures are not drawn
     ]
 

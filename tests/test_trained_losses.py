@@ -12,7 +12,7 @@ import torch
 from oracles import relative
 from parts import normal
 from sklearn import datasets
-from test_losses import focal
+from test_likelihoods import focal
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.expectations import AT_MEAN, AT_SAMPLES
+from blr_analysis.learning_rule.expectations import (
+    AT_MEAN,
+    AT_SAMPLES,
+    ESTIMATES,
+    adversary,
+    at_mean,
+    at_samples,
+    exact,
+    gauss_newton,
+    places,
+    squared_gradient,
+)
+from blr_analysis.learning_rule.families import DiagonalGaussian, FixedGaussian, FullGaussian
 from blr_analysis.learning_rule.inference import MultimodalOptimisation
-from blr_analysis.learning_rule.moves import Move
+from blr_analysis.learning_rule.moves import Block, Move, natural_momentum, step
 from blr_analysis.learning_rule.optim import BSAM, RowOptimizer
+from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS, row, runs_elementwise
 
 # Khan & Rue's Table 1: algorithm → words of its posterior, words of its approximations, section.
@@ -189,3 +203,221 @@ def test_the_named_optimizers_are_their_rows() -> None:
         needs = {"model": model} if "model" in inspect.signature(made).parameters else {}
         optimizer = made(model.parameters(), lr=0.1, ess=10, **needs)
         assert isinstance(optimizer, RowOptimizer) and optimizer.row is ROWS[name]
+
+
+# Where the loss is looked at, what the Hessian is taken to be, and how a step departs.
+
+
+N, P = 12, 4
+
+
+def logistic(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, P, generator=generator, dtype=torch.float64)
+    y = (torch.rand(N, generator=generator) < 0.5).double()
+    return x, y
+
+
+X, Y = logistic()
+
+
+def losses(theta: Tensor) -> Tensor:
+    f = X @ theta
+    return torch.nn.functional.softplus(f) - Y * f
+
+
+THETA = torch.tensor([0.3, -0.7, 0.2, 1.0], dtype=torch.float64)
+
+
+def posterior() -> DiagonalGaussian:
+    return DiagonalGaussian(THETA, torch.tensor([4.0, 9.0, 2.0, 30.0]).double())
+
+
+def by_quadrature(q: DiagonalGaussian, f: Callable[[Tensor], Tensor], nodes: int = 20) -> Tensor:
+    points, shares = places(q, "quadrature", nodes)
+    return torch.tensordot(shares, torch.stack([f(point) for point in points]), 1)
+
+
+# Expectations -----------------------------------------------------------------------------------
+
+
+def test_the_delta_method_drops_the_variance() -> None:
+    q = posterior()
+    assert torch.equal(at_mean(q, torch.square), THETA.square())
+    exactly = THETA.square() + 1 / q.precision
+    torch.testing.assert_close(by_quadrature(q, torch.square), exactly, rtol=1e-12, atol=0)
+
+
+def test_quadrature_agrees_with_moments_and_with_samples() -> None:
+    q = posterior()
+    variance = 1 / q.precision
+    fourth = THETA**4 + 6 * THETA**2 * variance + 3 * variance**2
+    found = by_quadrature(q, lambda t: torch.stack([t**4, t]), nodes=3)  # exact up to degree 5
+    torch.testing.assert_close(found[0], fourth, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[1], THETA, rtol=1e-12, atol=1e-14)
+    n = 5000
+    sampled = at_samples(q, torch.cos, n, generator=torch.Generator().manual_seed(0))
+    exactly = torch.cos(THETA) * torch.exp(-variance / 2)
+    torch.testing.assert_close(by_quadrature(q, torch.cos), exactly, rtol=1e-10, atol=0)
+    assert (sampled - exactly).abs().max() < 4 / n**0.5
+
+
+def test_bad_requests() -> None:
+    q = posterior()
+    with pytest.raises(InputError, match="n must be a positive"):
+        at_samples(q, torch.square, 0)
+    with pytest.raises(InputError, match="samples must be"):
+        places(q, "quadrature", 0)
+    with pytest.raises(InputError, match="one variable"):
+        places(FullGaussian(THETA, torch.eye(P).double()), "quadrature")
+
+
+def test_the_adversary_ascends_in_the_posteriors_metric() -> None:
+    """It maximises ⟨g, a − m⟩ − ½ (a − m)ᵀ diag(s) (a − m) / radius."""
+    q, g = posterior(), torch.tensor([1.0, -2.0, 0.5, 3.0]).double()
+    a = adversary(q.mean, g, q.precision, 0.1).requires_grad_()
+    value = g @ (a - q.mean) - 0.5 * (q.precision * (a - q.mean).square()).sum() / 0.1
+    (slope,) = torch.autograd.grad(value, a)
+    assert slope.abs().max() < 1e-12
+
+
+# Curvatures -------------------------------------------------------------------------------------
+
+
+def closed_form() -> tuple[Tensor, Tensor, Tensor]:
+    p = torch.sigmoid(X @ THETA)
+    return X, p - Y, p * (1 - p)
+
+
+def test_exact_and_gauss_newton_of_logistic_regression() -> None:
+    x, residual, weight = closed_form()
+    gradient = x.T @ residual
+    g, h = exact(losses, THETA)
+    torch.testing.assert_close(g, gradient)
+    torch.testing.assert_close(h, x.T @ (weight[:, None] * x))
+    g, h = gauss_newton(losses, THETA)
+    torch.testing.assert_close(g, gradient)
+    torch.testing.assert_close(h, x.T @ (residual.square()[:, None] * x))
+    g, h = squared_gradient(losses, THETA)
+    torch.testing.assert_close(g, gradient)
+    torch.testing.assert_close(h, gradient.square())
+
+
+def test_hutchinson_is_unbiased() -> None:
+    _, h = exact(losses, THETA)
+    n = 300
+    q = FullGaussian(THETA, torch.eye(P).double())
+    points, generator = THETA.expand(n, P), torch.Generator().manual_seed(0)
+    found = ESTIMATES["hutchinson"](losses, points, q, generator)[1].mean(0)
+    spread = (h.square().sum(1) - h.diagonal().square()).sqrt()  # of one estimate
+    assert ((found - h.diagonal()).abs() < 4 * spread / n**0.5).all()
+    assert (found - h.diagonal()).abs().max() > 1e-6
+
+
+def test_the_reparameterised_estimate_is_unbiased() -> None:
+    """E_q[S (θ − m) gᵀ] = E_q[∇²ℓ], by quadrature on a loss that is a sum over weights."""
+    marginals = posterior()
+    q = FullGaussian(marginals.mean, marginals.precision.diag())
+
+    def elementwise(theta: Tensor) -> Tensor:
+        return torch.sin(theta) + 0.1 * theta**4
+
+    def estimate(theta: Tensor) -> Tensor:
+        return ESTIMATES["reparameterised"](elementwise, theta.unsqueeze(0), q, None)[1][0]
+
+    found = by_quadrature(marginals, estimate, nodes=30).diagonal()
+    expected = by_quadrature(marginals, lambda t: -torch.sin(t) + 1.2 * t**2, nodes=30)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_theorem_1_by_simulation() -> None:
+    """The same for the row's own estimate, over random minibatches of 3 of 12."""
+    gradients = torch.func.jacrev(losses)(THETA)
+    generator = torch.Generator().manual_seed(0)
+    draws, m = 1500, 3
+    squares = []
+    for _ in range(draws):
+        batch = torch.randperm(N, generator=generator)[:m]
+        squares.append(squared_gradient(lambda t, b=batch: losses(t)[b] / m, THETA)[1])
+    stacked = torch.stack(squares)
+    w = (N - m) / (m * (N - 1))
+    expected = w * gradients.square().mean(0) + (1 - w) * gradients.mean(0).square()
+    error = stacked.std(0) / draws**0.5
+    assert ((stacked.mean(0) - expected).abs() < 4 * error).all()
+    assert ((stacked.mean(0) - gradients.square().mean(0)).abs() > 10 * error).any()  # it is biased
+
+
+# Moves ------------------------------------------------------------------------------------------
+
+
+def settings(**other: float) -> dict[str, float]:
+    return {"lr": 0.1, "beta1": 0.9, "beta2": 0.5, "weight_decay": 0.2, "hess_init": 0.0, **other}
+
+
+def test_the_retraction_keeps_half_of_the_precision() -> None:
+    """Whatever the estimate says; without it the precision turns negative."""
+    for estimate, expected in ((-100.0, None), (0.7, 0.7)):
+        for positive in (False, True):
+            hess = [torch.tensor([0.5]).double()]
+            block = Block(
+                [torch.zeros(1).double()],
+                [torch.zeros(1).double()],
+                [torch.tensor([estimate]).double()],
+                hess,
+                [],
+            )
+            move = Move(positive=positive)
+            curvature = ROWS["VOGN"].curvature
+            step(block, curvature, move, settings(beta2=0.0 if expected else 0.5), 1)
+            if positive:
+                assert float(hess[0]) + 0.2 >= 0.35
+            elif expected is None:
+                assert float(hess[0]) + 0.2 < 0
+            else:
+                assert float(hess[0]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
+def test_the_power_of_the_precision(power: float) -> None:
+    theta = [torch.tensor([1.0]).double()]
+    block = Block(theta, [torch.tensor([3.0]).double()], [torch.tensor([16.0]).double()],
+                  [torch.zeros(1).double()], [])  # fmt: skip
+    group = settings(beta2=0.0, weight_decay=0.0)
+    step(block, ROWS["VOGN"].curvature, Move(power=power), group, 1)
+    assert float(theta[0]) == pytest.approx(1 - 0.1 * 3 / 16**power, rel=1e-14)
+
+
+def test_natural_momentum_is_the_heavy_ball() -> None:
+    """K&R 75 from Eq. 80, for any fixed covariance, against torch's momentum."""
+    precision = torch.tensor([2.0, 1.0, 5.0, 0.5]).double()
+    before = now = FixedGaussian(THETA, precision)
+    theta = torch.nn.Parameter(THETA / precision.rsqrt())
+    optimizer = torch.optim.SGD([theta], lr=0.05, momentum=0.8)
+    for _ in range(20):
+        gradient = torch.func.grad(lambda t: losses(t).sum())(now.mean)
+        before, now = now, natural_momentum(now, before, {"linear": gradient}, 0.05, 0.8)
+        optimizer.zero_grad()
+        losses(theta * precision.rsqrt()).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(now.mean, theta.detach() * precision.rsqrt(), rtol=1e-12, atol=1e-14)
+
+
+def test_natural_momentum_with_a_precision_that_moves() -> None:
+    """S' = (1 − ρ)S + ρH + γ(S − S₋),  S'(m' − m) = −ρ g + γ S₋ (m − m₋), from Eq. 80."""
+    rho, gamma = 0.3, 0.2
+    before = DiagonalGaussian(THETA + 0.1, posterior().precision * 1.1)
+    now = posterior()
+    g = torch.tensor([1.0, -2.0, 0.5, 3.0]).double()
+    h = torch.tensor([2.0, 1.0, 7.0, 0.1]).double()
+    moved = natural_momentum(now, before, now.pull_back(g, h), rho, gamma)
+    s = (1 - rho) * now.precision + rho * h + gamma * (now.precision - before.precision)
+    shift = -rho * g + gamma * before.precision * (now.mean - before.mean)
+    torch.testing.assert_close(moved.precision, s, rtol=1e-13, atol=0)
+    torch.testing.assert_close(moved.mean, now.mean + shift / s, rtol=1e-13, atol=0)
+
+
+def test_gradient_descent_is_the_rule_for_unit_covariance() -> None:
+    q = FixedGaussian(THETA, torch.ones(P).double())
+    gradient = at_mean(q, torch.func.grad(lambda t: losses(t).sum()))
+    moved = blr_step(q, q.pull_back(gradient), 0.1)
+    torch.testing.assert_close(moved.mean, THETA - 0.1 * gradient, rtol=1e-14, atol=1e-15)

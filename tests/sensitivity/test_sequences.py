@@ -119,31 +119,35 @@ def test_kronecker_of_all_but_the_vocabulary(
     assert {n for n in like if n.startswith(("words", "places", "read"))} <= set(q.form.plain)
 
 
+@cache
+def dense_parts(world: World) -> list[tuple[Tensor, ...]]:
+    """Jacobian, Hessian of the loss, error, outputs and targets of each sequence, at the model."""
+    parts = []
+    like = {n: p.detach() for n, p in world.model.named_parameters()}
+    at = flatten(like)
+    for ids, labels in zip(world.ids, world.labels, strict=True):
+        kept = labels[1:] != IGNORED
+
+        def logits(flat: Tensor, ids: Tensor = ids, kept: Tensor = kept) -> Tensor:
+            params = {n: x[0] for n, x in unflatten(flat.unsqueeze(0), like).items()}
+            out = torch.func.functional_call(world.model, params, (ids.unsqueeze(0),))
+            return out.logits[0, :-1][kept]
+
+        f, y = logits(at), labels[1:][kept]
+        p = f.softmax(-1)
+        errors = (p - torch.nn.functional.one_hot(y, f.shape[-1])).flatten()
+        height = torch.block_diag(*(x.diag() - torch.outer(x, x) for x in p))
+        parts.append((torch.func.jacrev(logits)(at).flatten(0, 1), height, errors, f, y))
+    return parts
+
+
 class Dense:
     """J_i and Λ_i of every sequence at the tokens that count, and what follows from them."""
 
     def __init__(self, world: World, q: Posterior) -> None:
         self.sigma = torch.linalg.inv(dense_precision(q))
-        self.jacobians, self.heights, self.errors, self.outputs, self.targets = [], [], [], [], []
-        names = [n for n, _ in world.model.named_parameters()]
-        for ids, labels in zip(world.ids, world.labels, strict=True):
-            kept = labels[1:] != IGNORED
-
-            def logits(flat: Tensor, ids: Tensor = ids, kept: Tensor = kept) -> Tensor:
-                like = {n: p.detach() for n, p in world.model.named_parameters()}
-                params = {n: x[0] for n, x in unflatten(flat.unsqueeze(0), like).items()}
-                out = torch.func.functional_call(world.model, params, (ids.unsqueeze(0),))
-                return out.logits[0, :-1][kept]
-
-            at = torch.cat([q.mean[n].flatten() for n in names])
-            f, y = logits(at), labels[1:][kept]
-            p = f.softmax(-1)
-            self.outputs.append(f)
-            self.targets.append(y)
-            self.errors.append((p - torch.nn.functional.one_hot(y, f.shape[-1])).flatten())
-            blocks = [x.diag() - torch.outer(x, x) for x in p]
-            self.heights.append(torch.block_diag(*blocks))
-            self.jacobians.append(torch.func.jacrev(logits)(at).flatten(0, 1))
+        parts = zip(*dense_parts(world), strict=True)
+        self.jacobians, self.heights, self.errors, self.outputs, self.targets = parts
 
     @property
     def variances(self) -> list[Tensor]:

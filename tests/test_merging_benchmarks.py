@@ -1,21 +1,61 @@
-"""The merging experiment's own parts: its data's splits, TIES, batches; nothing is downloaded."""
+"""Merging's benchmarks: what keeps their figures honest, the data's splits, TIES; no timing."""
 
 from __future__ import annotations
 
 import pickle  # noqa: TID251 - to be read without running it
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.merging import sentiment_data, sentiment_rows
+from benchmarks.merging import child, sentiment_data, sentiment_rows
 from benchmarks.merging import sentiment_train as training
+from benchmarks.merging.agreement import difference
+from benchmarks.merging.checkpoints_made import make
 from benchmarks.merging.sentiment_data import Text
 from benchmarks.merging.sentiment_ties import ties_step
 from benchmarks.merging.sentiment_train import Recipe
 from blr_analysis.files import storage
+
+HOLD = "import time; x = b'1' * 200_000_000; time.sleep(0.2)"
+
+
+def test_a_wrong_result_shows(tmp_path: Path) -> None:
+    made = make(tmp_path / "made", 500_000)
+    tensors = load_file(made.base / "model.safetensors")
+    name = max(tensors, key=lambda n: tensors[n].numel())
+    total = sum(t.numel() for t in tensors.values())
+    top = float(tensors[name].abs().max())
+    tensors[name].view(-1)[0] = 3 * top
+    save_file(tensors, tmp_path / "other.safetensors")
+    found = difference(tmp_path / "other.safetensors", made.base / "model.safetensors")
+    assert found.share == pytest.approx(1 / total)
+    assert 2 <= found.largest <= 4
+    save_file({"another": tensors[name]}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="different names"):
+        difference(tmp_path / "foreign.safetensors", made.base / "model.safetensors")
+
+
+def test_a_child_is_measured_by_itself() -> None:
+    held = torch.zeros(30_000_000)  # of this process, and none of the child's
+    assert held.sum() == 0
+    small = child.run([sys.executable, "-I", "-S", "-c", "print('{\"inner\": 0.5}')"])
+    assert small.inner == 0.5 and small.seconds > 0
+    assert 1e6 < small.peak < 60e6
+    large = child.run([sys.executable, "-I", "-S", "-c", HOLD])
+    assert large.inner is None and large.peak > 200e6
+    assert 200e6 < large.own <= large.peak
+    with pytest.raises(child.ChildError, match=r"ended with 3:\s+no luck"):
+        child.run(["sh", "-c", "echo no luck; exit 3"])
+    with pytest.raises(child.ChildError, match="could not be started"):
+        child.run(["no-such-program-anywhere"])
+
+
+# The merging experiment's own parts: its data's splits, TIES, batches; nothing is downloaded.
 
 
 def documents() -> Iterator[Text]:
