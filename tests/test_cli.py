@@ -654,7 +654,7 @@ def test_interrupted_in_the_script(here: Path, capsys: pytest.CaptureFixture[str
 
 def test_interrupted_between_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, _, q = inputs()
-    findings = investigate(task, q)
+    findings = investigate(task, q, by=None)
     real = pictures_module.write_table
     monkeypatch.setattr(
         pictures_module, "write_table", lambda *a: real(*a) if a[2] == "table" else _interrupt()

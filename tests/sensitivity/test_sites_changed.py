@@ -157,7 +157,7 @@ CASES = {
     "logistic regression": (logistic, labels(), [0, 4, 5]),
     "EM": (mixture, two_clusters(4.0), [0, 3, 20]),
     "factor analysis": (factors, one_factor(), [0, 1]),
-    "non-conjugate VMP": (counted, rows(counts(), torch.arange(14)), [0, 4]),
+    "non-conjugate VMP": (counted, counts(), [0, 4]),
     "hidden Markov model": (chain, switching(), [0, 5]),
 }
 
