@@ -213,13 +213,18 @@ def test_expected_errors_of_squares_are_those_at_the_mean() -> None:
     assert relative(blr.influence(task, again, task, **QUIET), mean) < EXACT
 
 
+@functools.cache
+def of_seed(seed: int) -> World:
+    return World(mlp(seed=seed), normal(47, 4), 3, 7)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("memory_budget", [None, 1])
 def test_several_checkpoints_are_averaged(
     world: World, normalize: bool, memory_budget: int | None
 ) -> None:
     """Each at its own weights."""
-    worlds = [World(mlp(seed=seed), normal(47, 4), 3, 7) for seed in (3, 4, 5)]
+    worlds = [of_seed(seed) for seed in (3, 4, 5)]
     forms = ("kron", "diag", "kron")
     qs = [w.posterior(form) for w, form in zip(worlds, forms, strict=True)]
     options = dict(normalize=normalize, memory_budget=memory_budget, **QUIET)
