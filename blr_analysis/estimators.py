@@ -9,15 +9,16 @@ out, so that the posterior's δ is known and nobody has to name it:
     PoissonRegressor     (1/N) Σ ℓ_i + ½ α ‖w‖²          δ = α N
     MLPClassifier        (1/B) (Σ_B ℓ_i + ½ α ‖W‖²)      δ = α N/B, B its batch size
 
-ℓ_i is the loss in nats; σ², the variance of the noise, is estimated from the residuals, as
-scikit-learn names none. Intercepts are not penalised; they, and δ = 0, get a millionth of the
-least curvature that the data have (of a network 1e-6), whatever the units, so that directions which
-change no prediction have one as well. The largest of those, one number added to all logits of a
-softmax, is taken out of the outputs.
+ℓ_i is the loss in nats; σ², the variance of the noise, is that of the likelihood given, else
+estimated from the residuals, as scikit-learn names none. Intercepts are not penalised; they, and
+δ = 0, get a millionth of the least curvature that the data have (of a network 1e-6), whatever the
+units, so that directions which change no prediction have one as well. The largest of those, one
+number added to all logits of a softmax, is taken out of the outputs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class Estimator:
         inputs, targets: the data as the estimator sees them: transformed, labels as 0 … C−1.
         likelihood: what it was fitted to, with its ``class_weight``; "balanced" ones are read
             from these labels, so that test data take those of the training data.
-        prior_precision: δ by parameter name.
+        prior_precision: δ by parameter name; None where it hangs on a noise that there is not.
         labels: each example's label by its own name, where that is no number; None.
     """
 
@@ -59,12 +60,15 @@ class Estimator:
     inputs: Tensor
     targets: Tensor
     likelihood: Likelihood
-    prior_precision: dict[str, float]
+    prior_precision: dict[str, float] | None
     labels: list[str] | None = None
 
 
-def read_estimator(estimator: Any, X: Any, y: Any) -> Estimator:
-    """A fitted estimator, or a Pipeline that ends in one, and the data that it was fitted to.
+def read_estimator(
+    estimator: Any, X: Any, y: Any, likelihood: Likelihood | None = None
+) -> Estimator:
+    """A fitted estimator, or a Pipeline that ends in one, and the data that it was fitted to;
+    ``likelihood`` is taken in place of the one that would be read.
 
     Raises:
         InputError: not fitted, no likelihood known for it here, a penalty that is no square, other
@@ -83,15 +87,16 @@ def read_estimator(estimator: Any, X: Any, y: Any) -> Estimator:
         raise InputError(f"give a fitted estimator, got {type(estimator).__name__}") from error
     if isinstance(estimator, Pipeline):
         X = estimator[:-1].transform(X) if len(estimator.steps) > 1 else X
-        return read_estimator(estimator.steps[-1][1], X, y)
+        return read_estimator(estimator.steps[-1][1], X, y, likelihood)
     name = type(estimator).__name__
     if name not in _READERS:
         known = ", ".join(_READERS)
         raise InputError(f"no likelihood is known for {name}, but for {known} and their Pipelines")
-    return _READERS[name](estimator, _inputs(estimator, X), np.asarray(y))
+    given = None if likelihood is None else likelihood.plain
+    return _READERS[name](estimator, _inputs(estimator, X), np.asarray(y), given)
 
 
-def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
+def _logistic(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
     ratio = estimator.l1_ratio or 0.0
     if estimator.penalty in ("l1", "elasticnet") or (ratio and estimator.penalty != "l2"):
         raise InputError("an l1 penalty has no δ; fit LogisticRegression with the l2 penalty")
@@ -102,7 +107,7 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     places, labels = _classes(estimator.classes_, y)
     binary = len(estimator.coef_) == 1
     targets = torch.from_numpy(places).double() if binary else torch.from_numpy(places)
-    kind = _by_class(estimator.class_weight, estimator.classes_, places)
+    kind = given or _by_class(estimator.class_weight, estimator.classes_, places)
     liblinear = estimator.solver == "liblinear"  # whose intercept is a weight of this column
     shrunk = delta / estimator.intercept_scaling**2 if liblinear else 0.0
     return Estimator(
@@ -115,33 +120,45 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
     )
 
 
-def _least_squares(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
+def _least_squares(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
+    if getattr(estimator, "positive", False):
+        raise InputError("positive=True is a constraint, which has no δ; fit without it")
     model = _linear(estimator, x)
     targets = torch.from_numpy(y.astype(np.float64))
+    noise = given if isinstance(given, Gaussian) else _noise(estimator, model, x, targets)
+    alpha = getattr(estimator, "alpha_", getattr(estimator, "alpha", 0.0))
+    delta = np.unique(np.divide(alpha, noise.variance))
+    if len(delta) > 1:
+        raise InputError("one alpha per target has no single δ; fit the targets one by one")
+    known = not math.isnan(delta[0])
+    prior = _linear_prior(model, x, targets, noise, float(delta[0])) if known else None
+    return Estimator(model, x, targets, noise, prior)
+
+
+def _noise(estimator: Any, model: nn.Linear, x: Tensor, targets: Tensor) -> Gaussian:
+    """σ² of the residuals; NaN, which only a likelihood that knows it mends, where they are
+    rounding."""
     with torch.no_grad():
         residuals = targets.reshape(len(x), -1) - model(x)
     fitted = x.shape[1] + (model.bias is not None)
     left = len(x) - fitted if len(x) > fitted else len(x)
-    variance = float(residuals.square().sum(0).mean()) / left
-    if not variance > 0:
-        raise InputError("the residuals are 0: no noise is left to estimate")
-    alpha = np.unique(getattr(estimator, "alpha_", getattr(estimator, "alpha", 0.0)))
-    if len(alpha) > 1:
-        raise InputError("one alpha per target has no single δ; fit the targets one by one")
-    noise = Gaussian(variance)
+    noise = Gaussian()
     noise.estimated = True
-    prior = _linear_prior(model, x, targets, noise, float(alpha[0]) / variance)
-    return Estimator(model, x, targets, noise, prior)
+    noise.variance = float(residuals.square().sum(0).mean()) / left
+    rounding = np.finfo(estimator.coef_.dtype).eps ** (4 / 3)
+    if noise.variance <= rounding * float(targets.square().mean()):
+        noise.variance = math.nan
+    return noise
 
 
-def _poisson(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
-    model, kind = _linear(estimator, x), BY_NAME["poisson"]()
+def _poisson(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
+    model, kind = _linear(estimator, x), given or BY_NAME["poisson"]()
     targets = torch.from_numpy(y.astype(np.float64))
     prior = _linear_prior(model, x, targets, kind, float(estimator.alpha) * len(x))
     return Estimator(model, x, targets, kind, prior)
 
 
-def _perceptron(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
+def _perceptron(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
     if estimator.early_stopping:
         raise InputError("early_stopping held back data that are not on record; fit without it")
     layers: list[nn.Module] = []
@@ -163,7 +180,7 @@ def _perceptron(estimator: Any, x: Tensor, y: np.ndarray) -> Estimator:
         nn.Sequential(*layers[:-1]),
         x,
         values.double() if kind == "bernoulli" else values,
-        BY_NAME[kind](),
+        given or BY_NAME[kind](),
         prior,
         labels=labels,
     )

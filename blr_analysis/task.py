@@ -160,8 +160,9 @@ class Task:
         :mod:`blr_analysis.estimators` for the formulas.
 
         Args:
-            likelihood: in place of what is read. Beside a task of the training data, test data
-                are judged with its noise, of a regression, and its weights, of "balanced" classes.
+            likelihood: in place of what is read. Beside a task of the training data, or a posterior
+                of it, test data are judged with its noise, of a regression, and its weights, of
+                "balanced" classes.
             metadata: as for :class:`Task`; labels that are words come along as ``label``.
 
         Raises:
@@ -175,7 +176,7 @@ class Task:
             >>> task.likelihood.name, task.prior_precision["weight"]
             ('categorical', 2.0)
         """
-        read = read_estimator(estimator, X, y)
+        read = read_estimator(estimator, X, y, likelihood)
         data = read_data((read.inputs, read.targets))
         task = cls(
             read.model,

@@ -96,6 +96,47 @@ def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> N
         assert told.before.nll == pytest.approx(truth.mean(), rel=1e-6)
 
 
+def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) -> None:
+    estimator = Ridge(alpha=3.0).fit(X, REAL)
+    task = blr.Task.from_sklearn(estimator, X, REAL)
+    q = blr.fit_laplace(task, structure="full", progress=False)
+    q.save(tmp_path / "q")
+    variance = ((REAL - estimator.predict(X)) ** 2).sum() / (N - 4)
+    z, far = X[:9] + 0.1, estimator.predict(X[:9] + 0.1) + 5
+    for y in (far, estimator.predict(z)):  # predicted exactly as well
+        test = blr.Task.from_sklearn(estimator, z, y)
+        square = (y - estimator.predict(z)) ** 2
+        truth = 0.5 * (square / variance + np.log(2 * np.pi * variance)).mean()
+        for posterior in (q, blr.Posterior.load(tmp_path / "q")):
+            assert posterior.predict(test, draws=0).nll == pytest.approx(truth, rel=1e-9)
+
+    test = blr.Task.from_sklearn(estimator, z, far)
+    diag = blr.fit_laplace(task, structure="diag", progress=False)
+    blr.Index.build(task, diag, tmp_path / "index", dtype="float64", progress=False)
+    alone = blr.Index.open(tmp_path / "index").influence(test, progress=False)
+    exact = blr.influence(task, diag, test, solver="posterior", progress=False).matrix
+    torch.testing.assert_close(alone, exact)
+
+    added = blr.what_if(task, q, add=test, solver="cg", progress=False).parameters
+    more = Ridge(alpha=3.0).fit(np.r_[X, z], np.r_[REAL, far])
+    np.testing.assert_allclose(added["weight"][0], more.coef_, rtol=1e-6)
+
+
+def test_a_noise_that_is_given_sets_the_scale_of_the_penalty() -> None:
+    task = blr.Task.from_sklearn(
+        Ridge(alpha=3.0).fit(X, REAL), X, REAL, likelihood=blr.Gaussian(0.25)
+    )
+    assert task.prior_precision["weight"] == pytest.approx(3.0 / 0.25)
+    assert stationarity(task, blr.fit_laplace(task, structure="full", progress=False)).at_minimum
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_residuals_that_are_rounding_leave_no_noise(n: int) -> None:
+    task = blr.Task.from_sklearn(LinearRegression().fit(X[:n], REAL[:n]), X[:n], REAL[:n])
+    with pytest.raises(InputError, match="residuals"):
+        blr.fit_laplace(task, structure="full", progress=False)
+
+
 def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
     x = np.linspace(-2, 2, 20_000)[:, None]
     y = (x[:, 0] + RNG.normal(size=len(x)) > 0).astype(int)
@@ -214,6 +255,8 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "no numbers"),
+        (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
+        (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -62,6 +63,18 @@ class Likelihood(ABC):
     def plain(self) -> Likelihood:
         """The same without the examples' own weights."""
         return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, as a record may hold it."""
+        return {name: value for name, value in vars(self).items() if name != "estimated"}
+
+    def taking(self, settings: Mapping[str, Any]) -> Likelihood:
+        """The same with these :attr:`settings` of another, back from a record."""
+        made = copy(self)
+        for name, value in settings.items():
+            setattr(made, name, tuple(value) if isinstance(value, list) else value)
+        return made
 
     @property
     def kind(self) -> Likelihood:

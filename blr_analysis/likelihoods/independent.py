@@ -150,6 +150,8 @@ class Gaussian(_Independent):
         self._variances(outputs)
 
     def _variances(self, outputs: Tensor) -> Tensor:
+        if self.variance != self.variance:
+            raise InputError("the residuals are 0: no noise to estimate; give one as likelihood=")
         given = self.variance if isinstance(self.variance, tuple) else (self.variance,)
         return per_output("variance", given, outputs, outputs.shape[-1])
 

@@ -358,7 +358,8 @@ class Posterior:
             p(y | x) = ∫ p(y | f_θ(x)) q(θ) dθ  ≈  1/K Σ_k p(y | f_θₖ(x)),   θₖ ~ q
 
         Args:
-            task: the model with the examples to predict; any number of them.
+            task: the model with the examples to predict; any number of them. What a task of
+                scikit-learn estimates from its examples is taken as the fit knew it.
             draws: K; 0: the one network at the posterior's mean.
             generator: draws the networks; None: torch's global one.
             chunk_size: examples at a time, instead of the task's ``batch_size``.
@@ -388,6 +389,16 @@ class Posterior:
         return predict(
             task, [self], draws, generator=generator, chunk_size=chunk_size, progress=progress
         )
+
+    def judging(self, task: Task) -> Task:
+        """The task, where its likelihood was estimated from its own examples, with the noise or
+        the weights of classes of the data that this was fitted to."""
+        known = self.record.get("estimated", {})
+        if not task.likelihood.estimated or known.keys() != task.likelihood.settings.keys():
+            return task
+        made = task.under(task.model, task.device)
+        made.likelihood = task.likelihood.taking(known)
+        return made
 
     def log_density(self, params: Mapping[str, Tensor]) -> Tensor:
         """log q(θ) = −½ (θ−m)ᵀS(θ−m) + ½ log|S| − (P/2) log 2π, in nats.
@@ -673,6 +684,7 @@ def predict(
     number = 0 if whole(draws) == 0 else positive_int("draws", draws)
     if chunk_size is not None:
         positive_int("chunk_size", chunk_size)
+    task = qs[0].judging(task)
     networks = (
         q.sample(generator=generator) if number else q.mean for q in qs for _ in range(number or 1)
     )

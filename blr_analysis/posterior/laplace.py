@@ -283,6 +283,8 @@ def fit_kept(
     record |= {"fingerprint": fingerprint(task, params)}
     if prior_precision is not None:
         record |= {"prior_named": True}
+    if task.likelihood.estimated:
+        record |= {"estimated": task.likelihood.settings}
     q = Posterior(
         {n: p.clone() for n, p in params.items()},
         form,

@@ -292,12 +292,13 @@ def _evaluated_on(evaluate: Task | None, task: Task, q: Posterior) -> Task:
 def _added(add: Task, task: Task) -> Task:
     """The new examples under the old task's model."""
     instance("add", add, Task, "a blr_analysis.Task with the new examples")
+    add = add.with_model(task)
     new, old = add.likelihood, task.likelihood
     if not new.same(old):
         raise InputError(
             f"the added examples have the likelihood {new!r}, the task {old!r}; take one for both"
         )
-    return add.with_model(task)
+    return add
 
 
 def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:

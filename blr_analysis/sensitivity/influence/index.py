@@ -381,7 +381,7 @@ class Index:
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
-        sketch = self._sketch
+        sketch, task = self._sketch, q.judging(task)
         asked, squares = _projected(task, q, sketch, sketch.roots(q), Chunking(progress=progress))
         lengths = rooted(squares) if normalize == "cosine" else torch.ones_like(squares)
         return asked / lengths.to(asked).unsqueeze(1), lengths
