@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import install
 from blr_analysis.errors import InputError
 from blr_analysis.files import Owned, Scratch, Source, Spec
 from blr_analysis.files.headers import read_json
@@ -178,6 +179,11 @@ def is_vocabulary(name: str) -> bool:
     return _layer(name) in INPUTS | OUTPUTS
 
 
+def table_lengths(specs: Mapping[str, Spec]) -> dict[str, int]:
+    """The rows of each tensor that has one for each token."""
+    return {n: spec.shape[0] for n, spec in specs.items() if is_vocabulary(n) and spec.shape}
+
+
 def _layer(name: str) -> str:
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else ""
@@ -187,14 +193,19 @@ def union(folders: Sequence[Path], known: Mapping[Path, Tokens]) -> tuple[Tokens
     """All tokens of several tokenizers and the ``tokenizer.json`` that has them: the first one's
     keep their numbers, those that others add follow.
 
+    ``tokenizers`` numbers added tokens behind the model's own unless the model's ``vocab`` has them
+    too: where that grows, it holds all tokens.
+
     Raises:
-        InputError: a tokenizer is stored in another form.
+        InputError: a tokenizer is stored in another form, or the library reads other numbers.
     """
     files = [folder / "tokenizer.json" for folder in folders]
     for file in files:
         if not file.is_file():
             raise InputError(f"a union needs {str(file)!r}: save that tokenizer as a fast one")
     document = read_json(files[0])
+    inside = document["model"].get("vocab")
+    plain = len(inside or ())
     tokens = dict(known[folders[0]])
     document.setdefault("added_tokens", [])
     for folder, file in zip(folders[1:], files[1:], strict=True):
@@ -204,7 +215,6 @@ def union(folders: Sequence[Path], known: Mapping[Path, Tokens]) -> tuple[Tokens
         added = {t["content"]: t for t in theirs.get("added_tokens", [])}
         first = 1 + max(tokens.values(), default=-1)
         tokens |= {token: first + k for k, token in enumerate(new)}
-        inside = document["model"].get("vocab")
         for token in new:
             if token in added:
                 document["added_tokens"].append({**added[token], "id": tokens[token]})
@@ -216,4 +226,20 @@ def union(folders: Sequence[Path], known: Mapping[Path, Tokens]) -> tuple[Tokens
         more = [m for m in theirs["model"].get("merges", ()) if json.dumps(m) not in have]
         if more and any(token not in added for token in new):
             document["model"]["merges"] += more
+    if len(inside or ()) > plain:
+        inside |= tokens
+    if _as_read(document) != tokens:
+        raise InputError("the union's tokens would get other numbers: name a model in its place")
     return tokens, document
+
+
+def _as_read(document: Mapping[str, Any]) -> Tokens:
+    """The numbers that the library gives to the tokens of a ``tokenizer.json``."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as fault:
+        raise InputError(f"a union of tokenizers is read once more: {install('hf')}") from fault
+    try:
+        return Tokenizer.from_str(json.dumps(document)).get_vocab()
+    except Exception as fault:  # the library's own, of no narrower kind
+        raise InputError(f"the union is no tokenizer ({fault!s:.80}): name a model") from fault

@@ -10,6 +10,8 @@ import pytest
 import torch
 from jinja2 import Environment
 from merging.models_on_disk import near, state, write_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder
@@ -99,16 +101,16 @@ def with_tokens(root: Path, name: str, tokens: list[str], seed: int, **config: A
         tensors["lm_head.weight"] = torch.randn(len(tokens), 3, generator=generator)
     sizes = {"vocab_size": len(tokens), **config}
     folder = write_model(root / name, tensors, config=sizes)
-    plain = {t: n for n, t in enumerate(tokens) if not t.startswith("<")}
-    added = [(t, n) for n, t in enumerate(tokens) if t.startswith("<")]
-    form = fast(plain, *added)
-    return put(folder, "tokenizer.json", {**form, "model": {**form["model"], "type": "BPE"}})
+    tokenizer = Tokenizer(WordLevel({t: n for n, t in enumerate(tokens) if t[0] != "<"}))
+    tokenizer.add_tokens([t for t in tokens if t[0] == "<"])
+    return put(folder, "tokenizer.json", tokenizer.to_str())
 
 
 TOKENS = {
     "base": ["the", "a", "cat"],
     "one": ["the", "a", "cat", "<x>"],
     "two": ["a", "the", "cat", "<y>", "<x>"],
+    "new": ["the", "dog", "a", "hen", "<x>", "<y>"],
 }
 RECIPE = "merge_method: linear\nmodels: [{model: one}, {model: two}]\n"
 
@@ -132,13 +134,17 @@ def row(root: Path, model: str, token: str, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "lm_head.weight"])
-def test_a_union_has_every_token_once(three: Path, name: str) -> None:
-    tensors, out = merged(three, RECIPE + "tokenizer_source: union")
-    tokens = ["the", "a", "cat", "<x>", "<y>"]
-    assert vocabulary(out) == {t: n for n, t in enumerate(tokens)}
-    assert json.loads((out / "config.json").read_text())["vocab_size"] == 5
-    for at, token in enumerate(tokens):
-        knowing = [m for m in ("one", "two") if token in TOKENS[m]]  # the others take their mean
+@pytest.mark.parametrize("other", ["two", "new"])
+def test_a_union_has_every_token_once(three: Path, name: str, other: str) -> None:
+    text = RECIPE.replace("two", other) + "tokenizer_source: union"
+    tensors, out = merged(three, text)
+    tokens = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab()
+    assert tokens == vocabulary(out)
+    assert tokens.keys() == set(TOKENS["one"]) | set(TOKENS[other])
+    assert [tokens[t] for t in TOKENS["one"]] == [0, 1, 2, 3]
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == len(tokens)
+    for token, at in tokens.items():
+        knowing = [m for m in ("one", other) if token in TOKENS[m]]  # the others take their mean
         expected = sum(row(three, m, token, name) for m in knowing) / len(knowing)
         torch.testing.assert_close(tensors[name][at], expected)
 
@@ -174,6 +180,41 @@ def test_a_chosen_token_must_be_there(three: Path) -> None:
     text = RECIPE + "tokenizer: {source: union, tokens: {<z>: {source: one}}}"
     with pytest.raises(InputError, match=r"line 3.*<z>"):
         merged(three, text)
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_tables_that_are_padded_differently_give_one_without_padding(
+    three: Path, source: str
+) -> None:
+    padded = {n: t.clone() for n, t in Folder.open(three / "base").tensors().items()}
+    for name in ("embed.weight", "lm_head.weight"):
+        padded[name] = torch.cat([padded[name] + 1, torch.full((5, 3), 7.0)])
+    write_model(three / "padded", padded, config={"vocab_size": 8})
+    put(three / "padded", "tokenizer.json", (three / "base" / "tokenizer.json").read_text())
+    text = f"merge_method: linear\nbase_model: padded\ntokenizer_source: {source}\n"
+    tensors, out = merged(three, text + "models: [{model: base}, {model: padded}]")
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 3
+    own = Folder.open(three / "base").tensors()
+    for name in ("embed.weight", "lm_head.weight"):
+        torch.testing.assert_close(tensors[name], own[name] + 0.5)
+
+
+def test_numbers_that_the_library_would_not_give_are_refused(three: Path) -> None:
+    """Of an added token that stands behind a gap."""
+    document = json.loads((three / "two" / "tokenizer.json").read_text())
+    document["added_tokens"][1]["id"] = 7
+    put(three / "two", "tokenizer.json", document)
+    with_tokens(three, "more", ["the", "a", "cat", "<z>"], 3)
+    text = RECIPE.replace("one", "more") + "base_model: two\ntokenizer_source: union"
+    with pytest.raises(InputError, match="union"):
+        merged(three, text)
+
+
+def test_a_chosen_row_must_be_there(three: Path) -> None:
+    source = "{kind: model_token, model: two, token_id: 99}"
+    text = f"tokenizer: {{source: union, tokens: {{<y>: {{source: {source}}}}}}}"
+    with pytest.raises(InputError, match=r"line 3.*99"):
+        merged(three, RECIPE + text)
 
 
 def test_other_lengths_without_a_word_on_tokens(three: Path) -> None:

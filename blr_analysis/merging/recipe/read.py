@@ -52,7 +52,7 @@ from blr_analysis.merging.recipe.schema import (
     Way,
     WrittenWeight,
 )
-from blr_analysis.merging.vocabularies import Chosen, Tokens, Vocabulary, union
+from blr_analysis.merging.vocabularies import Chosen, Tokens, Vocabulary, table_lengths, union
 from blr_analysis.merging.weighting import default_weights
 
 AUTO = "auto"
@@ -520,13 +520,20 @@ class _RecipeReader:
         place = self._place(way, source.removeprefix("model:")) if named else first
         models = list(dict.fromkeys([first, *(one.model for one in self.listed)]))
         with self.page.naming(way):
-            own = {m: vocabulary(first if is_adapter(m) else m) for m in models}
+            whole = {m: first if is_adapter(m) else m for m in models}
+            own = {m: vocabulary(folder) for m, folder in whole.items()}
+            lengths = {
+                m: table_lengths(Folder.open(folder).specs)
+                for m, folder in whole.items() if not is_adapter(folder)
+            }  # fmt: skip
             tokens, document = dict(vocabulary(place)), None
             if source == "union" and any(t.keys() - tokens.keys() for t in own.values()):
                 folders = [m for m in models if not is_adapter(m)]
                 tokens, document = union(folders, own)
         asked = said is not None and (said.tokens or said.pad_to_multiple_of)
         alike = all(known in (tokens, {}) for known in own.values())
+        tables = [(n, rows) for table in lengths.values() for n, rows in table.items()]
+        alike = alike and len(set(tables)) == len(dict(tables))  # padded alike
         if alike and not asked:
             return (place if named else "base"), None
         if not tokens or not all(own.values()):
@@ -535,12 +542,17 @@ class _RecipeReader:
             raise self.page.wrong(way, f"{self.method.name} needs models of one vocabulary")
         many = (said.pad_to_multiple_of if said else None) or 1
         size = -(-(1 + max(tokens.values())) // many) * many
-        chosen = self._chosen(said.tokens if said else {}, tokens, own)
+        rows = {m: min(table.values(), default=0) for m, table in lengths.items()}
+        chosen = self._chosen(said.tokens if said else {}, tokens, own, rows)
         found = Vocabulary(tokens, size, own, self.base, chosen, document)
         return (place if named else "base"), found
 
     def _chosen(
-        self, written: Mapping[str, Token], tokens: Tokens, own: Mapping[Path, Tokens]
+        self,
+        written: Mapping[str, Token],
+        tokens: Tokens,
+        own: Mapping[Path, Tokens],
+        lengths: Mapping[Path, int],
     ) -> dict[str, Chosen]:
         """The rows that a recipe names for single tokens."""
         chosen: dict[str, Chosen] = {}
@@ -559,7 +571,8 @@ class _RecipeReader:
             word = (source.token or token) if isinstance(source, TokenOf) else token
             row = source.token_id if isinstance(source, TokenOf) else None
             row = own.get(place, {}).get(word) if row is None else row
-            if row is None:
-                raise self.page.wrong((*way, "source"), f"{text!r} is no model with {word!r}")
+            if row is None or row >= lengths.get(place, 0):
+                what = repr(word) if row is None else f"row {row}"
+                raise self.page.wrong((*way, "source"), f"{text!r} is no model with {what}")
             chosen[token] = Chosen(place, row, spec.force)
         return chosen
