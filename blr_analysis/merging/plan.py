@@ -221,12 +221,12 @@ def make_plan(
 def _check_filters(part: OpenModel, reference: Source) -> None:
     """Raise :class:`InputError` where a weight's filter is in no tensor's name."""
     asked = [getattr(given, "unused", None) for given in (part.weight, part.density)]
-    words = [word for unused in asked if unused is not None for word in unused(reference.specs)]
-    for word in words:
+    rules = [rule for unused in asked if unused is not None for rule in unused(reference.specs)]
+    for rule in rules:
         parts = {p for name in reference.specs for p in (name, *name.split("."))}
-        near = get_close_matches(word, parts, 3, 0.5) or sorted(parts, key=len)[-1:]
+        near = get_close_matches(rule.part, parts, 3, 0.5) or sorted(parts, key=len)[-1:]
         raise InputError(
-            f"{part.source.name}: no tensor's name holds the filter {word!r}: "
+            f"{rule.place or part.source.name}: no tensor's name holds the filter {rule.part!r}: "
             f"did you mean {some(near)}?"
         )
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -236,10 +237,13 @@ def union(folders: Sequence[Path], known: Mapping[Path, Tokens]) -> tuple[Tokens
 def _as_read(document: Mapping[str, Any]) -> Tokens:
     """The numbers that the library gives to the tokens of a ``tokenizer.json``."""
     try:
-        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
     except ImportError as fault:
         raise InputError(f"a union of tokenizers is read once more: {install('hf')}") from fault
     try:
-        return Tokenizer.from_str(json.dumps(document)).get_vocab()
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "tokenizer.json"
+            file.write_text(json.dumps(document), encoding="utf-8")
+            return PreTrainedTokenizerFast(tokenizer_file=str(file)).get_vocab()
     except Exception as fault:  # the library's own, of no narrower kind
         raise InputError(f"the union is no tokenizer ({fault!s:.80}): name a model") from fault

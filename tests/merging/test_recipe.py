@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.merging.job import Job, Member
+from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import Recipe, read_recipe
 from blr_analysis.merging.recipe.layer_weights import (
     LayerWeights,
@@ -360,6 +361,24 @@ def test_chat_templates(read: Read, place: Path) -> None:
 
 # What is wrong, and where
 
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic"])
+def test_a_rule_must_speak_of_every_tensor(read: Read, method: str) -> None:
+    """As in mergekit, whose error is "Missing required parameter weight"; of precisions the
+    default is 1."""
+    text = f"merge_method: {method}\nbase_model: base\nmodels:\n- model: ft1\n  parameters:\n"
+    rules = "    weight:\n    - {filter: mlp, value: 0.5}\n"
+    other = "- {model: ft2, parameters: {weight: 1}}\n"
+    with pytest.raises(InputError, match=r"line 7.*'embed\.weight'.*value"):
+        plan_folders(read(text + rules + other).job)
+    with pytest.raises(InputError, match=r"line 7.*'mpl'.*mlp"):
+        plan_folders(read(text + rules.replace("mlp", "mpl") + "    - value: 1\n" + other).job)
+    plan_folders(read(text + rules + "    - value: 1\n" + other).job)
+    matched = text.replace(method, "gradient_matching") + rules + "- {model: ft2}\n"
+    weight = read(matched).job.members[0].weight
+    assert callable(weight) and weight("embed.weight") == 1.0
+
+
 HEAD = "merge_method: linear\n"
 BOTH = "models: [{model: ft1}, {model: ft2}]\n"
 TASK = "merge_method: task_arithmetic\nbase_model: base\n"
@@ -379,6 +398,16 @@ FAULTS = {
     ),
     "model a number": (HEAD + "models: [{model: 3}]", "line 2.*model: expected.*got 3"),
     "no models": (HEAD + "models: []", "line 2.*the list is empty"),
+    "key of a token": (
+        HEAD + BOTH + "tokenizer: {source: union, tokens: {a: {source: ft1, forse: true}}}",
+        "line 3.*'forse'.*mean 'force'",
+    ),
+    "key of a module": (HEAD + "modules: {all: {slcies: []}}", "line 2.*'slcies'.*mean 'slices'"),
+    "key of a rule": (
+        HEAD + "models: [{model: ft1, parameters: {weight: [{filter: a, valu: 1}]}}]",
+        "line 2.*'valu'.*mean 'value'",
+    ),
+    "rank of models": (HEAD + BOTH + "adapter_rank: 2", "line 3.*adapters.*'ft1'"),
     "neither": (HEAD, "line 1.*models, slices"),
     "both": (
         HEAD + BOTH + "slices: [{sources: [{model: ft1, layer_range: [0, 2]}]}]",
@@ -597,7 +626,6 @@ def test_any_edit_gives_a_job_or_an_error(place: Path, at: int, cut: int, new: s
 
 def test_a_precision_of_another_model_is_found_by_the_plan(read: Read, place: Path) -> None:
     """What a recipe cannot know is checked where folders are opened, before anything is written."""
-    from blr_analysis.merging.plan import plan_folders
 
     other = {name: tensor[:2] for name, tensor in curved(9).items() if tensor.ndim == 2}
     write_model(place / "odd", near(state(0), 7), precision=other)

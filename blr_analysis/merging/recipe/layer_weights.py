@@ -17,12 +17,12 @@ that every model can be merged. Outside the layers everything, before them (embe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from blr_analysis.errors import ModelError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source
 from blr_analysis.merging.job import LayerSlice, Weight
 from blr_analysis.merging.vocabularies import Arranged, Place
@@ -35,11 +35,12 @@ FIRST = {"wte", "wpe", "shared", "tok_embeddings", "word_embeddings", "patch_emb
 class Rule:
     """A number, or a gradient over the depth, for the tensors whose name contains ``part``.
 
-    Every name contains the empty ``part``.
+    Every name contains the empty ``part``. ``place`` is where the recipe says so.
     """
 
     values: tuple[float, ...]
     part: str = ""
+    place: str = field(default="", compare=False)
 
     def at(self, depth: float) -> float:
         """The value at a depth in [0, 1]."""
@@ -58,7 +59,7 @@ class LayerWeights:
     Attributes:
         rules: the first that speaks of a tensor decides.
         depths: the number of layers of each stack, as :func:`depths` finds them.
-        default: where no rule speaks.
+        default: where no rule speaks; None: there must be one, as in mergekit.
 
     Example:
         >>> names = ["embed.weight", *(f"layers.{i}.mlp.weight" for i in range(3)), "norm.weight"]
@@ -71,17 +72,27 @@ class LayerWeights:
 
     rules: tuple[Rule, ...]
     depths: Mapping[str, int]
-    default: float = 1.0
+    default: float | None = 1.0
 
     def __call__(self, name: str) -> float:
-        """α of one tensor."""
-        depth = depth_of(name, self.depths)
-        return next((rule.at(depth) for rule in self.rules if rule.part in name), self.default)
+        """α of one tensor.
 
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """The filters that no tensor's name holds."""
+        Raises:
+            InputError: no rule speaks of it, and there is no default.
+        """
+        rule = next((rule for rule in self.rules if rule.part in name), None)
+        if rule is not None:
+            return rule.at(depth_of(name, self.depths))
+        if self.default is None:
+            raise InputError(
+                f"{self.rules[-1].place}: no rule for {name!r}: end with {{value: …}} for the rest."
+            )
+        return self.default
+
+    def unused(self, names: Iterable[str]) -> list[Rule]:
+        """The rules whose filter no tensor's name holds."""
         names = list(names)
-        return [rule.part for rule in self.rules if not any(rule.part in name for name in names)]
+        return [rule for rule in self.rules if not any(rule.part in name for name in names)]
 
     def __repr__(self) -> str:
         deciding: list[object] = []
@@ -90,21 +101,28 @@ class LayerWeights:
             if not rule.part:
                 break
         else:
-            deciding.append(self.default)
+            deciding += [] if self.default is None else [self.default]
         return "; ".join(map(repr, deciding))
 
 
 def weight_by_layer(
-    rules: tuple[Rule, ...], depths: Mapping[str, int], default: float = 1.0
+    rules: tuple[Rule, ...],
+    depths: Mapping[str, int],
+    default: float = 1.0,
+    *,
+    for_all: bool = False,
 ) -> Weight:
-    """α as a number where all tensors get the same, else as a function of the name.
+    """α as a number where all tensors get the same, else as a function of the name; ``for_all``:
+    where there are rules, one must speak of every tensor.
 
     >>> weight_by_layer((Rule((0.5,)),), {}), weight_by_layer((Rule((0.5,), "mlp"),), {})
     (0.5, mlp: 0.5; 1.0)
     """
     if not rules:
         return default
-    return LayerWeights(rules, depths, default) if varies(rules) else rules[0].values[0]
+    if not varies(rules):
+        return rules[0].values[0]
+    return LayerWeights(rules, depths, None if for_all else default)
 
 
 def varies(rules: Sequence[Rule]) -> bool:
@@ -141,11 +159,11 @@ class SliceWeights:
             index -= count
         return _at(self.weights[-1], name)
 
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """The filters that no tensor's name holds."""
+    def unused(self, names: Iterable[str]) -> list[Rule]:
+        """The rules whose filter no tensor's name holds."""
         names = list(names)
         own = [w.unused(names) for w in self.weights if isinstance(w, LayerWeights)]
-        return [word for words in own for word in words]
+        return [rule for rules in own for rule in rules]
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.weights))
@@ -153,7 +171,7 @@ class SliceWeights:
 
 def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """1 minus what the rules say."""
-    return tuple(Rule(tuple(1 - v for v in rule.values), rule.part) for rule in rules)
+    return tuple(replace(rule, values=tuple(1 - v for v in rule.values)) for rule in rules)
 
 
 def _at(weight: Weight, name: str) -> float:

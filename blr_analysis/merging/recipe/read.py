@@ -143,16 +143,6 @@ class _Listed:
     part: int
 
 
-def _rules(written: WrittenWeight | None) -> tuple[Rule, ...]:
-    """A weight in any of its forms; ``*`` and no filter are the part of every name."""
-    if written is None:
-        return ()
-    if isinstance(written, tuple):
-        return (Rule(written),)
-    rules = written if isinstance(written, list) else [written]
-    return tuple(Rule(r.value, "" if r.filter in (None, "*") else r.filter) for r in rules)
-
-
 class _RecipeReader:
     """What the parts of one recipe mean."""
 
@@ -180,6 +170,10 @@ class _RecipeReader:
         self._check_vocabularies()
         self._note_ignored()
         tokenizer, tokens = self._tokenizer()
+        for one in self.listed:
+            if text.adapter_rank is not None and not is_adapter(one.model):
+                what = f"a rank is for adapters alone: {one.entry.model!r} is none"
+                raise self.page.wrong(("adapter_rank",), what)
         members = list({one.model: one for one in self.listed}.values())
         weights, normalize = self._weights([one.model for one in members])
         out_dtype = text.out_dtype or text.dtype
@@ -217,16 +211,40 @@ class _RecipeReader:
         values = (getattr(part, name) for _, part in self.levels)
         return next((value for value in values if value is not None), default)
 
-    def _rules(self, name: str, part: int, entry: Entry | None = None) -> tuple[Rule, ...]:
+    def _rules(self, name: str, part: int, one: _Listed | None = None) -> tuple[Rule, ...]:
         """The rules of a parameter for one model of one slice, what decides first."""
-        parts: list[ModelParameters] = [] if entry is None else [entry.parameters]
-        parts += [p.parameters for p in self.slices[part : part + 1]] + [self.text.parameters]
-        return tuple(rule for own in parts for rule in _rules(getattr(own, name)))
+        parts: list[tuple[Way, ModelParameters]] = [] if one is None else [
+            (one.way, one.entry.parameters)
+        ]  # fmt: skip
+        parts += [((*self.root, part), p.parameters) for p in self.slices[part : part + 1]]
+        parts.append(((), self.text.parameters))
+        return tuple(
+            rule for way, own in parts
+            for rule in self._read((*way, "parameters", name.rstrip("_")), getattr(own, name))
+        )  # fmt: skip
+
+    def _read(self, way: Way, written: WrittenWeight | None) -> list[Rule]:
+        """A weight in any of its forms; ``*`` and no filter are the part of every name."""
+        if written is None:
+            return []
+        if isinstance(written, tuple):
+            return [Rule(written)]
+        rules = {(*way, k): r for k, r in enumerate(written)} if isinstance(written, list) else {
+            way: written
+        }  # fmt: skip
+        return [
+            Rule(
+                r.value,
+                "" if r.filter in (None, "*") else r.filter,
+                self.page.place((*at, "filter")),
+            )
+            for at, r in rules.items()
+        ]
 
     def _by_layer(self, name: str, model: Path | None, usual: float) -> Weight:
         """A parameter as a function of the tensor's name; 0 in slices that lack the model. Of no
         model: what is said of all."""
-        ones = {one.part: one.entry for one in self.listed if one.model == model}
+        ones = {one.part: one for one in self.listed if one.model == model}
         count = max(1, len(self.layers))
         rules = {
             k: self._rules(name, k, ones.get(k)) for k in range(count) if model is None or k in ones
@@ -237,13 +255,16 @@ class _RecipeReader:
         if any(map(varies, rules.values())):
             way: Way = ("base_model",) if self.base else ("models",)
             around = self._depths(self.base or self.listed[0].model, way)
+        for_all = name in ("weight", "t") and not self.method.uses_precisions
         if not self.layers:
-            return weight_by_layer(rules[0], around, usual)
+            return weight_by_layer(rules[0], around, usual, for_all=for_all)
         counts = tuple(layers.count for layers in self.layers)
         return SliceWeights(
             counts,
             tuple(
-                weight_by_layer(rules[k], dict.fromkeys(around, n), usual) if k in rules else 0.0
+                weight_by_layer(rules[k], dict.fromkeys(around, n), usual, for_all=for_all)
+                if k in rules
+                else 0.0
                 for k, n in enumerate(counts)
             ),
         )
@@ -444,7 +465,7 @@ class _RecipeReader:
         """α_t, and whether they are still to be normalized; None where the method decides."""
         method = self.method
         key = {"slerp": "t", "passthrough": "scale"}.get(method.name, "weight")
-        without = [o for o in self.listed if not self._rules(key, o.part, o.entry)]
+        without = [o for o in self.listed if not self._rules(key, o.part, o)]
         if key == "t" and without:
             raise self.page.wrong(("parameters",), "slerp needs t: 0 is base_model, 1 the other")
         some = key == "weight" and 0 < len(without) < len(self.listed)

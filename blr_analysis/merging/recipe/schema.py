@@ -290,10 +290,14 @@ class Page:
             key += f"[{part}]" if isinstance(part, int) else f".{part}"
         return key.removeprefix("."), line + 1, column + 1
 
+    def place(self, way: Way) -> str:
+        """File, line and column."""
+        _, line, column = self.find(way)
+        return f"{self.name}, line {line}, column {column}"
+
     def wrong(self, way: Way, what: object) -> InputError:
         """An error with file, line and column."""
-        _, line, column = self.find(way)
-        return InputError(f"{self.name}, line {line}, column {column}: {str(what).rstrip('.')}.")
+        return InputError(f"{self.place(way)}: {str(what).rstrip('.')}.")
 
     @contextmanager
     def naming(self, way: Way) -> Iterator[None]:
@@ -350,8 +354,11 @@ class Page:
 def _unknown(way: Way) -> str:
     """What to write instead of a key that is not known, or where to write it."""
     key = str(way[-1])
-    place = ".".join(part for part in way[:-1] if isinstance(part, str))
-    part = PLACES.get(place, WrittenRule)
+    above = [part for part in way[:-1] if isinstance(part, str)]
+    part = WrittenRule
+    if "parameters" not in above[:-1]:  # whose values are rules; other names between are the user's
+        inside = [p for p in PLACES if _in_order(p.split("."), above) or not p]
+        part = PLACES[max(inside, key=len)]
     known = [field.alias or name for name, field in part.model_fields.items()]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     where = [p for p, other in PLACES.items() if p and key in other.model_fields]
@@ -360,3 +367,8 @@ def _unknown(way: Way) -> str:
     if where:
         return f"unknown key {key!r}: it belongs to {where[0]!r}"
     return f"unknown key {key!r}; known here: {', '.join(known)}"
+
+
+def _in_order(parts: Sequence[str], way: Sequence[str]) -> bool:
+    left = iter(way)
+    return all(part in left for part in parts)
