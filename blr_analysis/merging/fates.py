@@ -32,12 +32,14 @@ class OpenModel:
         precision: H_t, or None.
         weight: α_t, a number or a function of the tensor's name.
         density: the share of θ_t − θ_0 that stays, the same.
+        buffers: the names of tensors that are known to be no parameters.
     """
 
     source: Source
     precision: StoredPrecision | None
     weight: Weight
     density: Weight = 1.0
+    buffers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,15 @@ def _item(
             raise InputError(f"passthrough copies one model, got {len(parts)} for {name!r}")
         if sum(alphas) == 1 and out == spec:  # what other models answer for it is the same tensor
             return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
-    if name.rpartition(".")[2] in STATISTICS:
-        zeros, note = (ZERO,) * len(parts), "; ".join([*notes, "a running statistic"])
+    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
+    bare = not any(curved) and all(part.precision is not None for part in parts)
+    if bare and out == spec and not _others(name, reference, parts, reads):
+        note = "; ".join([*notes, "the same in all models"])
+        return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), note)
+    statistic = name.rpartition(".")[2] in STATISTICS
+    if statistic or (bare and any(name in part.buffers for part in parts)):
+        zeros = (ZERO,) * len(parts)
+        note = "; ".join([*notes, "a running statistic" if statistic else "a buffer"])
         return Item(name, AVERAGED, out, tuple(reads), _of_average(alphas), zeros, note)
     thin: dict[str, Any] = {}
     if method.thinned:  # which divides entry by entry
@@ -169,7 +178,6 @@ def _item(
     if method.takes("scale") and not method.thinned:
         factor = number(settings.scale, name, "scale")
         alphas = [a * factor for a in alphas]
-    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
 
 
@@ -183,11 +191,7 @@ def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Seq
     """Why a tensor that is not merged may be copied; an error where it may not."""
     if reference.specs[name].numel == 0:
         return "without entries"
-    other = [
-        part.source.name
-        for part, read in zip(parts, reads, strict=True)
-        if not same_bytes(reference, name, part.source, read)
-    ]
+    other = _others(name, reference, parts, reads)
     if not other:
         return "the same in all models"
     if name.endswith(COUNTER):
@@ -196,6 +200,17 @@ def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Seq
         f"{name!r} is of {reference.specs[name].dtype} and differs between {other[0]!r} and "
         f"{reference.name!r}: merge before quantisation"
     )
+
+
+def _others(
+    name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]
+) -> list[str]:
+    """The models whose tensor is not that of the reference."""
+    return [
+        part.source.name
+        for part, read in zip(parts, reads, strict=True)
+        if not same_bytes(reference, name, part.source, read)
+    ]
 
 
 def _provenance(source: Source, name: str, read: str) -> str:

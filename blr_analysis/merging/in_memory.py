@@ -81,6 +81,7 @@ def merged(
             None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
             a,
             d,
+            frozenset(n for n, _ in m.named_buffers()) if isinstance(m, nn.Module) else frozenset(),
         )
         for t, (m, p, a, n, d) in enumerate(
             zip(models, given, alphas, numbers, densities, strict=True)

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import blr_analysis as blr
+from blr_analysis.errors import PosteriorError
 from blr_analysis.files import Folder
 from blr_analysis.merging.card import documents, markdown, model_card, shown, size
 from blr_analysis.merging.folders import MergeReport, execute
@@ -393,6 +394,27 @@ def test_running_statistics_are_averaged(method: str, weights: list[float], tmp_
     assert all(torch.equal(t, own[n]) for n, t in load(report.folder).items())
     fates = report.table.set_index("tensor").fate
     assert fates["1.running_var"] == "averaged" and "running statistics" in model_card(report)
+
+
+@pytest.mark.parametrize("method", ["fisher", "gradient_matching"])
+def test_buffers_without_a_precision_are_copied_or_averaged(method: str) -> None:
+    """Parameters that lack one are refused; of state dicts all are taken for parameters."""
+    base = nn.Linear(2, 2)
+    base.register_buffer("scale", torch.tensor([0.1, 0.7]))
+    models = [copy.deepcopy(base) for _ in range(3)]
+    for t, model in enumerate(models):
+        model.weight.data += 0.1 * (t + 1) ** 2
+    curved = [{n: torch.ones_like(p) for n, p in m.named_parameters()} for m in models]
+    how: dict[str, Any] = {"method": method, "precisions": curved, "weights": [1.0, 2.0, 3.0]}
+    assert torch.equal(blr.merge(base, models, **how)["scale"], base.scale)
+    states = [m.state_dict() for m in models]
+    assert torch.equal(blr.merge(base, states, **how)["scale"], base.scale)
+    for t, model in enumerate(models):
+        model.scale += t
+    expected = torch.tensor([0.1, 0.7]) + (2 * 1 + 3 * 2) / 6
+    torch.testing.assert_close(blr.merge(base, models, **how)["scale"], expected)
+    with pytest.raises(PosteriorError, match="scale"):
+        blr.merge(base, [m.state_dict() for m in models], **how)
 
 
 def test_without_a_base_the_average_stands_where_nobody_has_a_precision() -> None:
