@@ -200,6 +200,7 @@ def derivatives(
         ) from error
     if hessians.ndim == 2:
         hessians = torch.diag_embed(hessians)
+    values, gradients, hessians = (x.to(points) for x in (values, gradients, hessians))
     every = torch.cat([values.unsqueeze(1), gradients, hessians.flatten(1)], 1)
     finite = every.isfinite().all(1)
     if not bool(finite.all()):

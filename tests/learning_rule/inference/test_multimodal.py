@@ -91,6 +91,24 @@ CASES = {
 }
 
 
+def test_derivatives_of_another_dtype_are_read() -> None:
+    """−log of two normals, whose Hessian torch gives in float64: the same as all in float64."""
+
+    def loss(t: Tensor) -> Tensor:
+        means = torch.tensor([[-3.0, 0.0], [3.0, 1.0]], dtype=t.dtype)
+        each = [math.log(0.5) - 0.5 * ((t - m) ** 2 / 0.5).sum() for m in means]
+        return -torch.logsumexp(torch.stack(each), 0)
+
+    starts = torch.tensor([[-0.1, 0.0], [0.1, 0.0]])
+    assert torch.func.hessian(loss)(starts[0]).dtype == torch.float64
+    rule = MultimodalOptimisation(look="mean", n_iter=3)
+    found, exact = (rule.fit(loss, s, progress=False).q for s in (starts, starts.double()))
+    assert found.components.mean.dtype == torch.float32
+    torch.testing.assert_close(
+        found.components.mean, exact.components.mean.float(), rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     """The components as the rule leaves them, with no descent after it."""
