@@ -41,15 +41,18 @@ class Adapted:
         posterior: on those, its prior being what the other old examples said: δ is their diagonal
             precision, around the mean without the memory.
         memory: the examples of the earlier task that are remembered, by index ``[k]``.
+        caveat: what is rough about it; empty where nothing is.
     """
 
     task: Task
     posterior: Posterior
     memory: Tensor
+    caveat: str = ""
 
     def __repr__(self) -> str:
         new = self.task.n_data - len(self.memory)
-        return f"Adapted(memory={len(self.memory)}, new={new})"
+        caveat = f"; {self.caveat}" * bool(self.caveat)
+        return f"Adapted(memory={len(self.memory)}, new={new}{caveat})"
 
 
 @torch.inference_mode(False)
@@ -66,7 +69,8 @@ def adapt(
     """Let a model learn new data with what its posterior knows of the old, and ``memory`` of them.
 
     The old data are needed once more, to choose the memory and take its sites out (one sweep);
-    after that only the memory is. The precision carried on is diagonal.
+    after that only the memory is. The precision carried on is diagonal. Out of a "full" or "diag"
+    posterior the memory is taken exactly; out of others its curvature's diagonal in their basis is.
 
     Args:
         task: the model and the data that it learned last.
@@ -132,4 +136,5 @@ def adapt(
     q = fit_laplace(
         joint, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
-    return Adapted(joint, q, kept)
+    exact = posterior.structure in ("diag", "full")
+    return Adapted(joint, q, kept, "" if exact else f"memory out of {posterior.structure}: rough")

@@ -44,6 +44,25 @@ def test_twice_new_data_is_all_data_at_once(targets: str) -> None:
     assert torch.equal(model.weight, ridge(*parts[0])[0])
 
 
+def test_out_of_kron_the_memory_is_taken_roughly() -> None:
+    """S − Q diag(Qᵀ S_M Q) Qᵀ, Q the eigenvectors of S: its diagonal goes on, with a word."""
+    g = torch.Generator().manual_seed(0)
+    x, new = torch.randn(2, 30, 3, generator=g).double().unbind()
+    y = torch.randn(30, 1, generator=g).double()
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    task, more = (blr.Task(model, (part, y), likelihood="gaussian") for part in (x, new))
+    q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+    step = adapt(task, q, more, memory=5, progress=False)
+    S, kept = x.mT @ x + DELTA * torch.eye(3), x[step.memory]
+    Q = torch.linalg.eigh(S)[1]
+    cavity = S - Q @ torch.diag((kept @ Q).square().sum(0)) @ Q.mT
+    expected = cavity.diagonal() + kept.square().sum(0) + new.square().sum(0)
+    torch.testing.assert_close(step.posterior.precision("weight")[0], expected)
+    assert "kron" in repr(step)
+    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+    assert not adapt(task, q, more, memory=5, progress=False).caveat
+
+
 def test_a_memory_is_part_of_the_data() -> None:
     model = torch.nn.Linear(4, 1, bias=False).double()
     task = blr.Task(model, data(0), likelihood="gaussian")
