@@ -114,6 +114,8 @@ class KroneckerRecorder:
         self._batch = 0  # examples of the pass that is recorded now; 0: none is
         self._seen: list[tuple[Unit, Tensor, Tensor, int]] = []  # layer, a, d, examples
         self._warned = False
+        self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
+        self._watched = False
         self._gradients: Tree = {}  # of the first recorded pass, to check the layers' against
         self._checks: list[Any] = []
         self._handles = [
@@ -139,11 +141,13 @@ class KroneckerRecorder:
         if not (model.training and torch.is_grad_enabled()):
             self._batch = 0
             return
+        after = bool(self._seen)  # a recorded pass was the one before
         self._settle()
         self.passes += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
+        self._watched = (record or after) and not self.accumulates
         if record and not self._recorded and not self._checks:
             self._checks = [
                 p.register_hook(lambda g, name=name: self._gradients.update({name: g.detach()}))
@@ -152,6 +156,9 @@ class KroneckerRecorder:
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._watched and isinstance(output, Tensor) and output.requires_grad:
+                self._watched = False
+                output.register_hook(lambda _: self._look(unit))
             if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
                 return
             batch = self._batch
@@ -169,6 +176,17 @@ class KroneckerRecorder:
             output.register_hook(gradient)
 
         return hook
+
+    def _look(self, unit: Unit) -> None:
+        """Warn, once, where the gradients of an earlier pass are still there: accumulation."""
+        held = [self._parameters[n].grad for n in unit.names.values()]
+        if not self.accumulates and any(g is not None and bool(g.any()) for g in held):
+            self.accumulates = True
+            warnings.warn(
+                "gradients of several passes add up: if each loss is divided by their number k, "
+                "give scale=1/k, else the factors are k² times too small",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:

@@ -95,6 +95,26 @@ def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) 
         torch.testing.assert_close(q.precision(parameter), fit.precision(parameter))
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: int) -> None:
+    def recorded(**scale: float) -> blr.KroneckerRecorder:
+        model, x, y = example("mlp")
+        recorder = blr.KroneckerRecorder(model, every=every, **scale)
+        for chosen in torch.arange(N).split(N // 2):
+            (cross_entropy(model(x[chosen]), y[chosen]) / 2).backward()
+        return recorder
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled = recorded(scale=0.5)
+    with pytest.warns(UserWarning, match="scale="):
+        assert recorded().recorded == scaled.recorded
+    model, x, y = example("mlp")
+    seen = slice(None) if every == 1 else slice(N // 2)
+    d = (model(x).softmax(1) - nn.functional.one_hot(y, 3)).detach()[seen]
+    torch.testing.assert_close(scaled.factors["2.weight"][1][0], d.T @ d / len(d))
+
+
 def test_a_linear_layers_precision_is_the_kronecker_product() -> None:
     model, x, y = example("mlp")
     recorder = blr.KroneckerRecorder(model, every=1)

@@ -77,6 +77,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         check_group(given, type(self).__name__, {}, samples=True)
         self.model, self.generator = model, generator
         self.recorder = self._recorder(model, beta2)
+        self.recorder.accumulates = True  # several draws may come before a step
         self.names = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._drawn, self._inside, self._form = 0, False, None
         super().__init__([*self.names.values()], {**given, "algorithm": type(self).__name__})
