@@ -150,25 +150,10 @@ def investigate(
         passes, spent = _passes(task, posterior, column, passes)
         say(f"what if: without each {group_noun(column, scores)}, {spent}")
         removals = what_if_each(
-            task,
-            posterior,
-            by=column,
-            evaluate=test,
-            passes=passes,
-            progress=progress,
+            task, posterior, by=column, evaluate=test, passes=passes, progress=progress
         )
-    return Findings(
-        task=task,
-        posterior=posterior,
-        scores=scores,
-        loo=loo,
-        memory=memory,
-        test=test,
-        on_test=on_test,
-        test_targets=test_targets,
-        by=column,
-        removals=removals,
-    )
+    tested = (test, on_test, test_targets)
+    return Findings(task, posterior, scores, loo, memory, *tested, by=column, removals=removals)
 
 
 def _passes(

@@ -252,18 +252,15 @@ def removals_section(removals: pd.DataFrame, noun: str, where: str) -> Renderabl
         "NLL without": [f"{v:.3f}" for v in removals["nll_after"]],
         "change": [f"{v:+.3f}" for v in removals["nll_change"]],
     }
-    if "nll_low" in removals:
-        ends = zip(removals["nll_low"], removals["nll_high"], strict=True)
-        columns["likely between"] = [f"{low:.2f} and {high:.2f}" for low, high in ends]
+    ends = zip(removals["nll_low"], removals["nll_high"], strict=True)
+    columns["likely between"] = [f"{low:.2f} and {high:.2f}" for low, high in ends]
     if not np.isnan(removals["accuracy_after"].to_numpy()).any():
         columns["accuracy without"] = [f"{v:.1%}" for v in removals["accuracy_after"]]
     order = removals["nll_change"].abs().argsort(kind="stable")[::-1].tolist()
     rows = {name: [values[k] for k in order[:MOST_ROWS]] for name, values in columns.items()}
     before = removals["nll_before"].iloc[0]
-    passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
-    solver = str(removals["solver"].iloc[0]) if "solver" in removals else "posterior"
     lead = (
-        f"Predicted {how(solver, passes)}, measured on {where} (NLL with all data: {before:.3f})."
+        f"Predicted {removed_how(removals)}, measured on {where} (NLL with all data: {before:.3f})."
     )
     lead += " The ranges are rough: their widths rest on small networks, or on a guess."
     parts: list[RenderableType] = [grid(rows)]
@@ -277,14 +274,19 @@ def doubts(removals: pd.DataFrame, named: Callable[[Any], str]) -> list[str]:
     """Why not to trust the answers for some groups, a sentence for each reason."""
     groups: dict[str, list[str]] = {}
     for row in removals.to_dict("records"):
-        if said := row.get("note"):
-            groups.setdefault(said, []).append(str(named(row["group"])))
+        if row["note"]:
+            groups.setdefault(row["note"], []).append(str(named(row["group"])))
     return [
         f"Not to be trusted without {', '.join(some[:NAMED])}"
         + (f" and {len(some) - NAMED} more" if len(some) > NAMED else "")
         + f": {said}."
         for said, some in groups.items()
     ]
+
+
+def removed_how(removals: pd.DataFrame) -> str:
+    """How the groups of a table were taken out."""
+    return how(str(removals["solver"].iloc[0]), float(removals["passes"].to_numpy().max()))
 
 
 def how(solver: str, passes: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.errors import InputError
 
@@ -39,7 +40,7 @@ class Picture(Axes):
 
     def savefig(self, path: Any, **options: Any) -> None:
         """Save the whole figure, as ``figure.savefig`` does."""
-        self.get_figure(root=True).savefig(path, **options)  # type: ignore[union-attr]
+        whole_figure(self).savefig(path, **options)
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -150,16 +151,33 @@ def name_of(value: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
         return str(value)
 
 
-def curve(ax: Axes, x: np.ndarray, values: Any, where: str, **more: Any) -> np.ndarray:
-    """A curve of what was measured on "train", "loo" or "test", where it is finite: [K] bool."""
+def curve(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
+    """A curve of values where they are finite: [K] bool."""
     values = as_array(values)
     known = np.isfinite(values)
     if known.any():
-        label, look = LOOKS[where]
+        look = {"lw": 1.6, "ms": 5, "mec": "black", "mew": 0.5, **look}
         shown = np.where(known, values, np.nan)
-        ax.plot(x, shown, label=label, lw=1.6, ms=5, mec="black", mew=0.5,
-                markevery=max(1, len(values) // 30), **look, **more)  # fmt: skip
+        ax.plot(x, shown, label=label, markevery=max(1, len(values) // 30), **look)
     return known
+
+
+def diamond(ax: Axes, x: float, y: float, label: str, **look: Any) -> None:
+    """The point that was chosen."""
+    look = {"ms": 9, "mfc": VERMILLION, "mec": "black", "zorder": 5, **look}
+    ax.plot([x], [y], ls="", marker="D", label=label, **look)
+
+
+def count_ticks(ax: Axes) -> None:
+    """Whole numbers below the axes."""
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def whole_figure(ax: Axes) -> Figure:
+    """The figure around all subfigures that these axes are drawn on."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure
 
 
 def paired_bars(

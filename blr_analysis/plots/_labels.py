@@ -9,6 +9,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.offsetbox import AnnotationBbox, OffsetBox, OffsetImage, TextArea, VPacker
 
+from blr_analysis.plots._canvas import whole_figure
+
 _ANGLES = np.arange(24) * (2 * np.pi / 24) + np.pi / 4
 _GAPS = np.array([7.0, 12.0, 18.0, 28.0, 40.0, 55.0, 75.0, 100.0, 130.0, 165.0])
 _ALONG = np.linspace(0, 1, 33)  # of a line from an anchor to its box
@@ -42,8 +44,7 @@ def label_points(
     """
     if not len(points):
         return []
-    figure = ax.figure.figure
-    assert figure is not None
+    figure = whole_figure(ax)
     height = 0.0 if images is None else _image_height(ax, images, shelf[1] - shelf[0])
     boxes = []
     for k, (point, text) in enumerate(zip(points, texts, strict=True)):
@@ -133,10 +134,8 @@ def _image_height(ax: Axes, images: Sequence[np.ndarray], shelf: float) -> float
 
 def _points(ax: Axes) -> tuple[float, float]:
     """Width and height of axes."""
-    figure = ax.figure.figure
-    assert figure is not None
-    box = ax.get_window_extent()
-    return max(box.width, 1.0) * 72 / figure.dpi, max(box.height, 1.0) * 72 / figure.dpi
+    box, dpi = ax.get_window_extent(), whole_figure(ax).dpi
+    return max(box.width, 1.0) * 72 / dpi, max(box.height, 1.0) * 72 / dpi
 
 
 def place(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.errors import InputError
 from blr_analysis.plots._canvas import (
@@ -22,6 +21,7 @@ from blr_analysis.plots._canvas import (
     axes_or_new,
     choose_scale,
     count_of,
+    count_ticks,
     named,
 )
 from blr_analysis.plots._labels import label_points
@@ -45,11 +45,7 @@ _SUSPECTED = {
 
 
 def plot_deviations(
-    scores: Any,
-    ax: Axes | None = None,
-    *,
-    labels: Labels | None = None,
-    n_labels: int = 8,
+    scores: Any, ax: Axes | None = None, *, labels: Labels | None = None, n_labels: int = 8
 ) -> Axes:
     """Draw the deviations in falling order, the largest labelled by their index.
 
@@ -78,7 +74,8 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    index = as_array(scores["index"] if _is_table(scores) else np.arange(len(values))).astype(int)
+    is_table = hasattr(scores, "columns")
+    index = as_array(scores["index"] if is_table else np.arange(len(values))).astype(int)
     order = np.argsort(-values, kind="stable")
     steep = values[order[0]] > 100 * values[order[len(values) // 20]]
     scale = choose_scale(values) if steep else AxisScale(False)
@@ -91,7 +88,7 @@ def plot_deviations(
     ax.set_xscale("linear" if few else "log")
     ax.set_yscale(scale.name)
     if few:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        count_ticks(ax)
         ax.set_xlim(0.5, len(values) + 0.5)
     else:
         ax.set_xlim(0.8, len(values) * 1.1)
@@ -109,10 +106,6 @@ def plot_deviations(
     return ax
 
 
-def _is_table(scores: Any) -> bool:
-    return hasattr(scores, "columns")
-
-
 def _values(scores: Any) -> tuple[np.ndarray, str]:
     """The deviations and their name with units, or the self-influences where there are none."""
     units = {
@@ -120,21 +113,18 @@ def _values(scores: Any) -> tuple[np.ndarray, str]:
         "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
     }
     for name, unit in units.items():
-        values = scores.get(name) if _is_table(scores) else getattr(scores, name, None)
+        is_table = hasattr(scores, "columns")
+        values = scores.get(name) if is_table else getattr(scores, name, None)
         values = None if values is None else as_array(values).reshape(-1)
         if values is None or (len(values) and np.isnan(values).all()):
             continue
         if not len(values):
             raise InputError("plot_deviations got no examples: pass at least one")
         if not np.isfinite(values).all():
-            raise InputError(
-                f"{(~np.isfinite(values)).sum()} of {len(values)} {name}s are not finite"
-            )
+            raise InputError(f"{(~np.isfinite(values)).sum()} {name}s are not finite")
         return values, unit
-    raise InputError(
-        "plot_deviations expects scores, or their table, with a deviation or a self_influence; "
-        f"got {type(scores).__name__}"
-    )
+    got = type(scores).__name__
+    raise InputError(f"expected scores with a deviation or a self_influence, got {got}")
 
 
 def _deviation_unit(likelihood: Any) -> str:
@@ -215,9 +205,8 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
         InputError: something else.
     """
     if not isinstance(suspicions, Suspicions):
-        raise InputError(
-            f"plot_suspicious expects what suspicious(...) returns; got {type(suspicions).__name__}"
-        )
+        got = type(suspicions).__name__
+        raise InputError(f"plot_suspicious expects what suspicious(...) returns; got {got}")
     ax = axes_or_new(ax, (7.2, 5.0))
     unfamiliarity, up = as_array(suspicions.unfamiliarity), as_array(suspicions.gain)
     across = choose_scale(unfamiliarity)

@@ -91,7 +91,9 @@ def plot_influence(
     ax.set_ylabel("training example")
     ax.set_title(_title(result, test, names))
     if test_images is not None:
-        _inset(ax, image_of(test_images, test))
+        corner = ax.inset_axes((0.78, 0.04, 0.2, 0.3))
+        corner.imshow(image_of(test_images, test), cmap="gray", interpolation="nearest")
+        corner.set(xticks=[], yticks=[], xlabel="test")
     return ax
 
 
@@ -99,10 +101,8 @@ def _labels(result: TopInfluence, indices: np.ndarray, names: Any) -> list[str]:
     known = result.pairs.described(torch.from_numpy(indices.copy()))
     if "target" not in known:
         return [f"#{i}" for i in indices]
-    targets = known["target"]
-    return [
-        f"#{i}  {_name(target, names)}" for i, target in zip(indices, targets.tolist(), strict=True)
-    ]
+    pairs = zip(indices, known["target"].tolist(), strict=True)
+    return [f"#{i}  {_name(target, names)}" for i, target in pairs]
 
 
 def _title(result: TopInfluence, test: int, names: Any) -> str:
@@ -126,9 +126,3 @@ def _thumbnail(ax: Axes, picture: np.ndarray, at: float) -> None:
                          xycoords=("axes fraction", "data"), boxcoords="offset points",
                          annotation_clip=False)  # fmt: skip
     ax.add_artist(box)
-
-
-def _inset(ax: Axes, picture: np.ndarray) -> None:
-    corner = ax.inset_axes((0.78, 0.04, 0.2, 0.3))
-    corner.imshow(picture, cmap="gray", interpolation="nearest")
-    corner.set(xticks=[], yticks=[], xlabel="test")

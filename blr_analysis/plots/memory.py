@@ -23,6 +23,7 @@ from blr_analysis.plots._canvas import (
     choose_scale,
     count_of,
     named,
+    whole_figure,
 )
 from blr_analysis.plots._labels import label_points, shelf_height
 from blr_analysis.plots.examples import image_of
@@ -71,9 +72,8 @@ def plot_memory_map(
         InputError: ``memory`` is no memory map; an extreme has no image or label.
     """
     if not isinstance(memory, MemoryMap):
-        raise InputError(
-            f"plot_memory_map expects what memory_map(scores) returns; got {type(memory).__name__}"
-        )
+        got = type(memory).__name__
+        raise InputError(f"plot_memory_map expects what memory_map(...) returns; got {got}")
     ax = axes_or_new(ax, (7.2, 5.4) if images is None else (8.8, 7.0))
     variance, error = memory.variance.numpy(), memory.error.numpy()
     across = choose_scale(variance, memory.variance_threshold)
@@ -89,7 +89,9 @@ def plot_memory_map(
     ax.set_ylim(up.limits(np.append(y, line_y), room, room + shelf))
     if len(x) >= crowd:
         _draw_density(ax, x, y, across, up)
-        _tint_memorable(ax, line_x, line_y)
+        (_, right), (_, top) = ax.get_xlim(), ax.get_ylim()
+        tint = {"fc": _COLOURS["memorable"], "alpha": 0.12, "lw": 0, "zorder": 0.5}
+        ax.add_patch(Rectangle((line_x, line_y), right - line_x, top - line_y, **tint))
     else:
         _draw_each(ax, x, y, memory)
     ax.axvline(line_x, color="0.25", lw=0.9, ls="--", zorder=1.5)
@@ -101,8 +103,13 @@ def plot_memory_map(
     ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output]  (→ more wrong){up.note}")
     ax.set_title(f"Memory map of {count_of(len(x))}")
     chosen = extremes(memory, n_extremes)
-    top = (1 - room - shelf, 1 - room)
-    _label_extremes(ax, x, y, chosen, images, labels, cmap, names, top)
+    pictures = None if images is None else [image_of(images, i) for i in chosen]
+    points, above = np.column_stack([x, y]), (1 - room - shelf, 1 - room)
+    label_points(
+        ax, points[chosen], named(chosen, labels), points, pictures, cmap, avoid=names, shelf=above
+    )
+    rings = {"s": 30, "fc": "none", "ec": "black", "lw": 0.9, "zorder": 4, "label": "extremes"}
+    ax.scatter(*points[chosen].T, **rings)
     return ax
 
 
@@ -155,15 +162,6 @@ def _draw_density(ax: Axes, x: np.ndarray, y: np.ndarray, across: AxisScale, up:
     ax.figure.colorbar(cells, ax=ax, pad=0.02, label="examples per cell")
 
 
-def _tint_memorable(ax: Axes, line_x: float, line_y: float) -> None:
-    (_, right), (_, top) = ax.get_xlim(), ax.get_ylim()
-    corner = (line_x, line_y)
-    colour = _COLOURS["memorable"]
-    ax.add_patch(
-        Rectangle(corner, right - line_x, top - line_y, fc=colour, alpha=0.12, lw=0, zorder=0.5)
-    )
-
-
 def _say_how_many_lie_beyond(ax: Axes, memory: MemoryMap, line_x: float, line_y: float) -> None:
     """Beside each threshold the share of the examples that it leaves above: what it was set by."""
     box = {"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1}
@@ -197,39 +195,10 @@ def _name_regions(ax: Axes, memory: MemoryMap) -> list[Text]:
     return names
 
 
-def _label_extremes(
-    ax: Axes,
-    x: np.ndarray,
-    y: np.ndarray,
-    chosen: list[int],
-    images: Any,
-    labels: Labels | None,
-    cmap: str,
-    names: list[Text],
-    shelf: tuple[float, float],
-) -> None:
-    texts = named(chosen, labels)
-    pictures = None if images is None else [image_of(images, i) for i in chosen]
-    label_points(
-        ax,
-        np.column_stack([x[chosen], y[chosen]]),
-        texts,
-        np.column_stack([x, y]),
-        pictures,
-        cmap,
-        avoid=names,
-        shelf=shelf,
-    )
-    ax.scatter(
-        x[chosen], y[chosen], s=30, fc="none", ec="black", lw=0.9, zorder=4, label="extremes"
-    )
-
-
 def _room(ax: Axes) -> float:
     """The share of the axes' height that a region's two-line name takes."""
-    figure = ax.figure.figure
-    assert figure is not None
-    return min(0.22, 2.9 * 9 / 72 * figure.dpi / max(ax.get_window_extent().height, 1.0) + 0.02)
+    height = max(ax.get_window_extent().height, 1.0) / whole_figure(ax).dpi
+    return min(0.22, 2.9 * 9 / 72 / height + 0.02)
 
 
 def _percent(count: int, n: int) -> str:

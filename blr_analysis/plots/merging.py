@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
@@ -15,25 +14,27 @@ from blr_analysis.plots._canvas import (
     BLACK,
     BLUE,
     GREY,
+    MEASURES,
     ORANGE,
     SKY,
     VERMILLION,
+    as_array,
     axes_or_new,
     choose_scale,
+    count_ticks,
+    curve,
+    diamond,
+    whole_figure,
 )
 from blr_analysis.plots._labels import label_points
 
 __all__ = ["plot_merge_curve", "plot_mismatch"]
 
-LOOKS = (
-    (BLUE, "o", "-"),
-    (ORANGE, "^", "--"),
-    (GREY, "s", ":"),
-    (SKY, "D", "-."),
-    (BLACK, "v", "-"),
-)
-MEASURES = {"nll": "NLL [nats per example]", "accuracy": "accuracy"}
-WORSE = {"nll": "(→ worse)", "accuracy": "(→ better)"}
+COLOURS, MARKERS, LINES = (BLUE, ORANGE, GREY, SKY, BLACK), "o^sDv", ("-", "--", ":", "-.", "-")
+LOOKS = [
+    {"color": colour, "marker": marker, "ls": line}
+    for colour, marker, line in zip(COLOURS, MARKERS, LINES, strict=True)
+]
 ACROSS = {
     "mismatch_per_example": "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N",
     "mismatch": "gradient mismatch  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖",
@@ -89,10 +90,7 @@ def plot_mismatch(
         if path.sum() > 1:
             ax.plot(drawn[path], y[path], color="0.75", lw=0.8, zorder=1)
     for k, merge in enumerate(merges):
-        color, marker, _ = LOOKS[k % len(LOOKS)]
-        mine = (of == k) & known
-        ax.scatter(drawn[mine], y[mine], s=46, color=color, marker=marker, edgecolors="black",
-                   linewidths=0.6, label=merge, zorder=3)  # fmt: skip
+        _scatter(ax, drawn, y, (of == k) & known, k, s=46, linewidths=0.6, label=merge, zorder=3)
     ax.axhline(0.0, color="0.4", lw=0.8, ls="--", zorder=0)
     ax.set_xscale(scale.name)
     ax.margins(x=0.12, y=0.12)
@@ -130,12 +128,17 @@ def _costs(rows: Sequence[Any], measure: str) -> tuple[np.ndarray, str]:
     return (test, "test data") if np.isfinite(test).any() else (lost(""), "training data")
 
 
+def _scatter(
+    ax: Axes, x: np.ndarray, y: np.ndarray, chosen: np.ndarray, k: int, **look: Any
+) -> None:
+    """Some points, in the k-th colour and marker."""
+    colour, marker = (LOOKS[k % len(LOOKS)][part] for part in ("color", "marker"))
+    look = {"color": colour, "marker": marker, "edgecolors": "black", **look}
+    ax.scatter(x[chosen], y[chosen], **look)
+
+
 def plot_merge_curve(
-    curve: Any,
-    ax: Axes | None = None,
-    *,
-    measure: str | None = None,
-    method: str | None = None,
+    curve: Any, ax: Axes | None = None, *, measure: str | None = None, method: str | None = None
 ) -> Axes:
     """Draw how merges do over the weights that were tried, the best marked.
 
@@ -175,38 +178,35 @@ def plot_merge_curve(
     note = f" ({lost} could not be run)" if lost else ""
     one = method or (curve.methods[0] if len(curve.methods) == 1 else None)
     who = best.method if curve.shape == "grid" and len(curve.models) == 2 else one or "Merges"
-    ax.set_title(f"{who} on {_count(len(curve.tasks), 'validation task')}{note}")
+    n = len(curve.tasks)
+    ax.set_title(f"{who} on {n:,} validation task{'s' * (n != 1)}{note}")
     return ax
 
 
-def _curves(curve: Any, ax: Axes, measure: str, method: str | None, best: Any) -> None:
-    methods = curve.methods if method is None else (method,)
+def _curves(merges: Any, ax: Axes, measure: str, method: str | None, best: Any) -> None:
+    methods = merges.methods if method is None else (method,)
     drawn = []
     for k, name in enumerate(methods):
-        points = sorted((p for p in curve.points if p.method == name), key=lambda p: p.weights)
+        points = sorted((p for p in merges.points if p.method == name), key=lambda p: p.weights)
         alpha = [p.weights[0] for p in points]
-        mean = _finite([getattr(p, measure) for p in points])
-        color, marker, style = LOOKS[k % len(LOOKS)]
-        every = max(1, len(alpha) // 30)
-        if len(methods) == 1 and len(curve.tasks) > 1:
-            for t, task in enumerate(curve.tasks):
-                each = _finite([_of_task(p, measure, t) for p in points])
-                shade, mark, line = LOOKS[(t + 1) % len(LOOKS)]
-                ax.plot(alpha, each, color=shade, ls=line, lw=1.0, marker=mark, ms=4, mec="black",
-                        mew=0.4, markevery=every, label=task)  # fmt: skip
+        if len(methods) == 1 and len(merges.tasks) > 1:
+            for t, task in enumerate(merges.tasks):
+                of_task = "nlls" if measure == "nll" else "accuracies"
+                each = as_array([getattr(p, of_task)[t] for p in points])
+                look = {**LOOKS[(t + 1) % len(LOOKS)], "lw": 1.0, "ms": 4, "mew": 0.4}
+                curve(ax, alpha, each, task, look)
                 drawn.append(each)
-        label = name if len(methods) > 1 else "mean" if len(curve.tasks) > 1 else curve.tasks[0]
-        ax.plot(alpha, mean, color=color, ls=style, lw=2.0, marker=marker, ms=5, mec="black",
-                mew=0.5, markevery=every, label=label)  # fmt: skip
+        label = "mean" if len(merges.tasks) > 1 else merges.tasks[0]
+        mean = as_array([getattr(p, measure) for p in points])
+        look = {**LOOKS[k % len(LOOKS)], "lw": 2.0}
+        curve(ax, alpha, mean, name if len(methods) > 1 else label, look)
         drawn.append(mean)
     ax.axvline(best.weights[0], color=VERMILLION, lw=0.8, zorder=1)
     who = f"best: {best.method}, " if len(methods) > 1 else "best: "
-    ax.plot([best.weights[0]], [getattr(best, measure)], ls="", marker="D", ms=9, mfc=VERMILLION,
-            mec="black", zorder=5, label=f"{who}α = {best.weights[0]:.3g}")  # fmt: skip
+    diamond(ax, best.weights[0], getattr(best, measure), f"{who}α = {best.weights[0]:.3g}")
     _scale(ax, measure, np.concatenate(drawn))
     ax.set_xlabel("weight α of every model")
-    mean_of = f"mean {MEASURES[measure]}" if len(methods) > 1 else MEASURES[measure]
-    ax.set_ylabel(f"{mean_of}  {WORSE[measure]}")
+    ax.set_ylabel(f"mean {MEASURES[measure]}" if len(methods) > 1 else MEASURES[measure])
     ax.legend(fontsize=8)
 
 
@@ -224,8 +224,7 @@ def _front(curve: Any, ax: Axes, method: str | None, best: Any) -> None:
     ax.plot(*zip(*front, strict=True), color=BLUE, ls=style, marker="o", ms=7, mec="black",
             mew=0.6, label="front", zorder=4)  # fmt: skip
     named = ", ".join(f"{n} {a:.2g}" for n, a in zip(curve.models, best.weights, strict=True))
-    ax.plot(*[[v] for v in place(best)], ls="", marker="D", ms=9, mfc=VERMILLION, mec="black",
-            label=f"best mean: {named}", zorder=5)  # fmt: skip
+    diamond(ax, *place(best), f"best mean: {named}")
     names = curve.tasks if len(curve.tasks) == 2 else ("mean of the tasks", "worst task")
     ax.set_xlabel(f"NLL on {names[0]} [nats per example]  (→ worse)")
     ax.set_ylabel(f"NLL on {names[1]} [nats per example]  (→ worse)")
@@ -246,50 +245,34 @@ def _map(curve: Any, ax: Axes, measure: str, best: Any) -> None:
     mesh = ax.pcolormesh(_edges(first), _edges(second), values, vmin=float(shown.min()),
                          vmax=max(top, float(shown.min()) + 1e-12), edgecolors="face",
                          cmap="viridis_r" if measure == "nll" else "viridis")  # fmt: skip
-    ax.plot([best.weights[0]], [best.weights[1]], ls="", marker="D", ms=9, mfc=VERMILLION,
-            mec="white", label=f"best: {getattr(best, measure):.3g}")  # fmt: skip
+    first_best, second_best = best.weights
+    diamond(ax, first_best, second_best, f"best: {getattr(best, measure):.3g}", mec="white")
     ax.set_facecolor("0.8")
     ax.set_xlabel(f"weight α of {curve.models[0]}")
     ax.set_ylabel(f"weight α of {curve.models[1]}")
     ax.legend(fontsize=8)
-    figure = ax.figure.figure
-    assert figure is not None
-    bar = figure.colorbar(mesh, ax=ax, extend="max" if over else "neither")
-    bar.set_label(f"mean {MEASURES[measure]}  {WORSE[measure]}")
+    extend = "max" if over else "neither"
+    whole_figure(ax).colorbar(mesh, ax=ax, extend=extend, label=f"mean {MEASURES[measure]}")
 
 
 def _order(curve: Any, ax: Axes, measure: str, method: str | None, best: Any) -> None:
     points = [p for p in curve.points if method in (None, p.method)]
-    values = _finite([getattr(p, measure) for p in points])
+    values = as_array([getattr(p, measure) for p in points])
     place = np.arange(1, len(points) + 1)
     for k, name in enumerate(dict.fromkeys(p.method for p in points)):
-        color, marker, _ = LOOKS[k % len(LOOKS)]
-        mine = np.array([p.method == name for p in points])
-        ax.scatter(place[mine], values[mine], s=22, color=color, marker=marker,
-                   edgecolors="black", linewidths=0.4, label=name, zorder=2)  # fmt: skip
+        mine = np.isfinite(values) & [p.method == name for p in points]
+        _scatter(ax, place, values, mine, k, s=22, linewidths=0.4, label=name, zorder=2)
     sofar = np.minimum if measure == "nll" else np.maximum
     worst = np.inf if measure == "nll" else -np.inf
     ax.step(place, sofar.accumulate(np.where(np.isfinite(values), values, worst)), where="post",
             color="0.4", lw=1.0, label="best so far", zorder=1)  # fmt: skip
-    shown = ", ".join(f"{a:.3g}" for a in best.weights[:6]) + (
-        " …" if len(best.weights) > 6 else ""
-    )
-    ax.plot([points.index(best) + 1], [getattr(best, measure)], ls="", marker="D", ms=9,
-            mfc=VERMILLION, mec="black", zorder=5, label=f"best: α = ({shown})")  # fmt: skip
+    shown = ", ".join(f"{a:.3g}" for a in best.weights[:6]) + " …" * (len(best.weights) > 6)
+    diamond(ax, points.index(best) + 1, getattr(best, measure), f"best: α = ({shown})")
     _scale(ax, measure, values)
     ax.set_xlabel("merge, in the order tried")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    ax.set_ylabel(f"mean {MEASURES[measure]}  {WORSE[measure]}")
+    count_ticks(ax)
+    ax.set_ylabel(f"mean {MEASURES[measure]}")
     ax.legend(fontsize=8)
-
-
-def _of_task(point: Any, measure: str, t: int) -> float:
-    return point.nlls[t] if measure == "nll" else point.accuracies[t]
-
-
-def _finite(values: Sequence[float]) -> np.ndarray:
-    numbers = np.array(values, dtype=float)
-    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _scale(ax: Axes, measure: str, values: np.ndarray) -> None:
@@ -306,7 +289,3 @@ def _edges(values: Sequence[float]) -> np.ndarray:
         return np.array([v[0] - 0.5, v[0] + 0.5])
     middle = (v[1:] + v[:-1]) / 2
     return np.concatenate([[2 * v[0] - middle[0]], middle, [2 * v[-1] - middle[-1]]])
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing}" if n == 1 else f"{n:,} {thing}s"

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
@@ -16,6 +15,7 @@ from blr_analysis.plots._canvas import (
     BLUE,
     GREY,
     LOO,
+    LOOKS,
     MEASURES,
     ORANGE,
     SKY,
@@ -25,7 +25,9 @@ from blr_analysis.plots._canvas import (
     axes_or_new,
     choose_scale,
     count_of,
+    count_ticks,
     curve,
+    diamond,
     named,
     paired_bars,
 )
@@ -83,15 +85,15 @@ def plot_monitor(
     else:
         _sensitivities(monitor, ax, measure, top, labels)
     ax.set_xlabel("epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    count_ticks(ax)
     return ax
 
 
 def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
     one_of("measure", measure, tuple(MEASURES))
     for where in ("train", "loo", "test"):
-        values = np.array([row[f"{where}_{measure}"] for row in monitor.rows], dtype=float)
-        curve(ax, np.asarray(monitor.epochs), values, where)
+        values = [row[f"{where}_{measure}"] for row in monitor.rows]
+        curve(ax, monitor.epochs, values, *LOOKS[where])
     if not ax.lines:
         raise InputError(f"the monitor has recorded no finite {measure}")
     ax.set_ylabel(MEASURES[measure])
@@ -100,11 +102,7 @@ def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
 
 
 def _sensitivities(
-    monitor: Any,
-    ax: Axes,
-    measure: str | None,
-    top: int,
-    labels: Labels | None,
+    monitor: Any, ax: Axes, measure: str | None, top: int, labels: Labels | None
 ) -> None:
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
@@ -149,15 +147,14 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     delta = np.array([row["prior_precision"] for row in selection.rows])
     for where in ("train", "loo", "test"):
         values = np.array([row[f"{where}_nll"] for row in selection.rows], dtype=float)
-        known = curve(ax, delta, values, where)
+        known = curve(ax, delta, values, *LOOKS[where])
         stuck = known & [row.get("converged") is False for row in selection.rows]
         if where == "loo" and stuck.any():
             ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=BLACK, zorder=4,
                     label="did not converge")  # fmt: skip
     (chosen,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
     ax.axvline(selection.best, color=VERMILLION, lw=0.8, ls="-", zorder=1)
-    ax.plot([selection.best], [chosen], ls="", marker="D", ms=9, mfc=VERMILLION, mec="black",
-            zorder=3, label=f"chosen: {selection.best:g}")  # fmt: skip
+    diamond(ax, selection.best, chosen, f"chosen: {selection.best:g}", zorder=3)
     ax.set_xscale("log")
     ax.set_xlabel("prior precision δ")
     ax.set_ylabel(MEASURES["nll"])
@@ -213,11 +210,11 @@ def plot_leave_one_out(
         ax.margins(y=0.25)
     else:
         x = np.arange(1, len(loo) + 1) if epochs is None else as_array(epochs)
-        curve(ax, x, loo, "loo")
-        curve(ax, x, test, "test")
+        curve(ax, x, loo, *LOOKS["loo"])
+        curve(ax, x, test, *LOOKS["test"])
         ax.set_xlabel("epoch")
         if epochs is None:
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            count_ticks(ax)
     ax.set_ylabel(MEASURES.get(measure, measure))
     ax.set_title("Leave-one-out estimate against test data")
     ax.legend()
@@ -228,9 +225,7 @@ def _numbers(values: Any, measure: str) -> np.ndarray:
     values = getattr(values, measure, values) if measure in MEASURES else values
     numbers = np.atleast_1d(as_array(values))
     if numbers.ndim != 1 or not len(numbers):
-        raise InputError(
-            f"expected a number or a list of numbers to draw; got shape {numbers.shape}"
-        )
+        raise InputError(f"expected a number or a list of numbers, got shape {numbers.shape}")
     return numbers
 
 
@@ -260,5 +255,5 @@ def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:
         ax.legend()
     ax.set_xlabel("iteration")
     ax.set_ylabel(f"{fitted.objective} [nats]")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    count_ticks(ax)
     return ax

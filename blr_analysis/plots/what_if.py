@@ -10,14 +10,7 @@ from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import (
-    MEASURES,
-    SKY,
-    as_array,
-    axes_or_new,
-    name_of,
-    paired_bars,
-)
+from blr_analysis.plots._canvas import MEASURES, SKY, as_array, axes_or_new, name_of, paired_bars
 
 __all__ = ["plot_what_if"]
 
@@ -70,19 +63,14 @@ def plot_what_if(
     if total > max_groups:
         change = np.nan_to_num(np.abs(after - before))
         keep = np.sort(np.argsort(-change, kind="stable")[:max_groups])
-        groups, before, after, known = (
-            [groups[k] for k in keep],
-            before[keep],
-            after[keep],
-            known[keep],
-        )
+        groups = [groups[k] for k in keep]
+        before, after, known = before[keep], after[keep], known[keep]
     ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     _draw(ax, before, after, known)
     shown = [name_of(group, names) for group in groups]
     long = sum(map(len, shown)) > 60 or max(map(len, shown)) > 12
-    ax.set_xticks(
-        range(len(shown)), shown, rotation=45 if long else 0, ha="right" if long else "center"
-    )
+    tilt = {"rotation": 45, "ha": "right"} if long else {}
+    ax.set_xticks(range(len(shown)), shown, **tilt)
     ax.set_xlabel("group taken out" if is_table else "evaluated on")
     ax.set_ylabel(MEASURES[measure])
     rest = f" ({len(groups)} of {total} groups, the largest changes)" if len(groups) < total else ""
@@ -91,13 +79,8 @@ def plot_what_if(
         ax.set_yticks(np.linspace(0, 1, 6))
     handles, texts = ax.get_legend_handles_labels()
     order = np.argsort([text.endswith("retrained") for text in texts], kind="stable")
-    ax.legend(
-        [handles[k] for k in order],
-        [texts[k] for k in order],
-        loc="upper center",
-        ncols=3,
-        fontsize=9,
-    )
+    handles, texts = zip(*[(handles[k], texts[k]) for k in order], strict=True)
+    ax.legend(handles, texts, loc="upper center", ncols=3, fontsize=9)
     return ax
 
 
@@ -121,10 +104,8 @@ def _from_table(table: Any, measure: str) -> tuple[list[Any], np.ndarray, np.nda
     key = next((name for name in ("group", "class") if name in table.columns), None)
     wanted = [f"{measure}_before", f"{measure}_after"]
     if key is None or not set(wanted) <= set(table.columns) or not len(table):
-        raise InputError(
-            f"expected a table with rows and the columns group, {', '.join(wanted)}; got "
-            f"{len(table)} rows of {list(table.columns)}"
-        )
+        got = f"{len(table)} rows of {list(table.columns)}"
+        raise InputError(f"expected a table with rows and group, {', '.join(wanted)}; got {got}")
     before, after = (as_array(table[name]) for name in wanted)
     return table[key].tolist(), *_finite(before, after, measure)
 
@@ -132,10 +113,8 @@ def _from_table(table: Any, measure: str) -> tuple[list[Any], np.ndarray, np.nda
 def _of(result: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
     """Groups and values of one what-if: the whole evaluation set, then its classes."""
     if not hasattr(result, measure) or not hasattr(result, "before"):
-        raise InputError(
-            "plot_what_if expects what what_if(...) or what_if_each(...) returns; "
-            f"got {type(result).__name__}"
-        )
+        got = type(result).__name__
+        raise InputError(f"plot_what_if expects what what_if(...) returns; got {got}")
     whole = as_array([getattr(result.before, measure), getattr(result, measure)])
     groups, before, after = ["all"], whole[:1], whole[1:]
     targets = getattr(result, "targets", None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import QUIET, chunks
-from blr_analysis.backprop.matrices import Basis, Joint
+from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
@@ -117,7 +117,7 @@ def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:
         examples += len(chunk.indices)
         if rotated and k == 0:
             before = perf_counter()
-            sides = [side for term in terms for side in _rotation(term, vocabulary)]
+            sides = [side for term in terms for side in _turned(term, vocabulary)]
             spent = perf_counter() - before
             seen.sides, seen.rotation = tuple(sides), spent / len(chunk.indices)
             start += spent
@@ -127,20 +127,17 @@ def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:
     return seen
 
 
-def _rotation(term: Term, vocabulary: int) -> tuple[int, ...]:
+def _turned(term: Term, vocabulary: int) -> tuple[int, ...]:
     """Turn a layer's gradients as its Kronecker basis will; the sides of its factors."""
     factors = term.factors(vocabulary=vocabulary)
     if factors is None:
         return ()
-    joint, right, left = factors
+    joint, *pair = factors
+    right, left = (torch.eye(m.shape[-1]).to(m).expand_as(m).contiguous() for m in pair)
     sums = {joint.key: left.new_zeros(len(left), left.shape[-1], right.shape[-1])}
-    term.rotated(_unit(joint, right, left)).add_square_sum(sums)
+    unit = Basis(joint.weight, joint.bias, joint.layout, right, left)
+    term.rotated(unit).add_square_sum(sums)
     return (left.shape[-1], right.shape[-1])
-
-
-def _unit(joint: Joint, right: Tensor, left: Tensor) -> Basis:
-    one, two = (torch.eye(m.shape[-1]).to(m).expand_as(m).contiguous() for m in (right, left))
-    return Basis(joint.weight, joint.bias, joint.layout, one, two)
 
 
 def _eigh_seconds() -> float:

@@ -80,22 +80,15 @@ class Posterior:
         if record is not None:
             instance("record", record, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
-        self._check()
-
-    def _check(self) -> None:
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
         if not shapes:
             raise PosteriorError("a posterior needs at least one parameter, got none")
         if shapes != self.form.shapes:
-            raise PosteriorError(
-                "mean and precision disagree: "
-                + differences(shapes, self.form.shapes, ("mean", "precision"))
-            )
+            said = differences(shapes, self.form.shapes, ("mean", "precision"))
+            raise PosteriorError(f"mean and precision disagree: {said}")
         for name, tensor in self.mean.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise PosteriorError(
-                    f"the mean of {name!r} holds NaN or inf; was the training run stable?"
-                )
+                raise PosteriorError(f"the mean of {name!r} holds NaN or inf; was training stable?")
         Prior.read(self.prior, shapes)
         self.form.check()
 
@@ -164,20 +157,17 @@ class Posterior:
         """
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
-        return cls._of(
-            capture.from_optimizer(
-                optimizer,
-                model,
-                n_data=n_data,
-                prior_precision=prior_precision,
-                initial=initial,
-                scaling=scaling,
-                batch_size=batch_size,
-                tokens=tokens,
-            ),
+        captured = capture.from_optimizer(
+            optimizer,
             model,
-            initial,
+            n_data=n_data,
+            prior_precision=prior_precision,
+            initial=initial,
+            scaling=scaling,
+            batch_size=batch_size,
+            tokens=tokens,
         )
+        return cls._of(captured, model, initial)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -200,21 +190,18 @@ class Posterior:
         """
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
-        return cls._of(
-            capture.from_checkpoint(
-                path_of(path),
-                model,
-                n_data=n_data,
-                prior_precision=prior_precision,
-                initial=initial,
-                scaling=scaling,
-                batch_size=batch_size,
-                tokens=tokens,
-                names=names,
-            ),
+        captured = capture.from_checkpoint(
+            path_of(path),
             model,
-            initial,
+            n_data=n_data,
+            prior_precision=prior_precision,
+            initial=initial,
+            scaling=scaling,
+            batch_size=batch_size,
+            tokens=tokens,
+            names=names,
         )
+        return cls._of(captured, model, initial)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -255,9 +242,7 @@ class Posterior:
         n = n_data_of(n_data)
         one_of("structure", structure, ("kron", "gram"))
         if structure == "gram" and prior_precision is None:
-            raise InputError(
-                'structure="gram" says nothing of δ: give prior_precision, such as 1e-6'
-            )
+            raise InputError('structure="gram" says nothing of δ: give prior_precision=1e-6')
         form = recorder.structure(model, n, structure)
         mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         choice: dict[str, Any] = {}
@@ -291,12 +276,7 @@ class Posterior:
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
-    def _of(
-        cls,
-        captured: capture.Captured,
-        model: nn.Module,
-        initial: Mapping[str, Tensor] | None,
-    ) -> Posterior:
+    def _of(cls, captured: capture.Captured, model: nn.Module, initial: Any) -> Posterior:
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
             warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=5)  # 2: decorators
@@ -476,7 +456,8 @@ class Posterior:
         kind = next(iter(self.mean.values())).dtype if dtype is None else dtype
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             raise InputError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-        if self._is_on(target, kind):
+        tensors = [*self.mean.values(), *self.form.tensors().values()]
+        if all(t.device == target and t.dtype == kind for t in tensors):
             return self
         moved = object.__new__(Posterior)
         moved.mean = {n: m.to(target, kind) for n, m in self.mean.items()}
@@ -484,12 +465,13 @@ class Posterior:
         moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
         moved.record = self.record
         if torch.finfo(kind).max < torch.finfo(next(iter(self.mean.values())).dtype).max:
-            _check_range(moved.form, kind)
+            try:
+                moved.form.check()
+            except PosteriorError as error:
+                name = str(kind).removeprefix("torch.")
+                said = f"{error}, as {name}: keep the posterior in float32"
+                raise PosteriorError(said) from error
         return moved
-
-    def _is_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        tensors = [*self.mean.values(), *self.form.tensors().values()]
-        return all(t.device == device and t.dtype == dtype for t in tensors)
 
     def on(self, task: Task, *, same_data: bool = True) -> Posterior:
         """This posterior, checked against a task and moved to its device and dtype.
@@ -542,11 +524,7 @@ class Posterior:
         )
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        mean: bool = True,
+        self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, mean: bool = True
     ) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
 
@@ -578,15 +556,12 @@ class Posterior:
         if not mean and self.initial is not None:
             raise InputError("mean=False would lose the prior's mean: leave mean out")
         if not mean and set(tensors) != set(self.mean):
-            raise InputError(
-                "mean=False writes one precision per weight: leave it out for "
-                f"{self.structure!r} and for a prior precision per weight"
-            )
+            what = f"{self.structure!r} and for a prior precision per weight"
+            raise InputError(f"mean=False writes one precision per weight: leave it out for {what}")
         clash = sorted(set(stored_means) & set(tensors))
         if clash:
             raise InputError(
-                f"parameters are called {clash[:4]}, as means are in the file: rename them, or "
-                "save with mean=False"
+                f"parameters are called {clash[:4]}, as means are: save with mean=False"
             )
         storage.write(
             place,
@@ -649,15 +624,6 @@ def made_of(
         n_data=q.n_data if n_data is None else n_data,
         record={**passed_on(q), **record},
     )
-
-
-def _check_range(form: Structure, dtype: torch.dtype) -> None:
-    try:
-        form.check()
-    except PosteriorError as error:
-        raise PosteriorError(
-            f"{error}, as {str(dtype).removeprefix('torch.')}: keep the posterior in float32"
-        ) from error
 
 
 @torch.inference_mode(False)

@@ -53,11 +53,11 @@ from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
-RECORDED = {  # in records
-    "ggn": "ggn",
-    "empirical_fisher": "fisher_emp",
-    "mc_fisher": "fisher_mc",
-    "exact": "hessian",
+CURVATURES = {  # as records call them, and what is summed
+    "ggn": ("ggn", "sum_i J_i^T Lambda_i J_i"),
+    "empirical_fisher": ("fisher_emp", "sum_i g_i g_i^T"),
+    "mc_fisher": ("fisher_mc", "sum_i mean over {samples} sampled labels of g_i g_i^T"),
+    "exact": ("hessian", "sum_i Hessian of loss_i"),
 }
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
@@ -253,38 +253,29 @@ def fit_kept(
             prior = Prior({None: TINY * mean}, prior.mean)
         if retrieves:
             assert isinstance(form, Spectral)
-            known = choice["prior_choice"]
-            delta, mrr = chosen_by_retrieval(task, params, form, known["delta"])
+            before = choice["prior_choice"]
+            delta, mrr = chosen_by_retrieval(task, params, form, before["delta"])
             prior = Prior({None: delta}, prior.mean)
-            choice = {"prior_choice": {**known, "delta": delta, "rule": RETRIEVAL, RETRIEVAL: mrr}}
+            choice = {"prior_choice": {**before, "delta": delta, "rule": RETRIEVAL, RETRIEVAL: mrr}}
         form = form.plus_prior(prior)
+    known_as, summed = CURVATURES[curvature]
+    if kind.of_inputs:
+        known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
+    if expected is not None:
+        summed = "sum_i J_i^T E_q[Lambda_i] J_i"
     record = {
-        "kind": kind.kind if kind.of_inputs else RECORDED[curvature],
+        "kind": known_as,
         "source": "laplace",
-        "definition": "S = diag(prior_precision) + sum of a a^T x 1, a the inputs of each layer"
-        if kind.of_inputs
-        else "S = diag(prior_precision) + "
-        + {
-            "ggn": "sum_i J_i^T Lambda_i J_i",
-            "empirical_fisher": "sum_i g_i g_i^T",
-            "mc_fisher": f"sum_i mean over {samples} sampled labels of g_i g_i^T",
-            "exact": "sum_i Hessian of loss_i",
-        }[curvature],
+        "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
         "likelihood": task.likelihood.recorded,
         "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
         "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
         "tied": tied_names(task.model),
+        **({} if expected is None else {"expected": True}),
+        "fingerprint": fingerprint(task, params),
+        **({} if prior_precision is None else {"prior_named": True}),
+        **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }
-    if expected is not None:
-        record |= {
-            "expected": True,
-            "definition": "S = diag(prior_precision) + sum_i J_i^T E_q[Lambda_i] J_i",
-        }
-    record |= {"fingerprint": fingerprint(task, params)}
-    if prior_precision is not None:
-        record |= {"prior_named": True}
-    if task.likelihood.estimated:
-        record |= {"estimated": task.likelihood.settings}
     q = Posterior(
         {n: p.clone() for n, p in params.items()},
         form,
@@ -300,29 +291,20 @@ def fit_kept(
 
 
 def _exact(
-    task: Task,
-    params: dict[str, Tensor],
-    kind: type[Structure],
-    prior: Prior,
-    chunking: Chunking,
+    task: Task, params: dict[str, Tensor], kind: type[Structure], prior: Prior, chunking: Chunking
 ) -> tuple[Structure, dict[str, Any]]:
     """δ + Σ_i ∇²ℓ_i, nowhere below δ."""
     size = sum(p.numel() for p in params.values())
     if size > EXACT_LIMIT:
-        raise InputError(
-            f"curvature='exact' takes {size:,} Hessian products; use 'ggn' above {EXACT_LIMIT:,} "
-            "parameters"
-        )
+        most = f"use 'ggn' above {EXACT_LIMIT:,} parameters"
+        raise InputError(f"curvature='exact' takes {size:,} Hessian products; {most}")
     hessian = Curvature(task, params, kind="hessian", memory_budget=chunking.memory_budget)
     hessian.check_symmetric()
     exact = kind.from_products(params, lambda v: hessian.product(v, progress=chunking.progress))
     form, floored = exact.plus_prior(prior).floored(prior)
     if floored:
-        warnings.warn(
-            f"{floored:.1%} of the exact Hessian is negative and was raised to the prior: train "
-            "on to a minimum, or use curvature='ggn'",
-            stacklevel=5,
-        )
+        said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"
+        warnings.warn(said, stacklevel=5)
     return form, {"floored": floored}
 
 
@@ -420,7 +402,7 @@ def _checked(
     rank: int | None,
     tolerance: float | None,
 ) -> Prior:
-    one_of("curvature", curvature, tuple(RECORDED))
+    one_of("curvature", curvature, tuple(CURVATURES))
     positive_int("samples", samples)
     if task.likelihood.is_sequence and curvature == "ggn" and not KINDS[structure].of_inputs:
         raise InputError(
@@ -428,9 +410,7 @@ def _checked(
             f'{task.likelihood.name}; use "empirical_fisher" or "mc_fisher"'
         )
     if not params:
-        raise ModelError(
-            "the model has no trainable parameters; set requires_grad on those to be analysed"
-        )
+        raise ModelError("the model has no trainable parameters; set requires_grad")
     task.check_parameters(params)
     for name, p in params.items():
         if not bool(torch.isfinite(p).all()):

@@ -242,16 +242,12 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
             raise PosteriorError(f"the precision of {name!r} is on the meta device, without values")
         for what, bad in (("NaN", tensor.isnan()), ("infinite", tensor.isinf())):
             if bool(bad.any()):
-                raise PosteriorError(
-                    f"the precision of {name!r} is {what} in {int(bad.sum())} of {bad.numel()} "
-                    "entries: nothing was written."
-                )
+                count = f"{int(bad.sum())} of {bad.numel()} entries: nothing was written."
+                raise PosteriorError(f"the precision of {name!r} is {what} in {count}")
         low = tensor < 0
         if bool(low.any()):
-            raise PosteriorError(
-                f"the precision of {name!r} is negative in {int(low.sum())} of {low.numel()} "
-                f"entries (lowest {float(tensor.min()):.3g}): nothing was written."
-            )
+            count = f"{int(low.sum())} of {low.numel()} entries (lowest {float(tensor.min()):.3g})"
+            raise PosteriorError(f"the precision of {name!r} is negative in {count}")
 
 
 def _one_per_name(given: ScalarPrior, shapes: Mapping[str, tuple[int, ...]]) -> Prior:

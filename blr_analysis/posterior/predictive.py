@@ -19,7 +19,7 @@ from blr_analysis.likelihoods import (
     Poisson,
     TokenCategorical,
 )
-from blr_analysis.progress import track
+from blr_analysis.progress import bar
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -119,34 +119,26 @@ def averaged(
     """
     scored, passes = _scored_by(task.likelihood), max(draws, 1)
     order = torch.arange(task.n_data).split(chunk_size or task.batch_size)
-    means: list[Tensor] = []
-    log_p: list[Tensor] = []
-    targets: list[Tensor] = []
-    dtype = torch.float64
-    visits = ((k, i, params) for k, params in enumerate(networks) for i in range(len(order)))
-    shown = track(visits, total=passes * len(order), label="predictions", show=progress)
-    with torch.no_grad(), task.evaluation():
-        for k, i, params in shown:
-            f, y = task.run(task.fetch(order[i]), params, order[i])
-            dtype, log_likelihood = f.dtype, -_losses(scored, f, y).double().cpu()
-            if k == 0:
-                log_p.append(log_likelihood)
-                targets.append(y.cpu())
-            else:
-                log_p[i] = torch.logaddexp(log_p[i], log_likelihood)
-            if scored.is_sequence:
-                continue
-            mean = scored.mean(f).cpu() / passes
-            if k == 0:
-                means.append(mean)
-            else:
-                means[i] += mean
-    losses = math.log(passes) - torch.cat(log_p)
+    log_p, mean, targets, dtype = torch.empty(0), torch.empty(0), torch.empty(0), torch.float64
+    shown = bar(passes * len(order), "predictions", progress)
+    with shown, torch.no_grad(), task.evaluation():
+        for k, params in enumerate(networks):
+            parts: list[tuple[Tensor, ...]] = []
+            for indices in order:
+                f, y = task.run(task.fetch(indices), params, indices)
+                dtype, log_likelihood = f.dtype, -_losses(scored, f, y).double().cpu()
+                said = () if scored.is_sequence else (scored.mean(f).cpu() / passes, y.cpu())
+                parts.append((log_likelihood, *said))
+                shown.update()
+            now, *said = (torch.cat(part) for part in zip(*parts, strict=True))
+            log_p = torch.logaddexp(log_p, now) if k else now
+            if said:
+                mean, targets = mean + said[0] if k else said[0], said[1]
     whole = not scored.is_sequence
     return Predictions(
-        mean=torch.cat(means) if whole else None,
-        losses=losses.to(dtype),
-        targets=torch.cat(targets) if whole else None,
+        mean=mean if whole else None,
+        losses=(math.log(passes) - log_p).to(dtype),
+        targets=targets if whole else None,
         draws=draws,
         likelihood=scored,
     )

@@ -82,10 +82,8 @@ class Prior:
                 ) from error
             high = delta > 0 if positive else delta >= 0
             if not bool((torch.isfinite(delta) & high).all()):
-                raise PosteriorError(
-                    f"prior_precision{where} must be finite and "
-                    f"{'above' if positive else 'at least'} 0, got {value!r}"
-                )
+                bound = f"finite and {'above' if positive else 'at least'} 0"
+                raise PosteriorError(f"prior_precision{where} must be {bound}, got {value!r}")
         return prior
 
     @property
@@ -131,19 +129,15 @@ class Prior:
         if initial is None:
             return self
         if not isinstance(initial, Mapping):
-            raise PosteriorError(
-                f"initial must be the state dict before training, got {type(initial).__name__}"
-            )
+            got = type(initial).__name__
+            raise PosteriorError(f"initial must be the state dict before training, got {got}")
         held = {n: tuple(t.shape) for n, t in initial.items() if isinstance(t, Tensor)}
         if wrong := [
             f"{n} {held.get(n, 'absent')}, not {tuple(p.shape)}"
             for n, p in params.items()
             if held.get(n) != tuple(p.shape)
         ]:
-            raise PosteriorError(
-                f"initial belongs to another model: {some(wrong)}; pass this model's state dict "
-                "before training"
-            )
+            raise PosteriorError(f"initial belongs to another model: {some(wrong)}")
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
         for name, m in mean.items():
             if not bool(torch.isfinite(m).all()):
@@ -210,9 +204,8 @@ class Prior:
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     """Detached floating-point tensors by name, or :class:`PosteriorError`."""
     if not isinstance(tree, Mapping) or not all(isinstance(t, Tensor) for t in tree.values()):
-        raise PosteriorError(
-            f"{name} must be a dict of tensors by parameter name, got {type(tree).__name__}"
-        )
+        got = type(tree).__name__
+        raise PosteriorError(f"{name} must be a dict of tensors by parameter name, got {got}")
     for key, tensor in tree.items():
         if not tensor.is_floating_point():
             raise PosteriorError(f"the {name} of {key!r} must hold real numbers, is {tensor.dtype}")

@@ -103,9 +103,7 @@ class KroneckerRecorder:
             raise ModelError("the model has no trainable parameters to record")
         self._units = units_of(model, set(self._parameters))
         if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
-            raise ModelError(
-                f"no layer rule for {some(odd)}: freeze them while recording, or use fit_laplace"
-            )
+            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
         self.passes = 0  # in training mode, seen so far
         self._recorded = 0  # of them
         self._joints: dict[str, Joint] = {}
@@ -190,16 +188,13 @@ class KroneckerRecorder:
 
     @torch.no_grad()
     def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
-        own = {a: self._parameters[n].detach() for a, n in unit.names.items()}
-        like = next(iter(own.values()))
+        like = self._parameters[next(iter(unit.names.values()))].detach()
         if x.is_floating_point():
             x = x.to(like)
         grad = grad.to(like)
         if len(grad) % batch or len(x) != len(grad):
-            raise ModelError(
-                f"layer {unit.path!r} sees {len(x)} rows for {batch} examples: put examples "
-                "first, or use fit_laplace"
-            )
+            seen = f"{len(x)} rows for {batch} examples"
+            raise ModelError(f"layer {unit.path!r} sees {seen}: put examples first")
         self._seen.append((unit, x, grad, batch))
 
     @torch.no_grad()
@@ -297,21 +292,13 @@ class KroneckerRecorder:
         own, now = _trainable(model), _trainable(self._model)
         same = {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in now.items()}
         if not same or [*map(id, now.values())] != [*map(id, self._parameters.values())]:
-            raise ModelError(
-                "the model changed since its recorder was made: other layers, or others frozen; "
-                "make a recorder for the model as it is"
-            )
+            raise ModelError("the model changed since its recorder was made: make a new one")
         factors = self.factors
         if not self._recorded:
-            raise PosteriorError(
-                "nothing was recorded: make the recorder before training, in training mode"
-            )
+            raise PosteriorError("nothing was recorded: make the recorder before training")
         names = {n for j in self._joints.values() for n in j.names} | set(self._means)
         if missing := [n for n in own if n not in names]:
-            raise PosteriorError(
-                f"{some(missing)} took no part in the recorded passes: did the model change? "
-                "freeze them, or record anew"
-            )
+            raise PosteriorError(f"{some(missing)} took no part in recorded passes: freeze them")
         for key, mean in self._means.items():
             if not bool(torch.isfinite(mean).all()):
                 raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")

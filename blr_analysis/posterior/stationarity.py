@@ -92,8 +92,7 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
                 noise[name] += float(squares.double().sum())
     times = task.n_data / len(chosen)
     blocks = {
-        n: {"gradient": math.sqrt(_square(x)), "noise": math.sqrt(times * noise[n])}
-        for n, x in g.items()
+        n: {"gradient": norm({n: x}), "noise": math.sqrt(times * noise[n])} for n, x in g.items()
     }
     size = norm(slope) + norm(pull)
     residual = norm(g) / size if size > 0 else 0.0
@@ -118,10 +117,6 @@ def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
 def _gain(q: Posterior, g: Tree) -> float:
     """½ gᵀ Σ g, summed in float64."""
     return 0.5 * dot(g, q.form.solve(g))
-
-
-def _square(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())
 
 
 def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -177,7 +172,13 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     except BLRError:  # the analysis will say it better
         return
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
-    if (said := _differs(known, seen)) or (own_weights and (said := _elsewhere(task, q))):
+    said = _differs(known, seen)
+    if not said and own_weights and _distance(task, q) > APART:
+        said = (
+            "the model's weights are not the posterior's mean, where the analysis runs: load the "
+            "weights that it was learned at, or fit the posterior to these"
+        )
+    if said:
         warnings.warn(said, PosteriorWarning, stacklevel=5)
     if said := _too_few_terms(task, posterior):
         warnings.warn(said, PosteriorWarning, stacklevel=5)
@@ -214,10 +215,7 @@ def check_weights(task: Task, posterior: Posterior) -> None:
     """Raise :class:`PosteriorError` where a model's weights are not a posterior's mean, by more
     than they are rounded in half precision."""
     if _distance(task, posterior.on(task, same_data=False)) > ROUNDED:
-        raise PosteriorError(
-            "the model's weights are not those that the posterior was learned at: name that model, "
-            "or build the index anew"
-        )
+        raise PosteriorError("the weights are not those of the posterior: build the index anew")
 
 
 def _distance(task: Task, q: Posterior) -> float:
@@ -228,12 +226,3 @@ def _distance(task: Task, q: Posterior) -> float:
         gap += float((own[name].detach().to(m) - m).double().square().sum())
         size += float(m.double().square().sum())
     return math.sqrt(gap / max(size, 1e-300))
-
-
-def _elsewhere(task: Task, q: Posterior) -> str:
-    if _distance(task, q) <= APART:
-        return ""
-    return (
-        "the model's weights are not the posterior's mean, where the analysis runs: load the "
-        "weights that it was learned at, or fit the posterior to these"
-    )

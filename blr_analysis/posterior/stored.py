@@ -111,17 +111,13 @@ def load_parts(path: str, model: Model | None, prior_precision: Given | None) ->
         if form.per_weight is not None and prior.is_zero:
             outside = Prior(given.entries, prior.mean)
         elif form.per_weight is None or not given.equals(prior, form.shapes):
-            raise PosteriorError(
-                f"{path!r} holds a precision with its prior in it; leave prior_precision out"
-            )
+            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
     if outside is not None:
         form, prior = form.plus_prior(outside), outside
     for name, s in (form.per_weight or {}).items() if prior.is_zero else ():
         if empty := int((s == 0).sum()):
-            raise PosteriorError(
-                f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries "
-                f"of {name!r}: pass prior_precision="
-            )
+            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
+            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
     return mean, form, prior, n_data, rest
 
 
@@ -144,9 +140,7 @@ def _decode(
         prior = Prior(entries, initial or None)
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(
-            f"{path!r} is no posterior of blr_analysis: {error} is missing or malformed"
-        ) from error
+        raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
     known = {*OWN_KEYS, *form.record()}
     rest = {k: v for k, v in record.items() if k not in known}
     return mean, form, prior, n_data, rest
@@ -186,10 +180,8 @@ def _mean_of(
         if held.get(n) != tuple(shape)
     ]
     if wrong:
-        raise PosteriorError(
-            f"the model is not the one whose precision {path!r} holds: {some(wrong)}; its "
-            f"tensors are called {some(list(source.specs))}"
-        )
+        said = f"the model is not the one whose precision {path!r} holds: {some(wrong)}"
+        raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
     return {n: source.tensor(key) for n, key in keys.items()}
 
 
@@ -199,18 +191,12 @@ def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
     if isinstance(model, Mapping):
         return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if model is None:
-        raise PosteriorError(
-            f"{path!r} holds precisions without a mean: pass model=, its state_dict or its folder"
-        )
+        raise PosteriorError(f"{path!r} holds precisions without a mean: pass model=")
     if not isinstance(model, (str, os.PathLike)):
-        raise InputError(
-            "model must be a torch.nn.Module, a state dict, or a folder, got "
-            f"{type(model).__name__}"
-        )
+        got = type(model).__name__
+        raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {got}")
     source = Folder.open(model)
     if sha256 is not None and fingerprint(source, progress=False) != sha256:
-        raise PosteriorError(
-            f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256): name "
-            "the right folder, or pass the module"
-        )
+        said = f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256)"
+        raise PosteriorError(f"{said}: name the right folder, or pass the module")
     return source

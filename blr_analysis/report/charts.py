@@ -64,15 +64,9 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
                    bottom="bottom", top="top", fill_color=GREY, fill_alpha="alpha",
                    line_color=None)  # fmt: skip
     n = len(rows)
-    source = ColumnDataSource(
-        {
-            "x": x[rows].astype(np.float32),
-            "y": y[rows].astype(np.float32),
-            "colour": [GREY] * n,
-            "mark": ["circle"] * n,
-        },
-        name="points",
-    )
+    shown = {"x": x[rows].astype(np.float32), "y": y[rows].astype(np.float32)}
+    looks = {"colour": [GREY] * n, "mark": ["circle"] * n}
+    source = ColumnDataSource({**shown, **looks}, name="points")
     points = chart.scatter(
         "x",
         "y",
@@ -86,12 +80,9 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
     )
     focus = ColumnDataSource({"x": [], "y": []}, name="focus")
     chart.scatter("x", "y", source=focus, size=17, fill_color=None, line_color=ORANGE, line_width=3)
-    for span in (
-        Span(location=line_x, dimension="height"),
-        Span(location=line_y, dimension="width"),
-    ):
-        span.line_dash, span.line_color = "dashed", GREY
-        chart.add_layout(span)
+    dashed: dict[str, Any] = {"line_dash": "dashed", "line_color": GREY}
+    chart.add_layout(Span(location=line_x, dimension="height", **dashed))
+    chart.add_layout(Span(location=line_y, dimension="width", **dashed))
     for place, region in enumerate(REGIONS):
         right, top = place % 2, place // 2
         chart.add_layout(
@@ -142,10 +133,9 @@ def removals_chart(removals: pd.DataFrame, truth: dict[Any, float] | None) -> di
     before = float(removals["nll_before"].iloc[0])
     chart.add_layout(Span(location=before, dimension="height", line_dash="dashed", line_color=GREY))
     chart.scatter([before], [0.0], size=0)  # so that the line lies within the axis
-    if "nll_low" in shown:
-        low, high = shown["nll_low"].to_numpy(float), shown["nll_high"].to_numpy(float)
-        chart.segment(low, place, high, place, line_width=6, color=BLUE, alpha=0.35,
-                      legend_label="rough range")  # fmt: skip
+    low, high = shown["nll_low"].to_numpy(float), shown["nll_high"].to_numpy(float)
+    chart.segment(low, place, high, place, line_width=6, color=BLUE, alpha=0.35,
+                  legend_label="rough range")  # fmt: skip
     chart.scatter(shown["nll_after"].to_numpy(float), place, size=11, color=BLUE,
                   legend_label="without it, predicted")  # fmt: skip
     if truth:

@@ -1,7 +1,11 @@
-"""What stands on the page: plain data for its script, and sentences for its reader."""
+"""What stands on the page: plain data for its script, and thumbnails of all examples on one sheet,
+so that it carries one picture and not thousands."""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +13,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from PIL import Image
 
 from blr_analysis.audit import Findings, most_suspicious
 from blr_analysis.audit.findings import influence_column
 from blr_analysis.audit.pictures import images_of, plain
 from blr_analysis.audit.summary import REGION_MEANS
-from blr_analysis.errors import InputError
-from blr_analysis.report.thumbnails import picture_of
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.plots import image_of
 from blr_analysis.sensitivity import TopInfluence, top_influence
 from blr_analysis.task import Task
 
@@ -31,6 +36,15 @@ LAST += ("self_influence",)
 OF_CLASSES = ("target", "prediction", "left_out_prediction")
 WORD = 80  # characters of a cell
 LONG = 40  # characters from which on a column of words is the examples' text
+BUDGET = 2_400_000  # bytes of a sheet before base64; the whole page stays below 6 MB
+EDGES = (48, 32, 24, 16)  # pixels of a tile, tried in turn until the sheet fits
+WAYS: tuple[dict[str, Any], ...] = (  # of writing a sheet, the finest first
+    {"lossless": True, "quality": 40},
+    {"quality": 80},
+    {"quality": 50},
+    {"quality": 25},
+)
+SAMPLE = 300  # pictures that tell how large the sheet will be
 
 
 @dataclass(frozen=True)
@@ -94,10 +108,8 @@ def rows_of(
     if n > MOST_SINGLE:
         told = [most_suspicious(table, GALLERY)["index"].to_numpy()]
         if neighbours is not None:
-            told += [
-                neighbours.top.helpful.flatten().numpy(),
-                neighbours.top.harmful.flatten().numpy(),
-            ]
+            top = neighbours.top
+            told += [side.flatten().numpy() for side in (top.helpful, top.harmful)]
         measure = table[influence_column(table)].to_numpy(float)
         told.append(np.argsort(-measure, kind="stable")[: MOST_SINGLE // 2])
         index = np.unique(np.concatenate(told))
@@ -109,7 +121,7 @@ def rows_of(
     rows = rows.iloc[:, :MOST_INPUTS].rename(columns=lambda n: f"{n} (input)" if n in shown else n)
     shown = pd.concat([shown, rows], axis=1)
     if texts is None and (column := text_column(shown)) is not None:
-        texts, shown = list(shown.pop(column)), shown
+        texts = list(shown.pop(column))
     elif texts is not None:
         texts = [texts[int(i)] for i in index]
     inputs = tuple(str(name) for name in rows if name in shown)
@@ -285,3 +297,99 @@ def _cell(value: Any) -> Any:
             return None
         return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.4g}")
     return None if value is None else _short(str(value), WORD)
+
+
+@dataclass(frozen=True)
+class Thumbnails:
+    """Tiles of one size, row by row: example k is tile k.
+
+    Attributes:
+        uri: the picture as a ``data:`` URI.
+        edge: pixels of a tile, both ways.
+        across: tiles in a row.
+        n: how many there are.
+    """
+
+    uri: str
+    edge: int
+    across: int
+    n: int
+
+    @property
+    def down(self) -> int:
+        return math.ceil(self.n / self.across)
+
+
+def sheet_of(pictures: Sequence[np.ndarray], budget: int = BUDGET) -> Thumbnails:
+    """Pictures [H, W] or [H, W, 3] of bytes on one sheet of at most ``budget`` bytes.
+
+    Small pictures are kept to the pixel while they fit; larger ones shrink, and where there are
+    very many, tiles become smaller and coarser.
+    """
+    largest = max(max(p.shape[:2]) for p in pictures)
+    edges = [e for e in EDGES if e < largest] or [EDGES[-1]]
+    edges = [largest, *edges] if largest <= EDGES[0] else edges
+    some = pictures[:: math.ceil(len(pictures) / SAMPLE)]
+    share = budget * len(some) / len(pictures)
+    *ways, last = [(e, o) for e in edges for o in WAYS]
+    for edge, options in ways:
+        if len(some) < len(pictures) and len(_written(some, edge, options)[0]) > share:
+            continue
+        written, across = _written(pictures, edge, options)
+        if len(written) <= budget:
+            return Thumbnails(_uri(written), edge, across, len(pictures))
+    written, across = _written(pictures, *last)
+    return Thumbnails(_uri(written), last[0], across, len(pictures))
+
+
+def picture_of(images: Any, index: int) -> np.ndarray:
+    """Example ``index`` as bytes [H, W] or [H, W, 3], whatever shape and range it comes in.
+
+    Raises:
+        InputError: it is no image.
+        DataError: bytes that no image format knows.
+    """
+    item = images[index] if isinstance(images, Sequence) and index < len(images) else None
+    if isinstance(item, bytes | bytearray):
+        try:
+            item = Image.open(io.BytesIO(item))
+            item.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"images[{index}] holds bytes that are no image") from error
+    if isinstance(item, Image.Image):
+        images = {index: np.asarray(item.convert("L" if item.mode in ("1", "L") else "RGB"))}
+    picture = image_of(images, index)
+    if picture.ndim == 3 and picture.shape[-1] == 4:
+        alpha = picture[..., 3:]
+        picture = picture[..., :3] * alpha + (1 - alpha)
+    return np.round(255 * picture).clip(0, 255).astype(np.uint8)
+
+
+def _written(
+    pictures: Sequence[np.ndarray], edge: int, options: dict[str, Any]
+) -> tuple[bytes, int]:
+    """The sheet's bytes, and how many tiles stand in a row."""
+    sheet, across = _laid_out(pictures, edge)
+    file = io.BytesIO()
+    sheet.save(file, "WEBP", method=2, **options)
+    return file.getvalue(), across
+
+
+def _laid_out(pictures: Sequence[np.ndarray], edge: int) -> tuple[Image.Image, int]:
+    across = min(math.ceil(math.sqrt(len(pictures))), 16383 // edge)
+    mode = "RGB" if any(p.ndim == 3 for p in pictures) else "L"
+    sheet = Image.new(mode, (across * edge, math.ceil(len(pictures) / across) * edge), 128)
+    for k, picture in enumerate(pictures):
+        tile = Image.fromarray(picture)
+        scale = edge / max(tile.size)
+        if scale != 1:
+            size = max(1, round(scale * tile.width)), max(1, round(scale * tile.height))
+            smooth = Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
+            tile = tile.resize(size, smooth)
+        left, top = (edge - tile.size[0]) // 2, (edge - tile.size[1]) // 2
+        sheet.paste(tile, (k % across * edge + left, k // across * edge + top))
+    return sheet, across
+
+
+def _uri(written: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(written).decode()

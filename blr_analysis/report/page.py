@@ -23,7 +23,7 @@ from blr_analysis.audit.summary import (
     agreement,
     doubts,
     expectations,
-    how,
+    removed_how,
     trust_notes,
 )
 from blr_analysis.checks import package_version
@@ -40,12 +40,11 @@ from blr_analysis.report.contents import (
     pictures_of,
     regions_of,
     rows_of,
+    sheet_of,
     suspects_of,
     tests_of,
 )
-from blr_analysis.report.thumbnails import sheet_of
 from blr_analysis.sensitivity import Monitor
-from blr_analysis.task import Task
 
 
 def write_page(
@@ -129,7 +128,7 @@ def write_page(
 
 def question(findings: Findings, removals: pd.DataFrame | None) -> str:
     """What was asked, in a sentence."""
-    task: Task = findings.task
+    task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
     asked = (
         f"Which of {task.n_data:,} training examples shape this model "
@@ -175,10 +174,8 @@ def trust(
             "data's: the scale of every estimate rests on that choice."
         )
     if removals is not None:
-        solver = str(removals["solver"].iloc[0]) if "solver" in removals else "posterior"
-        passes = float(removals["passes"].to_numpy().max()) if "passes" in removals else 0.0
         said.append(
-            f"Groups were taken out {how(solver, passes)}; the ranges shown with them are rough: "
+            f"Groups were taken out {removed_how(removals)}; the ranges shown with them are rough: "
             "their widths rest on small networks, or on a guess."
         )
         said += doubts(removals, lambda group: named(group, names))
@@ -210,19 +207,16 @@ def removal_rows(
     if removals is None:
         return []
     ordered = removals.iloc[(-removals["nll_change"].abs()).argsort(kind="stable").to_numpy()]
-    rows = []
-    for row in ordered.to_dict("records"):
-        low, high = row.get("nll_low"), row.get("nll_high")
-        rows.append(
-            {
-                "group": named(row["group"], names)[:200],
-                "n": f"{row['n']:,}",
-                "after": f"{row['nll_after']:.3f}",
-                "change": f"{row['nll_change']:+.3f}",
-                "range": "" if low is None else f"{low:.2f} to {high:.2f}",
-            }
-        )
-    return rows
+    return [
+        {
+            "group": named(row["group"], names)[:200],
+            "n": f"{row['n']:,}",
+            "after": f"{row['nll_after']:.3f}",
+            "change": f"{row['nll_change']:+.3f}",
+            "range": f"{row['nll_low']:.2f} to {row['nll_high']:.2f}",
+        }
+        for row in ordered.to_dict("records")
+    ]
 
 
 def policy(*scripts: str) -> str:

@@ -315,9 +315,7 @@ def matching(estimate: Estimates, weight: Tensor, rise: Tensor, usable: Tensor) 
     while high < WIDEST and gap(high) >= 0:
         high *= 2
     if gap(low) < 0 or gap(high) > 0:
-        raise PosteriorError(
-            "no scale agrees with the exact solves; does the posterior belong to this model?"
-        )
+        raise PosteriorError("no scale agrees with the exact solves: another model's posterior?")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if gap(middle) > 0 else (low, middle)
@@ -347,21 +345,14 @@ def _usable(exact: Removals, rise: Tensor, estimated: Tensor) -> Tensor:
             '(kind="descent") not at the minimum; take a larger probe or kind="ggn"'
         )
     if not bool(solved.all()):
-        warnings.warn(
-            f"{int((~solved).sum())} of {len(usable)} probe examples are left out of the "
-            "calibration: the curvature without them is not positive, or the model is not at the "
-            "minimum of its objective",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        said = "the curvature without them is not positive, or the model not at the minimum"
+        count = f"{int((~solved).sum())} of {len(usable)} probe examples are left out"
+        warnings.warn(f"{count}: {said}", RuntimeWarning, stacklevel=4)
     short = usable & ~exact.converged
     if bool(short.any()):
-        warnings.warn(
-            f"{int(short.sum())} of {len(usable)} exact solves did not converge (relative "
-            f"residual up to {float(exact.residual[short].max()):.1e}); raise max_iterations",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        left = float(exact.residual[short].max())
+        said = f"{int(short.sum())} of {len(usable)} exact solves did not converge (to {left:.1e})"
+        warnings.warn(f"{said}; raise max_iterations", RuntimeWarning, stacklevel=4)
     return usable
 
 

@@ -209,12 +209,9 @@ def leave_one_out(
         done = rows[~alone.indefinite]
         after[done] = torch.cat(alone.outputs)[~alone.indefinite]
         if refine and len(done) < refine:
-            warnings.warn(
-                f"{refine - len(done)} of {refine} examples keep their estimate: the model is too "
-                "far from the minimum of its own objective for them to be left out by a descent",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            said = f"{refine - len(done)} of {refine} examples keep their estimate"
+            said += ": the model is too far from its minimum for a descent"
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
         used[done] = WORDS.index("descent")
     return LeaveOneOut(
         logits=after,
@@ -309,9 +306,7 @@ def _ready(task: Task, q: Posterior, scores: Scores) -> Iterator[Known]:
     first = next(iter(chunks(task, q.mean, QUIET, indices=torch.tensor([0]))))
     own = prediction_variance(q, first)[0].cpu()
     if not torch.allclose(own, scores.variance[0].to(own), rtol=1e-2, atol=1e-12):
-        raise InputError(
-            "the scores are those of another posterior (or before calibration); leave scores= out"
-        )
+        raise InputError("the scores are those of another posterior; leave scores= out")
     parts = (scores.outputs, scores.targets, scores.variance)
     likelihoods = (task.likelihood.at(i) for i in torch.arange(len(scores)).split(ROWS))
     return zip(*(t.split(ROWS) for t in parts), likelihoods, strict=True)

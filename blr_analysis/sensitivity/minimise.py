@@ -86,22 +86,8 @@ class Descent:
     damping: float = 0.0
     _pairs: list[tuple[Tree, Tree, float]] = field(default_factory=list)  # s, y and sᵀy
 
-    @classmethod
-    def start(
-        cls,
-        data: Objective,
-        params: Tree,
-        preconditioner: Structure,
-        *,
-        memory_budget: int | None = None,
-        point: Point | None = None,
-        enough: float = 0.0,
-    ) -> Descent:
-        """At these weights; one pass, none where F and its gradient there are known."""
-        here = data.at(params) if point is None else point
-        descent = cls(data, preconditioner, here, memory_budget, enough=enough)
-        descent._note("start")
-        return descent
+    def __post_init__(self) -> None:
+        self._note("start")
 
     @property
     def decrement(self) -> float:
@@ -258,9 +244,7 @@ class Descent:
     def _note(self, kind: str) -> None:
         decrement = self.decrement
         if not decrement >= 0:
-            raise PosteriorError(
-                "the changed data's gradient is not finite; raise prior_precision, or use float64"
-            )
+            raise PosteriorError("the changed data's gradient is not finite; raise prior_precision")
         self.moves.append(AcceptedMove(kind, self.passes, self.point.value, decrement))
 
 
@@ -331,7 +315,8 @@ def train(
 
     params = {n: p.clone() for n, p in task.parameters().items()}
     form = precision()
-    descent = Descent.start(whole(task, prior), params, form)
+    data = whole(task, prior)
+    descent = Descent(data, form, data.at(params))
     track, spent = [(descent.point.value, descent.point.residual)], 0.0
     for _ in range(max_steps):
         if descent.point.residual <= tolerance or descent.stalled or _still(track):

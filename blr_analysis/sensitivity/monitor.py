@@ -126,7 +126,8 @@ class Monitor(Plottable):
         self.every = positive_int("every", every)
         self.test = None if test is None else _test_task(test, task)
         self.indices = _watched(examples, task, seed)
-        self.keep = _measures(keep)
+        names = (keep,) if isinstance(keep, str) else tuple(keep)
+        self.keep = tuple(dict.fromkeys(one_of("keep", name, MEASURES) for name in names))
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.rows: list[dict[str, float]] = []
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
@@ -161,8 +162,7 @@ class Monitor(Plottable):
         epoch = at_least(0, "epoch", epoch)
         if epoch <= self._last:
             raise InputError(
-                f"epoch {epoch} does not follow epoch {self._last}; count on (load_state_dict), "
-                "or build a new Monitor"
+                f"epoch {epoch} does not follow epoch {self._last}; build a new Monitor"
             )
         if epoch % self.every:
             if not callable(posterior):
@@ -190,11 +190,8 @@ class Monitor(Plottable):
             made = source() if callable(source) else source
         q = fitted(self.task, made)
         self._caveat = f"; {caveat}" if (caveat := caveat_of(made)) else ""
-        for name, values in q.mean.items():
-            if not bool(torch.isfinite(values).all()):
-                raise PosteriorError(
-                    f"the mean of {name!r} holds NaN or inf; is the training run stable?"
-                )
+        if odd := [name for name, m in q.mean.items() if not bool(torch.isfinite(m).all())]:
+            raise PosteriorError(f"the mean of {odd[0]!r} holds NaN or inf; is training stable?")
         return q
 
     def __len__(self) -> int:
@@ -302,19 +299,14 @@ class Monitor(Plottable):
             parts = {name: list(values.unbind()) for name, values in kept.items()}
             shapes = {tuple(values.shape) for values in kept.values()}
         except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
-            raise InputError(
-                f"this is no state_dict() of a Monitor ({type(error).__name__}: {error})"
-            ) from error
+            raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
         if n_data != self.task.n_data or not torch.equal(indices, self.indices):
             raise InputError(
                 f"the state is of {len(indices)} of {n_data} examples, this Monitor of "
                 f"{len(self.indices)} of {self.task.n_data} (or others): use the same task"
             )
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
-            raise InputError(
-                f"the state keeps {sorted(kept)} of every example, this Monitor "
-                f"{sorted(self.keep)}: give keep="
-            )
+            raise InputError(f"the state keeps {sorted(kept)} of every example: give keep=")
         for row in rows:
             row["epoch"] = int(row["epoch"])
         self.rows, self._kept, self._last = rows, parts, last
@@ -368,11 +360,7 @@ class Observation:
 
 
 def observe(
-    task: Task,
-    q: Posterior,
-    indices: Tensor,
-    correction: str,
-    chunking: Chunking,
+    task: Task, q: Posterior, indices: Tensor, correction: str, chunking: Chunking
 ) -> Observation:
     """Watch these examples of the task at the posterior's mean."""
     if task.likelihood.is_sequence:
@@ -416,11 +404,6 @@ def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
     influence = self_influence(q, chunk, e, last=True)
     f = chunk.outputs.cpu()
     return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
-
-
-def _measures(keep: Any) -> tuple[str, ...]:
-    names = (keep,) if isinstance(keep, str) else tuple(keep)
-    return tuple(dict.fromkeys(one_of("keep", name, MEASURES) for name in names))
 
 
 def _watched(examples: Any, task: Task, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, StackDataset
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import Chunking, chunks, predict
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.tree import add, norm
@@ -77,10 +77,7 @@ class Objective:
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        gap = self.prior.gap(params)
-        pull = self.prior.times(gap)
-        squares = self.prior.times({n: x.double().square() for n, x in gap.items()})
-        value = 0.5 * sum(float(s.sum()) for s in squares.values())
+        pull, value = self.prior.times(self.prior.gap(params)), self._penalty(params)
         slope = {n: torch.zeros_like(p) for n, p in params.items()}
         for task, indices in self.parts:
             grads, part = loss_and_gradient(task, params, indices)
@@ -89,14 +86,18 @@ class Objective:
         gradient = {n: g + pull[n] for n, g in slope.items()}
         return Point(params, value, gradient, self.prior)
 
+    def _penalty(self, params: Tree) -> float:
+        """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)."""
+        squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
+        return 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
+
     def value(self, params: Tree) -> float:
         """F at these weights, by forward passes alone.
 
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
-        value = 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
+        value = self._penalty(params)
         for (task, indices), weight in zip(self.parts, self.weights, strict=True):
             with torch.no_grad(), task.evaluation():
                 for chosen in indices.split(task.batch_size):
@@ -279,12 +280,7 @@ class Share:
     count: int
 
 
-def share(
-    task: Task,
-    q: Posterior,
-    indices: Tensor | None,
-    chunking: Chunking,
-) -> Share:
+def share(task: Task, q: Posterior, indices: Tensor | None, chunking: Chunking) -> Share:
     """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
     curvature = q.form.zeros()
     for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
@@ -301,17 +297,10 @@ def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Ch
         InputError: the examples are sequences.
     """
     if task.likelihood.is_sequence:
-        raise InputError(
-            "relabel= takes one target per example; for sequences use remove= and add="
-        )
+        raise InputError("relabel= takes one target per example; use remove= and add=")
     chosen = torch.tensor(sorted(labels))
-    outputs, targets = [], []
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in task.batches(indices=chosen):
-            f, y = task.run(batch, q.mean, indices)
-            outputs.append(f)
-            targets.append(y)
-    f, y = torch.cat(outputs), torch.cat(targets)
+    there = predict(task.subset(chosen), q.mean, progress=False)
+    f, y = (part.to(task.device) for part in there)
     try:
         new = torch.stack([as_target(labels[int(i)]) for i in chosen])
         new = task.likelihood.prepare_targets(new.to(f.device), f)
@@ -357,7 +346,5 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
     form, floored = form.floored(q.prior.within(q.record))
     mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
-        raise PosteriorError(
-            "the step is not finite: raise prior_precision, or remove fewer examples"
-        )
+        raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")
     return made_of(q, mean, form, n_data=n_data, kind="what_if"), floored

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
+from blr_analysis.backprop.tree import add
 from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
@@ -18,7 +19,7 @@ from blr_analysis.posterior.structures import Tree
 from blr_analysis.ranks import divided, held_as
 from blr_analysis.sensitivity.minimise import AcceptedMove, Descent
 from blr_analysis.sensitivity.replay import Replay
-from blr_analysis.sensitivity.solving import Moved, next_parameters
+from blr_analysis.sensitivity.solving import Moved
 from blr_analysis.task import Task, unwrapped
 from blr_analysis.views import Plottable, make_table
 
@@ -137,46 +138,33 @@ class WhatIf(Answer, Plottable):
         for name, value in self.parameters.items():
             if name not in own or own[name].shape != value.shape:
                 got = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ModelError(
-                    f"cannot apply {name!r} of shape {tuple(value.shape)}: the model has {got}"
-                )
+                shape = tuple(value.shape)
+                raise ModelError(f"cannot apply {name!r} of shape {shape}: the model has {got}")
         with torch.no_grad():
             for name, value in self.parameters.items():
                 own[name].copy_(held_as(value, own[name]))
         return model
 
     def __repr__(self) -> str:
-        change = [
-            f"{count} {word}"
-            for count, word in (
-                (self.removed, "removed"),
-                (self.added, "added"),
-                (self.relabelled, "relabelled"),
-            )
-            if count
-        ]
-        right = (
-            ""
-            if self.accuracy is None
-            else f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
-        )
-        if self.solver == "posterior":
-            taken = "" if self.damping == 1 else f", damped to {self.damping:.2g}"
-            how = f"; one step{taken}" + ("" if self.converged else ", not converged")
-        elif self.solver != "cg":
-            spent = f", {self.passes:.0f} passes" if self.solver == "replay" else ""
-            spent += "" if self.converged else ", not converged"
-            how = f"; {self.solver}{spent}"
-        else:
-            left = "" if self.converged else f", not converged: one more step {self.error:.1g} nats"
-            how = f"; {self.solver}, {self.passes:.0f} passes{left}"
-        if self.checkpoints > 1:
-            how += f"; mean change at {self.checkpoints} checkpoints"
+        counts = {"removed": self.removed, "added": self.added, "relabelled": self.relabelled}
+        change = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         low, high = self.interval
-        nll = f"nll {self.before.nll:.4f} -> {self.nll:.4f} ({low:.2f} to {high:.2f})"
-        said = (self.note, self.caveat)
-        note = "".join(f"; {line}" for line in said if line)
-        return f"WhatIf({', '.join(change)}: {nll}{right}{how}{note})"
+        said = f"nll {self.before.nll:.4f} -> {self.nll:.4f} ({low:.2f} to {high:.2f})"
+        if self.accuracy is not None:
+            said += f", accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}"
+        said += "; one step" if self.solver == "posterior" else f"; {self.solver}"
+        if self.damping != 1:
+            said += f", damped to {self.damping:.2g}"
+        if self.solver in ("cg", "replay"):
+            said += f", {self.passes:.0f} passes"
+        if not self.converged:
+            said += ", not converged"
+            if self.solver == "cg":
+                said += f": one more step {self.error:.1g} nats"
+        if self.checkpoints > 1:
+            said += f"; mean change at {self.checkpoints} checkpoints"
+        notes = "".join(f"; {line}" for line in (self.note, self.caveat) if line)
+        return f"WhatIf({change}: {said}{notes})"
 
 
 Answered = TypeVar("Answered", bound=Answer)
@@ -377,7 +365,8 @@ class References:
     def _further(self, descent: Descent, after: Evaluation) -> float:
         """|change of the nll| by one more step."""
         try:
-            further, _ = evaluated(self.where, next_parameters(descent), progress=False)
+            there = add(descent.point.params, 1.0, descent.next_step())
+            further, _ = evaluated(self.where, there, progress=False)
         except ModelError:  # it breaks down there: the search would have shortened the move
             return float("inf")
         return abs(further.nll - after.nll)

@@ -171,12 +171,7 @@ def select_prior_precision(
             measured = _measured(under, q, test, correction, settings)
         except BLRError as error:
             raise type(error)(f"with prior_precision {delta:g} of the grid: {error}") from error
-        row = {
-            "prior_precision": delta,
-            **measured,
-            "seconds": time.perf_counter() - start,
-            **said,
-        }
+        row = {"prior_precision": delta, **measured, "seconds": time.perf_counter() - start, **said}
         rows.append(row)
         if math.isfinite(row["loo_nll"]) and (best is None or row["loo_nll"] < best[1]):
             best = (delta, row["loo_nll"], q)
@@ -228,15 +223,12 @@ def _own(fit: Fit, task: Task) -> Trained:
         parts: Sequence[Any] = given if isinstance(given, tuple) else (under.model, given)
         model, q = parts if len(parts) == 2 else (None, None)
         if not isinstance(q, Posterior) or not isinstance(model, nn.Module):
-            raise InputError(
-                f"fit must return a Posterior, or (model, posterior), got {type(given).__name__}"
-            )
+            got = type(given).__name__
+            raise InputError(f"fit must return a Posterior, or (model, posterior), got {got}")
         stated = q.prior.entries.get(None, delta)
         if not math.isclose(float(stated), delta, rel_tol=1e-3):
-            raise InputError(
-                f"fit returned prior_precision={float(stated):g} for δ={delta:g}; train and "
-                "state it with weight_decay = δ / N"
-            )
+            said = f"fit returned prior_precision={float(stated):g} for δ={delta:g}"
+            raise InputError(f"{said}; state weight_decay = δ / N")
         if model is not under.model:
             other = Task(model, task.examples, likelihood=task.likelihood, forward=task.forward)
             under = task.with_model(other)

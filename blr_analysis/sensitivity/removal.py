@@ -120,12 +120,7 @@ def exact_removals(
 
 
 def descended_removals(
-    task: Task,
-    q: Posterior,
-    indices: Tensor,
-    *,
-    passes: int = PASSES,
-    progress: bool | None = None,
+    task: Task, q: Posterior, indices: Tensor, *, passes: int = PASSES, progress: bool | None = None
 ) -> Removals:
     """Take each of these examples out by at most so many passes over the others."""
     outputs, drifting = [], torch.zeros(len(indices), dtype=torch.bool)
@@ -144,9 +139,7 @@ def descended_removals(
                     preconditioner, enough = q.form, LITTLE
             without = changed(task, q.prior, leaving=alone)
             here = replace(start, value=start.value - loss, gradient=add(start.gradient, -1.0, own))
-            descent = Descent.start(
-                without, start.params, preconditioner, point=here, enough=enough
-            )
+            descent = Descent(without, preconditioner, here, enough=enough)
             descend(descent, steps=None, passes=passes, tolerance=1.0)
             params, spent = descent.point.params, spent + descent.passes
             first = descent.moves[0].decrement

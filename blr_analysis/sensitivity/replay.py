@@ -215,11 +215,7 @@ class _Trained:
 
 
 def _train(
-    parts: Sequence[Part],
-    start: Tree,
-    recipe: ReplayRecipe,
-    *,
-    constant: bool = False,
+    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe, *, constant: bool = False
 ) -> _Trained:
     """Minibatch steps from ``start``; unless ``constant``, their size falls as a cosine."""
     leaves = {n: p.detach().clone().requires_grad_() for n, p in start.items()}

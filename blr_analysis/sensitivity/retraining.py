@@ -136,12 +136,12 @@ def retrained(
     if not callable(train):
         raise InputError("train must be a function (data, seed) -> model or state dict")
     positive_int("seeds", seeds)
-    folder = None if cache is None else Path(cache)
-    key = "" if folder is None else _key(parts, train)
-    data = _dataset(parts)
+    key = "" if cache is None else _key(parts, train)
+    sets = [Subset(task.dataset, indices.tolist()) for task, indices in parts]
+    data: Dataset[Any] = sets[0] if len(sets) == 1 else ConcatDataset(sets)
     runs = []
     for seed in range(seeds):
-        place = None if folder is None else folder / f"{key}-{seed}.safetensors"
+        place = None if cache is None else Path(cache, f"{key}-{seed}.safetensors")
         if place is not None and place.exists():
             runs.append(_fitting(load_file(place), like))
             continue
@@ -157,11 +157,6 @@ def retrained(
                 save_file(weights, draft, {"format": "pt"})
         runs.append(weights)
     return runs
-
-
-def _dataset(parts: Sequence[tuple[Task, Tensor]]) -> Dataset[Any]:
-    sets = [Subset(task.dataset, indices.tolist()) for task, indices in parts]
-    return sets[0] if len(sets) == 1 else ConcatDataset(sets)
 
 
 def _key(parts: Sequence[tuple[Task, Tensor]], train: Train) -> str:

@@ -25,11 +25,7 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import caveat_of, recognise
-from blr_analysis.sensitivity.corrections import (
-    leverage,
-    prediction_variances,
-    self_influence,
-)
+from blr_analysis.sensitivity.corrections import leverage, prediction_variances, self_influence
 from blr_analysis.sensitivity.results import NetworkScores
 from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.sensitivity.sites import SumOfSites, site_sensitivity, sum_of_sites
@@ -212,15 +208,11 @@ def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Pos
             also where the model does not stand at its mean.
     """
     if isinstance(task, SumOfSites):
-        raise InputError(
-            f"a fitted {type(task).__name__} is no network: ask sensitivity(fitted), "
-            "leave_one_out(fitted) or fitted.without([...])"
-        )
+        kind = type(task).__name__
+        raise InputError(f"a fitted {kind} is no network: ask fitted.without([...])")
     if posterior is None and not isinstance(task, Task):
-        raise InputError(
-            "give a Task and its Posterior, or what model.fit(data) returns; got "
-            f"{type(task).__name__} and no posterior"
-        )
+        got = type(task).__name__
+        raise InputError(f"give a Task and its Posterior; got {got} and no posterior")
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
     q = posterior.on(task)
@@ -270,10 +262,8 @@ def check_outputs(task: Any, who: str) -> None:
     """Raise :class:`InputError` unless this is a task with one output vector per example."""
     instance("task", task, Task, "a blr_analysis.Task")
     if task.likelihood.is_sequence:
-        raise InputError(
-            f"{who} takes one output vector per example, {task.likelihood.name!r} has one per "
-            "token; use leave_one_out(task, posterior)"
-        )
+        name = task.likelihood.name
+        raise InputError(f"{who} takes one output vector per example, {name!r} has one per token")
 
 
 def check_test(test: Any, task: Task, name: str = "test") -> Task:
@@ -286,9 +276,7 @@ def check_test(test: Any, task: Task, name: str = "test") -> Task:
     instance(name, test, Task, "a blr_analysis.Task with the held-out examples")
     shapes = [{n: p.shape for n, p in t.model.named_parameters()} for t in (task, test)]
     if shapes[0] != shapes[1]:
-        raise PosteriorError(
-            f"{name} is of another model, with other parameters: build it with the trained one"
-        )
+        raise PosteriorError(f"{name} is of another model, with other parameters")
     test = test.with_model(task)
     mine, theirs = task.likelihood, test.likelihood
     if not mine.judged_by(theirs):

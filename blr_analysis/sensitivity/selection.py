@@ -155,10 +155,7 @@ def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
             value = value.item() if hasattr(value, "item") else value
             hash(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"column {by!r} holds several values per example (a {type(value).__name__}); "
-                "group by another"
-            ) from error
+            raise InputError(f"column {by!r} holds several values per example") from error
         (missing if _is_missing(value) else members.setdefault(value, [])).append(i)
     try:
         keys = sorted(members)

@@ -146,7 +146,9 @@ def sequence_scores(
         losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         influence = self_influence(q, chunk, error, last=not variance)
-        tokens = tokens_of(task, chunk.targets)
+        counted = task.likelihood.counted(chunk.targets)
+        assert counted is not None
+        tokens = counted.sum(-1)
         size = torch.linalg.vector_norm(error.flatten(1), dim=1)
         estimate = trace(q, chunk, signs) if variance else ()
         parts.append(tuple(t.cpu() for t in (losses, influence, tokens, size, *estimate)))
@@ -180,10 +182,7 @@ def sequence_leave_one_out(
         InputError: the cavity is asked for, which needs V_i; scores of other data.
     """
     if correction == "cavity":
-        raise InputError(
-            'correction="cavity" needs the variance of all T·C outputs of a sequence; use '
-            '"first_order"'
-        )
+        raise InputError('correction="cavity" needs one output per example; use "first_order"')
     if scores is None:
         scores = sequence_scores(task, q, chunking)
     instance("scores", scores, SequenceScores, "what blr_analysis.sensitivity(...) returns")
@@ -226,11 +225,3 @@ def drawn_errors(chunk: Chunk, generator: torch.Generator) -> Tensor:
     outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
     labels = chunk.likelihood.resample(outputs, targets, generator).to(chunk.targets)
     return chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, labels)
-
-
-def tokens_of(task: Task, targets: Tensor) -> Tensor:
-    """How many tokens of each sequence count, ``[B]``."""
-    counted = task.likelihood.counted(targets)
-    if counted is None:
-        raise InputError(f"the {task.likelihood.name} likelihood has one target per example")
-    return counted.sum(-1)

@@ -180,9 +180,8 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
         return None
     other = task if given is posterior else posterior
     if other is not None and other is not given:
-        raise InputError(
-            f"a fitted {type(given).__name__} stands alone: leave out the {type(other).__name__}"
-        )
+        kinds = (type(each).__name__ for each in (given, other))
+        raise InputError("a fitted {} stands alone: leave out the {}".format(*kinds))
     return given
 
 
@@ -363,9 +362,7 @@ def _probes(
 def _refuse(options: dict[str, Any]) -> None:
     named = [name for name, value in options.items() if value not in (None, 0, "auto")]
     if named:
-        raise InputError(
-            f"{named[0]} is for posteriors over a network's weights, not for a sum of sites"
-        )
+        raise InputError(f"{named[0]} is for a network's weights, not for a sum of sites")
 
 
 def _log_predictives(fitted: SumOfSites, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -75,12 +75,8 @@ class SolverPlan:
             return self.solver == "posterior"
         if change.labels and change.count > 1:  # wrong by nats: a step for each leads far out
             return False
-        return not self.asked and change.count <= max(1, FEW * n_data)
-
-    @property
-    def asked(self) -> bool:
-        """Whether a descent of a certain length is asked for."""
-        return self.steps is not None or self.passes is not None
+        asked = self.steps is not None or self.passes is not None  # for a certain length
+        return not asked and change.count <= max(1, FEW * n_data)
 
 
 def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> SolverPlan:
@@ -99,15 +95,11 @@ def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> So
     if passes is not None:
         passes = positive_int("passes", passes)
     if solver == "posterior" and steps not in (None, 1):
-        raise InputError(
-            f"steps={steps!r}: solver='posterior' makes one step; use solver='cg' for more"
-        )
+        raise InputError(f"steps={steps!r}: solver='posterior' makes one step; use solver='cg'")
     if solver == "posterior" and passes is not None:
         raise InputError("passes= bounds solver='cg' and 'replay'; solver='posterior' makes none")
     if solver in ("replay", "retrain") and steps is not None:
-        raise InputError(
-            f"steps= belongs to solver='cg'; solver={solver!r} takes passes= or train="
-        )
+        raise InputError(f"steps= belongs to solver='cg'; {solver!r} takes passes= or train=")
     if solver in ("cg", "replay") and passes is not None and passes < 2:
         raise InputError(f"solver={solver!r} needs passes of at least 2: one to start, one to move")
     return SolverPlan(solver, steps, passes)
@@ -193,8 +185,7 @@ class GroupSolver:
                 raise InputError(f"solver='replay': {self.no_replay}")
             alone = data.one_class(dict(q.mean))
             weights = self.replay.trained(
-                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)],
-                alone=alone,
+                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)], alone=alone
             )
             spent = self.replay.passes + self.replay.each
             recipe = self.replay.recipe
@@ -203,10 +194,27 @@ class GroupSolver:
             moved = made_of(preconditioner, weights, solver="replay", passes=spent, replay=about)
             how = {"replay": self.replay, "alone": alone, "relabelled": bool(change.labels)}
             return Moved(moved, floored, "replay", spent, **how)
-        descent = _descended(data, q, preconditioner, plan, self.chunking, SETTLED * short)
+        descent = self._descended(data, preconditioner, SETTLED * short)
         there = descent.point.params
         moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)
         return Moved(moved, floored, "cg", descent.passes, descent=descent)
+
+    def _descended(self, data: Objective, preconditioner: Posterior, enough: float) -> Descent:
+        plan, budget = self.plan, self.chunking.memory_budget
+        passes = plan.passes or (MOST_PASSES if plan.steps is not None else PASSES)
+        start = data.at(dict(self.q.mean))
+        descent = Descent(data, preconditioner.form, start, budget, enough=enough)
+        total = None if passes == MOST_PASSES else passes
+        label = "what if: passes over the changed data"
+        with bar(total, label, self.chunking.progress) as shown:
+
+            def watch(at: Descent) -> None:
+                shown.update(math.floor(at.passes) - shown.n)
+                shown.set_postfix_str(f"objective {at.point.value:.6g}")
+
+            steps = None if isinstance(plan.steps, str) else plan.steps
+            descend(descent, steps=steps, passes=passes, tolerance=TOLERANCE, watch=watch)
+        return descent
 
     @cached_property
     def _start(self) -> Start | None:
@@ -306,38 +314,3 @@ class GroupSolver:
         whole = dict(moved.mean)
         moved = made_of(moved, add(dict(q.mean), size, move), damping=size)
         return Moved(moved, floored, "posterior", damping=size, undamped=whole, note=note)
-
-
-def _descended(
-    data: Objective,
-    q: Posterior,
-    preconditioner: Posterior,
-    plan: SolverPlan,
-    chunking: Chunking,
-    enough: float,
-) -> Descent:
-    steps = None if isinstance(plan.steps, str) else plan.steps
-    bound = MOST_PASSES if plan.steps is not None else PASSES
-    passes = plan.passes or bound
-    descent = Descent.start(
-        data,
-        dict(q.mean),
-        preconditioner.form,
-        memory_budget=chunking.memory_budget,
-        enough=enough,
-    )
-    total = None if passes == MOST_PASSES else passes
-    label = "what if: passes over the changed data"
-    with bar(total, label, chunking.progress) as shown:
-
-        def watch(at: Descent) -> None:
-            shown.update(math.floor(at.passes) - shown.n)
-            shown.set_postfix_str(f"objective {at.point.value:.6g}")
-
-        descend(descent, steps=steps, passes=passes, tolerance=TOLERANCE, watch=watch)
-    return descent
-
-
-def next_parameters(descent: Descent) -> Tree:
-    """Where one more secant move would go, before any damping."""
-    return add(descent.point.params, 1.0, descent.next_step())

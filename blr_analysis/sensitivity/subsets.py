@@ -115,14 +115,14 @@ def subset_posterior(
         positive_number("tolerance", tolerance)
     positive_int("max_steps", max_steps)
     q = fitted(task, posterior)
-    if structure is None:
-        structure = q.structure
-    one_of("structure", structure, STRUCTURES)
+    structure = one_of("structure", q.structure if structure is None else structure, STRUCTURES)
+    # the rank that the user chose for a low-rank posterior; else it is grown anew
+    chosen = structure == "lowrank" == q.structure and q.record.get("tolerance") is None
     weighing = _Weighing(
         _trainable(task, q),
         q.prior.placed(q.mean),
         structure,
-        _rank(q, structure),
+        q.record.get("rank") if chosen else None,
         max_steps,
         Chunking(chunk_size, memory_budget, progress=False),
     )
@@ -140,7 +140,13 @@ def subset_posterior(
         "residual": residual,
         "converged": residual <= tolerance and settled,
     }
-    _warn(residual, settled, tolerance)
+    if not residual <= tolerance:
+        ended = f"the subsets' descent ended at a residual of {residual:.1e}, not {tolerance:.0e}"
+        said = f"{ended}; raise max_steps or tolerance, or check prior_precision"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
+    if not settled:
+        said = f"the effective weight did not settle in {ROUNDS} rounds; the last one is taken"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
     return Posterior(
         fit.mean,
         fit.form,
@@ -230,26 +236,3 @@ def _trainable(task: Task, q: Posterior) -> Task:
         p.requires_grad_(name in q.mean)
     write(own, q.mean)
     return own
-
-
-def _rank(q: Posterior, structure: str) -> int | None:
-    """The rank that the user chose for a low-rank posterior; None: grown anew."""
-    chosen = structure == "lowrank" == q.structure and q.record.get("tolerance") is None
-    return q.record.get("rank") if chosen else None
-
-
-def _warn(residual: float, settled: bool, tolerance: float) -> None:
-    if not residual <= tolerance:
-        warnings.warn(
-            f"the descent to the subsets' optimum ended at a residual of {residual:.1e}, not "
-            f"{tolerance:.0e}; raise max_steps or tolerance, or check that the posterior's "
-            "prior_precision is the one of training",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    if not settled:
-        warnings.warn(
-            f"the effective weight did not settle within {ROUNDS} rounds; the last one is taken",
-            RuntimeWarning,
-            stacklevel=4,
-        )

@@ -41,11 +41,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.scores import Scores, all_fitted, sensitivity
-from blr_analysis.sensitivity.sequences import (
-    drawn_errors,
-    sequence_leave_one_out,
-    trace,
-)
+from blr_analysis.sensitivity.sequences import drawn_errors, sequence_leave_one_out, trace
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -318,10 +314,7 @@ def twins(
     0 where the nearest is no nearer than the tenth. Examples that do not move at all have 0.
     """
     if task.n_data < 3:
-        raise InputError(
-            f"twins are looked for among 3 examples or more, got {task.n_data}; pass "
-            "duplicates=False"
-        )
+        raise InputError(f"twins take 3 examples or more, got {task.n_data}; or duplicates=False")
     moves, rounding = responses(task, q, samples=samples, seed=seed, progress=progress)
     return nearest(F.normalize(moves, dim=1), rounding, progress=progress)
 

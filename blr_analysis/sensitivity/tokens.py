@@ -104,19 +104,16 @@ def token_sensitivity(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     if not isinstance(task.likelihood, TokenCategorical):
-        raise InputError(
-            f"token_sensitivity needs one target per token, not the {task.likelihood.name} "
-            'likelihood; take "tokens" or "causal_lm"'
-        )
+        wanted = 'take "tokens" or "causal_lm"'
+        raise InputError(f"{task.likelihood.name} has no target per token; {wanted}")
     q = fitted(task, posterior)
     order = torch.arange(task.n_data)
     if sequences is not None:
         order = select(sequences, task, q, name="sequences")
     parts = []
     for i in track(order, total=len(order), label="tokens", show=progress):
-        targets, losses, change = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
-        (kept,) = (targets != task.likelihood.ignore_index).nonzero(as_tuple=True)
-        parts.append((i.expand(len(kept)), kept, targets[kept], losses[kept], change[kept]))
+        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
+        parts.append((i.expand(len(tokens[0])), *tokens))
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
@@ -149,12 +146,11 @@ def token_influence(
         held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
-            targets, _, change = _tokens(
+            position, target, _, change = _tokens(
                 task, q, task.likelihood, i.view(1), lambda _, held=direction: held
             )
-            (kept,) = (targets != task.likelihood.ignore_index).nonzero(as_tuple=True)
-            question = torch.full_like(kept, j)
-            parts.append((question, i.expand(len(kept)), kept, targets[kept], change[kept]))
+            which = torch.full_like(position, j), i.expand(len(position))
+            parts.append((*which, position, target, change))
     names = ("question", "example", "position", "target", "influence")
     columns = (torch.cat([t.cpu() for t in part]).numpy() for part in zip(*parts, strict=True))
     return dict(zip(names, columns, strict=True))
@@ -166,8 +162,9 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Targets, losses and g_tᵀ u of one sequence's tokens, ``[T]`` each, with u made of g_i."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
+    g_i."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
@@ -193,7 +190,8 @@ def _tokens(
                 f"the model cannot be differentiated twice: {error}; no gradient checkpointing, "
                 'and attn_implementation="eager"'
             ) from error
-    return targets[0], losses.detach()[0], change.detach()[0]
+    kept = (targets[0] != likelihood.ignore_index).nonzero().flatten()
+    return kept, targets[0][kept], losses.detach()[0][kept], change.detach()[0][kept]
 
 
 def _check_linear(change: Tensor, along: Tensor) -> None:

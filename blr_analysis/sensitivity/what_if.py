@@ -151,9 +151,8 @@ def what_if(
         where = _evaluated_on(evaluate, task, q)
         leaving = torch.empty(0, dtype=torch.long) if remove is None else select(remove, task, q)
         if len(leaving) == task.n_data and add is None:
-            raise InputError(
-                f"remove selects all {task.n_data} examples; leave at least one, or add others"
-            )
+            n = task.n_data
+            raise InputError(f"remove selects all {n} examples; leave at least one, or add others")
         new, added = (None, 0) if add is None else (_added(add, task), add.n_data)
         change = Change(leaving, new, _new_labels(relabel, task, leaving))
         if not change.count:
@@ -246,9 +245,7 @@ def what_if_each(
         where = _evaluated_on(evaluate, task, q)
         groups = groups_by(by, task, q)
         if len(groups) == 1:
-            raise InputError(
-                f"column {by!r} has the same value everywhere; without it nothing is left"
-            )
+            raise InputError(f"column {by!r} has the same value everywhere; choose another")
         before, _ = evaluated(where, q.mean, progress=False)
         solver_of_all = GroupSolver(task, q, plan, chunking, groups=len(groups), seed=seed)
         references = References(where, before)
@@ -258,16 +255,13 @@ def what_if_each(
         def exact(k: int) -> Answer:
             return retraining.answer(changes[k], where, before)[0]
 
-        def answer(k: int) -> Answer:
-            if plan.solver == "retrain":
-                return exact(k)
-            return references.answer(solver_of_all.solve(changes[k]))
-
         each = range(len(changes))
         shown = track(each, total=len(each), label=f"without each {by}", show=progress)
-        answers = [answer(k) for k in shown]
-        if train is not None and plan.solver != "retrain":
-            answers = calibrated(answers, exact, retrain)
+        if plan.solver == "retrain":
+            answers = [exact(k) for k in shown]
+        else:
+            answers = [references.answer(solver_of_all.solve(changes[k])) for k in shown]
+            answers = answers if train is None else calibrated(answers, exact, retrain)
         known = zip(groups.items(), answers, strict=True)
         return [(value, len(indices), answer) for (value, indices), answer in known]
 
@@ -309,9 +303,8 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
         named = relabel.keys()
         labels = [relabel[index] for index in named]
     except (AttributeError, TypeError, KeyError) as error:
-        raise InputError(
-            f"relabel must be a dict from index to new target, got {type(relabel).__name__}"
-        ) from error
+        got = type(relabel).__name__
+        raise InputError(f"relabel must be a dict from index to new target, got {got}") from error
     indices = named if hasattr(named, "get_indexer") else list(named)  # an Index holds row labels
     chosen = []
     if labels:

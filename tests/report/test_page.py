@@ -28,10 +28,9 @@ from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, StorageError
 from blr_analysis.plots._canvas import AxisScale
 from blr_analysis.report.charts import _cells
-from blr_analysis.report.contents import MOST_SINGLE, TEXT
+from blr_analysis.report.contents import MOST_SINGLE, TEXT, picture_of, sheet_of
 from blr_analysis.report.decisions import read_decisions
 from blr_analysis.report.page import write_page
-from blr_analysis.report.thumbnails import picture_of, sheet_of
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

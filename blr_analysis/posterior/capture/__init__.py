@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from blr_analysis.posterior.capture.assemble import (
-    HALF_REASON,
-    UNSURE,
-    Captured,
-    tied_names,
-)
+from blr_analysis.posterior.capture.assemble import HALF_REASON, UNSURE, Captured, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint
 from blr_analysis.posterior.capture.live import from_optimizer, parameter_order, unwrap
 from blr_analysis.posterior.capture.readers import reader_of

@@ -58,11 +58,7 @@ class Slot:
 
 
 def assemble(
-    slots: Sequence[Slot],
-    reader: Reader,
-    model: nn.Module,
-    told: Told,
-    record: dict[str, Any],
+    slots: Sequence[Slot], reader: Reader, model: nn.Module, told: Told, record: dict[str, Any]
 ) -> Captured:
     """From one slot per trainable parameter to the captured posterior, in the model's order.
 
@@ -74,9 +70,7 @@ def assemble(
     slots = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
-        raise OptimizerError(
-            "the optimizer has not stepped, or its parameters are frozen: capture after training"
-        )
+        raise OptimizerError("the optimizer has not stepped, or its parameters are frozen")
     bare = told.bare and not reader.scaled
     outside = told.prior_precision if bare else None
     groups = {s.name: s.group for s in slots}
@@ -84,9 +78,7 @@ def assemble(
     told = replace(told, bare=bare, tokens=tokens)
     scale = (own_scale if reader.scaled else given_scale)(groups, told)
     if reader.scaled and told.initial is not None:
-        raise OptimizerError(
-            f"{reader.kind} learned with its prior around 0: leave initial out, or use fit_laplace"
-        )
+        raise OptimizerError(f"{reader.kind} learned with its prior around 0: leave initial out")
     mean = {slot.name: _mean(slot) for slot in slots}
     data = {
         slot.name: scale.data_part(_estimate(slot, reader), slot.group)
@@ -167,10 +159,8 @@ def _mean(slot: Slot) -> Tensor:
     if slot.value.is_meta:
         raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
     if not bool(slot.value.isfinite().all()):
-        raise ModelError(
-            f"parameter {slot.name!r} has {int((~slot.value.isfinite()).sum())} entries that are "
-            "not finite: training diverged. Use an earlier checkpoint."
-        )
+        bad = int((~slot.value.isfinite()).sum())
+        raise ModelError(f"{slot.name!r} has {bad} entries not finite: use an earlier checkpoint")
     return slot.value.detach().clone()
 
 
@@ -291,9 +281,7 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
     """
     _check_scaling(told.scaling, told.batch_size)
     if told.scaling == "squared":
-        raise InputError(
-            "scaling='squared' is for second moments, not for a learned precision: leave it out"
-        )
+        raise InputError("scaling='squared' is for second moments: leave it out")
     sizes = sorted({float(group["ess"]) for group in groups.values()})
     n = _check_ess(sizes, told)
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
@@ -303,10 +291,8 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
             name for name in groups if not math.isclose(given[name], prior[name], rel_tol=1e-6)
         ]
         if wrong:
-            raise OptimizerError(
-                f"prior_precision={given[wrong[0]]:g} contradicts the optimizer's "
-                f"{prior[wrong[0]]:g} for {some(wrong)}: leave it out"
-            )
+            own, said = prior[wrong[0]], f"prior_precision={given[wrong[0]]:g} contradicts"
+            raise OptimizerError(f"{said} the optimizer's {own:g} for {some(wrong)}: leave it out")
     return Scale(
         n_data=n,
         prior=prior,
@@ -325,9 +311,7 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     if told.scaling == "ess":
         raise InputError("scaling='ess' is for IVON, VOGN and their like: pass 'sqrt' or 'squared'")
     if told.n_data is None:
-        raise OptimizerError(
-            "n_data is missing: S = N*sqrt(v_hat) + delta needs it, pass n_data=len(dataset)"
-        )
+        raise OptimizerError("n_data is missing: pass n_data=len(dataset)")
     n = n_data_of(told.n_data)
     terms = float(n if told.tokens is None else told.tokens)  # of the loss, which is their mean
     root = told.scaling == "sqrt"
@@ -366,9 +350,7 @@ def _check_scaling(scaling: str, batch_size: object) -> None:
     if scaling == "squared":
         size = whole(batch_size)
         if size is None or size < 1:
-            raise InputError(
-                f"scaling='squared' needs batch_size, the examples of one step, not {batch_size!r}"
-            )
+            raise InputError(f"scaling='squared' needs batch_size, not {batch_size!r}")
     elif batch_size is not None:
         raise InputError(f"batch_size is used with scaling='squared' only, not {scaling!r}.")
 
@@ -382,22 +364,16 @@ def _check_ess(sizes: Sequence[float], told: Told) -> int:
         if n_data is None:
             raise OptimizerError("n_data, the number of sequences, is missing beside tokens=")
         if not all(math.isclose(ess, tokens, rel_tol=1e-6) for ess in sizes):
-            raise OptimizerError(
-                f"tokens={tokens} is inconsistent with the optimizer's ess={sizes}"
-            )
+            raise OptimizerError(f"tokens={tokens} is inconsistent with ess={sizes}")
         return n_data
     n = n_data or max(1, round(sizes[0]))
     if scaling == "ess" or all(math.isclose(ess, n, rel_tol=1e-6) for ess in sizes):
         return n
     if n_data is None:
-        raise OptimizerError(
-            f"n_data is missing: the optimizer's ess ({sizes}) is no number of examples. Pass "
-            "n_data=len(dataset) and scaling='ess'."
-        )
-    raise OptimizerError(
-        f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out, or "
-        f"pass tokens={round(sizes[0])}, or scaling='ess' if tempered"
-    )
+        said = f"n_data is missing: the optimizer's ess ({sizes}) is no number of examples"
+        raise OptimizerError(f"{said}. Pass n_data=len(dataset) and scaling='ess'.")
+    said = f"n_data={n_data} is inconsistent with the optimizer's ess={sizes}: leave n_data out"
+    raise OptimizerError(f"{said}, or pass tokens={round(sizes[0])}, or scaling='ess' if tempered")
 
 
 def _by_name(given: Given, names: Iterable[str]) -> dict[str, float]:

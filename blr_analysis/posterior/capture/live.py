@@ -108,9 +108,7 @@ def from_optimizer(
     optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
-        raise OptimizerError(
-            "inside sampled_params the weights are a sample, not the mean: leave the context first."
-        )
+        raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
     divided(model)
     names = {id(p): name for name, p in model.named_parameters()}
     parameter_order(optimizer, model)
@@ -127,10 +125,9 @@ def from_optimizer(
                 if reader.key in state:
                     state[reader.key] = taken(state[reader.key])
                 slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
-    for slot in slots:
-        if slot.state.get(reader.key) is not None and slot.state[reader.key].dtype in HALF:
-            warnings.warn(HALF_WARNING.format(name=slot.name), stacklevel=2)
-            break
+    held_in = {slot.name: getattr(slot.state.get(reader.key), "dtype", None) for slot in slots}
+    if half := [name for name, dtype in held_in.items() if dtype in HALF]:
+        warnings.warn(HALF_WARNING.format(name=half[0]), stacklevel=2)
     kind = type(optimizer)
     return assemble(
         slots,
@@ -160,10 +157,8 @@ def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
     foreign = [shape for key, shape in held.items() if key not in names]
     if foreign:
-        raise OptimizerError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's, of "
-            f"shapes {foreign[:8]}: pass the model that it trained"
-        )
+        said = f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's"
+        raise OptimizerError(f"{said}, of shapes {foreign[:8]}: pass the model that it trained")
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
@@ -172,8 +167,6 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
-            f"expected a torch.optim.Optimizer, not a {type(optimizer).__name__}. A saved "
-            "optimizer is read by Posterior.from_checkpoint."
-        )
+        got = type(optimizer).__name__
+        raise OptimizerError(f"expected a torch.optim.Optimizer, not {got}; or use from_checkpoint")
     return optimizer

@@ -78,10 +78,6 @@ def _adagrad(state: State, group: State) -> Tensor:
     return (state["sum"] - start) / _counted(state, group)
 
 
-def _hessian(state: State, group: State) -> Tensor:
-    return state["hess"]
-
-
 def _second_moment(state: State, group: State) -> Tensor:
     start = 0.0 if group["hess_init"] else float(group["beta2"]) ** _counted(state, group)
     return state["hess"] / (1 - start)
@@ -92,7 +88,7 @@ def _summed(state: State, group: State) -> Tensor:
 
 
 LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
-IVON = Reader("ivon", "hess", _hessian, LEARNED, scaled=True)
+IVON = Reader("ivon", "hess", lambda state, _: state["hess"], LEARNED, scaled=True)
 ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
 RMSPROP = Reader("rmsprop_v", "square_avg", _rmsprop, ("alpha", "centered", "weight_decay"))
 ADAGRAD = Reader("adagrad_v", "sum", _adagrad, ("initial_accumulator_value", "weight_decay"))
@@ -145,10 +141,8 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
         {key for state in optimizer.state.values() if is_state(state) for key in state}
     )
     if entries and reader.key not in entries:
-        raise OptimizerError(
-            f"the state of this {type(optimizer).__name__} has the entries {entries} and not "
-            f"{reader.key!r}. {ADVICE}"
-        )
+        said = f"the state of this {type(optimizer).__name__} has the entries {entries}"
+        raise OptimizerError(f"{said} and not {reader.key!r}. {ADVICE}")
     return reader
 
 

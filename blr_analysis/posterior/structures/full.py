@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,16 +27,13 @@ class Full(Structure):
         self.matrix = matrix
         self.shapes = {n: tuple(s) for n, s in shapes.items()}
         self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
-        self._factor: Tensor | None = None
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
         super().check_fit(size, rank, tolerance)
         if size > LIMIT:
-            raise InputError(
-                f"structure='full' would hold {size:,} × {size:,} numbers; use 'kron' or "
-                f"'lowrank' above {LIMIT:,} parameters"
-            )
+            most = f"use 'kron' or 'lowrank' above {LIMIT:,} parameters"
+            raise InputError(f"structure='full' would hold {size:,} × {size:,} numbers; {most}")
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Full, dict[str, Any]]:
@@ -61,19 +59,13 @@ class Full(Structure):
     ) -> Full:
         return cls(tensors["full.precision"], {n: record["shapes"][n] for n in names})
 
-    @property
+    @cached_property
     def factor(self) -> Tensor:
         """The Cholesky factor R of S = R Rᵀ, taken in float64 once."""
-        if self._factor is not None:
-            return self._factor
         factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
         if bool(failed):
-            raise PosteriorError(
-                "the full precision matrix is not positive definite; give a larger prior_precision"
-            )
-        kept: Tensor = factor.to(self.matrix.dtype)
-        self._factor = kept
-        return kept
+            raise PosteriorError("the full matrix is not positive definite; raise prior_precision")
+        return factor.to(self.matrix.dtype)
 
     def flat(self, v: Mapping[str, Tensor]) -> Tensor:
         """``[..., P]`` from tensors by name."""
@@ -90,31 +82,25 @@ class Full(Structure):
             for (n, s), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def _map(self, v: Tree, function: str) -> Tree:
+    def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
+        """A function of columns ``[P, n]``, of vectors by name."""
         self._take(v)
-        columns = self.flat(v)
-        x = columns.reshape(-1, columns.shape[-1]).mT
-        if function == "times":
-            y = self.matrix @ x
-        elif function == "solve":
-            y = torch.cholesky_solve(x, self.factor)
-        elif function == "root":
-            y = self.factor @ x
-        else:
-            y = torch.linalg.solve_triangular(self.factor.mT, x, upper=True)
-        return self.tree(y.mT.reshape(columns.shape))
+        rows = self.flat(v)
+        y = function(rows.reshape(-1, rows.shape[-1]).mT)
+        return self.tree(y.mT.reshape(rows.shape))
 
     def times(self, v: Tree) -> Tree:
-        return self._map(v, "times")
+        return self._map(v, lambda x: self.matrix @ x)
 
     def solve(self, v: Tree) -> Tree:
-        return self._map(v, "solve")
+        return self._map(v, lambda x: torch.cholesky_solve(x, self.factor))
 
     def root(self, v: Tree) -> Tree:
-        return self._map(v, "root")
+        return self._map(v, lambda x: self.factor @ x)
 
     def root_solve(self, v: Tree) -> Tree:
-        return self._map(v, "root_solve")
+        upper = self.factor.mT
+        return self._map(v, lambda x: torch.linalg.solve_triangular(upper, x, upper=True))
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         matrix = torch.cholesky_inverse(self.factor) if inverse else self.matrix

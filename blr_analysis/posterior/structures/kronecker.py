@@ -216,9 +216,7 @@ def eigenbases(
         joint, *pair = moments.pop(key)
         like, mine = params[joint.key].detach(), own is None or k in own
         if not all(bool(torch.isfinite(m.sum())) for m in pair):
-            raise ModelError(
-                f"the curvature of {joint.key!r} overflows; scale the inputs or use float64"
-            )
+            raise ModelError(f"the curvature of {joint.key!r} overflows; use float64")
         right, left = (
             (torch.linalg.eigh(m.double())[1] if mine else torch.zeros_like(m))
             .to(like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ TOLERANCE = 0.05  # of tr(ΛV); V itself is nearer, by the diagonal that is kept
 class Whitened:
     """D^{-1/2} S D^{-1/2} = I + F diag(c) Fᵀ with F = D^{-1/2} B H of orthonormal columns."""
 
-    cholesky: Tensor  # L of BᵀD⁻¹B = L Lᵀ
     turn: Tensor  # H
     values: Tensor  # c, ascending
 
@@ -77,17 +77,14 @@ class LowRank(Structure):
         self.base, self.basis, self.core = dict(base), dict(basis), core.double()
         self.shapes = {n: tuple(d.shape) for n, d in self.base.items()}
         self._cholesky = cholesky  # of BᵀD⁻¹B, where it is known
-        self._whitened: Whitened | None = None
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
         if rank is not None and tolerance is not None:
             raise InputError("give rank or tolerance, not both: the rank is grown to the tolerance")
         if rank is not None and positive_int("rank", rank) >= size:
-            raise InputError(
-                f"rank must be below the number of parameters, {size:,}, got {rank:,}; use "
-                "structure='full' for all directions"
-            )
+            said = f"rank must be below the number of parameters, {size:,}, got {rank:,}"
+            raise InputError(f"{said}; use structure='full'")
         if tolerance is not None and positive_number("tolerance", tolerance) >= 1:
             raise InputError(f"tolerance must be a number above 0 and below 1, got {tolerance!r}")
 
@@ -115,11 +112,8 @@ class LowRank(Structure):
                 stacklevel=5,
             )
         elif directions.share < ENOUGH:
-            warnings.warn(
-                f"rank {kept:,} explains {directions.share:.0%} of tr(ΛV): too low for influence, "
-                "where structure='kron' agrees better with retraining",
-                stacklevel=5,
-            )
+            said = f"rank {kept:,} explains {directions.share:.0%} of tr(ΛV): too low for influence"
+            warnings.warn(f"{said}; take structure='kron'", stacklevel=5)
         base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
         like = next(iter(fit.params.values()))
         form = cls(base, directions.basis, like.new_zeros(kept, kept)).summed(fit)
@@ -139,17 +133,14 @@ class LowRank(Structure):
         """r."""
         return len(self.core)
 
-    @property
+    @cached_property
     def whitened(self) -> Whitened:
         """The r×r problem behind inverse, roots and determinant, solved once."""
-        if self._whitened is None:
-            if self._cholesky is None:
-                self._cholesky = torch.linalg.cholesky(self._metric())
-            low = self._cholesky
-            values, turn = torch.linalg.eigh(low.mT @ self.core @ low)
-            turn = torch.linalg.solve_triangular(low.mT, turn, upper=True)
-            self._whitened = Whitened(low, turn, values)
-        return self._whitened
+        if self._cholesky is None:
+            self._cholesky = torch.linalg.cholesky(self._metric())
+        low = self._cholesky
+        values, turn = torch.linalg.eigh(low.mT @ self.core @ low)
+        return Whitened(torch.linalg.solve_triangular(low.mT, turn, upper=True), values)
 
     def _metric(self) -> Tensor:
         """BᵀD⁻¹B in float64."""
@@ -282,10 +273,7 @@ class LowRank(Structure):
 
     def plus(self, other: LowRank, scale: float = 1.0) -> LowRank:  # type: ignore[override]
         if other.basis is not self.basis and not _same(self.basis, other.basis):
-            raise InputError(
-                "two low-rank matrices can be added in one basis only; take both from the same "
-                "posterior"
-            )
+            raise InputError("two low-rank matrices are added in one basis: take one posterior's")
         core = torch.add(self.core, other.core, alpha=scale)
         if not any(bool(d.any()) for d in other.base.values()):
             return self._with(core)  # D stays, and with it the costly BᵀD⁻¹B
@@ -348,10 +336,7 @@ class LowRank(Structure):
         if not bool(torch.isfinite(self.core).all()):
             raise PosteriorError("the low-rank precision's core holds NaN or inf")
         if self.rank and not bool(self.whitened.values[0] > -1):
-            raise PosteriorError(
-                "the low-rank precision matrix is not positive definite; give a prior_precision "
-                "above 0, or remove fewer examples"
-            )
+            raise PosteriorError("the matrix is not positive definite; raise prior_precision")
 
 
 def add_products(into: Tensor, left: Tensor, right: Tensor) -> None:

@@ -284,9 +284,7 @@ class Index:
         if not (place / CONFIG).is_file():
             begun = (place / PLAN).is_file()
             what = "an index that is not complete: build it again, and it goes on"
-            raise StorageError(
-                f"{str(place)!r} holds {what if begun else 'no index: Index.build writes one'}."
-            )
+            raise StorageError(f"{str(place)!r} holds {what if begun else 'no index: build one'}.")
         about = _read_json(place / CONFIG)
         absent = [n for n in _files(about["n_data"]) if not (place / n).is_file()]
         if absent:

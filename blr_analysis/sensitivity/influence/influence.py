@@ -169,9 +169,8 @@ def influence(
         asked = dict(normalize=normalize or None, expected=expected, projection=projection)
         asked |= dict(solver=None if solver in ("auto", "posterior") else solver)
         return site_influence(sites, test_task, asked)  # type: ignore[return-value]
-    place = None if folder is None else Path(path_of(folder)).expanduser()
     question = _Question(
-        measure, normalize, expected, solver, projection, generator, memory_budget, place
+        measure, normalize, expected, solver, projection, generator, memory_budget, folder
     )
     works = question.works(task, posterior, test_task)
     n_test = works[-1].test_task.n_data
@@ -224,9 +223,8 @@ def top_influence(
         >>> top.helpful.shape, top.table.shape[0]
         (torch.Size([30, 2]), 120)
     """
-    place = None if folder is None else Path(path_of(folder)).expanduser()
     question = _Question(
-        measure, normalize, expected, solver, projection, generator, memory_budget, place
+        measure, normalize, expected, solver, projection, generator, memory_budget, folder
     )
     works = question.works(task, posterior, test_task)
     check_k(k, task.n_data)
@@ -249,7 +247,7 @@ class _Question:
     projection: int | None
     generator: torch.Generator | None
     memory_budget: int | None
-    folder: Path | None
+    folder: str | os.PathLike[str] | None
 
     def works(self, task: Task, posterior: Any, test_task: Any) -> list[_Work]:
         """One for each posterior, which share the memory; arguments checked."""
@@ -333,12 +331,9 @@ class _Work:
             yield from self.pieces(progress)
             return
         projected = self.question.projection is not None
+        cosine = self.question.normalize == "cosine"
         roots = self._roots(self.task, self.own) if projected else None
-        others = (
-            self._roots(self.test_task, self.cotangent)
-            if self.question.normalize == "cosine"
-            else None
-        )
+        others = self._roots(self.test_task, self.cotangent) if cosine else None
         for piece in self.pieces(progress):
             own = rooted(piece.squares) if roots is None else roots[piece.train]
             piece.values.div_(own.unsqueeze(1).to(piece.values))
@@ -350,17 +345,14 @@ class _Work:
         """√(gᵀ Σ g) of every example, on the CPU; where there is no gradient, 1."""
         chunking = Chunking(memory_budget=self.question.memory_budget, progress=False)
         own = torch.arange(task.n_data) if task is self.test_task else shared(task, self.q.mean)
-        squares = torch.cat(
-            [
-                self_influence(self.q, chunk, cotangent(task, chunk)).cpu()
-                for chunk in chunks(task, self.q.mean, chunking, columns=1, indices=own)
-            ]
-        )
+        swept = chunks(task, self.q.mean, chunking, columns=1, indices=own)
+        squares = torch.cat([self_influence(self.q, c, cotangent(task, c)).cpu() for c in swept])
         if len(own) < task.n_data:
             squares = ranks.gathered(squares, own, task.n_data)
         return rooted(squares)
 
     def exact(self, progress: bool | None, **where: Any) -> Iterator[Piece]:
+        folder = self.question.folder
         return pieces(
             self.task,
             self.q,
@@ -368,7 +360,7 @@ class _Work:
             cotangent=self.cotangent,
             train_cotangent=self.own,
             memory_budget=self.question.memory_budget,
-            folder=self.question.folder,
+            folder=None if folder is None else Path(path_of(folder)).expanduser(),
             solve=self._solved if self.question.solver == "cg" else None,
             progress=progress,
             **where,
@@ -387,12 +379,8 @@ class _Work:
             max_iterations=ITERATIONS,
         )
         if not bool(solution.converged.all()):
-            warnings.warn(
-                f"{solution}: the influence of some test examples is rough; a Kronecker posterior "
-                "or a larger prior_precision takes fewer iterations",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            said = f"{solution}: some influences are rough; take structure='kron'"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         return solution.x
 
     def pieces(self, progress: bool | None) -> Iterator[Piece]:
@@ -482,9 +470,7 @@ def cotangent_of(measure: Measure) -> Cotangent:
     if isinstance(measure, str) and measure == "loss":
         return loss_gradient
     if not callable(measure):
-        raise InputError(
-            f'measure must be "loss" or a function (outputs, targets) -> [B], got {measure!r}'
-        )
+        raise InputError(f'measure must be "loss" or (outputs, targets) -> [B], got {measure!r}')
 
     def gradient(task: Task, chunk: Chunk) -> Tensor:
         with torch.enable_grad():
@@ -492,9 +478,7 @@ def cotangent_of(measure: Measure) -> Cotangent:
             values: Any = measure(outputs, chunk.targets)
             if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
                 got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise InputError(
-                    f"measure must give one number per example, ({len(outputs)},); got {got}"
-                )
+                raise InputError(f"measure must give one number per example; got {got}")
             if not values.requires_grad:
                 return torch.zeros_like(outputs)
             (slope,) = torch.autograd.grad(values.sum(), outputs)

@@ -110,7 +110,30 @@ class Pairs:
         }
 
 
-class Influence(Tensor, Tabular):
+class BetweenTasks:
+    """What knows the two tasks that it is between."""
+
+    pairs: Pairs
+
+    @property
+    def error(self) -> ProjectionError | None:
+        """Of a projected influence; None of an exact one."""
+        return self.pairs.error
+
+    @property
+    def note(self) -> str:
+        """Of which curvature it is, in a line, "" where just of the posterior."""
+        return self.pairs.note
+
+    def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
+        """The most helpful and most harmful training examples of one test example.
+
+        See :func:`blr_analysis.plots.plot_influence` for the options.
+        """
+        return make_plot(self, ax, test=test, **options)
+
+
+class Influence(BetweenTasks, Tensor, Tabular):
     """Influence ``[N_train, N_test]``: a tensor on the CPU that knows what it is about.
 
     ``influence[i, j]`` is the rise of test loss j, in nats, when training example i is left out:
@@ -122,8 +145,6 @@ class Influence(Tensor, Tabular):
         error: :class:`ProjectionError` of a projected influence, None of an exact one.
         note: of which curvature it is, in a line, "" where just of the posterior.
     """
-
-    pairs: Pairs
 
     @classmethod
     def __torch_function__(
@@ -144,14 +165,6 @@ class Influence(Tensor, Tabular):
         """The plain tensor, sharing memory."""
         return self.detach()
 
-    @property
-    def error(self) -> ProjectionError | None:
-        return self.pairs.error
-
-    @property
-    def note(self) -> str:
-        return self.pairs.note
-
     @torch.inference_mode(False)  # also where the caller switched it on
     def top(self, k: int = SHOWN) -> TopInfluence:
         """The k most helpful and the k most harmful training examples of every test example.
@@ -162,7 +175,7 @@ class Influence(Tensor, Tabular):
         check_k(k, self.shape[0])
         best = Best(k)
         best.add(torch.arange(self.shape[0]), self.matrix)
-        return best.result(self.pairs)
+        return joined([best], self.pairs)
 
     @torch.inference_mode(False)  # also where the caller switched it on
     def group(self, selection: Selection | None = None, *, by: str | None = None) -> GroupInfluence:
@@ -182,13 +195,6 @@ class Influence(Tensor, Tabular):
         values = torch.stack([self.matrix[rows].sum(0) for rows in groups.values()])
         sizes = torch.tensor([len(rows) for rows in groups.values()])
         return GroupInfluence(tuple(groups), sizes, values)
-
-    def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
-        """The most helpful and most harmful training examples of one test example.
-
-        See :func:`blr_analysis.plots.plot_influence` for the options.
-        """
-        return make_plot(self, ax, test=test, **options)
 
     def __repr__(self, **options: Any) -> str:
         if self.ndim != 2 or not hasattr(self, "pairs"):
@@ -247,7 +253,7 @@ class Matches(Tabular):
 
 
 @dataclass(frozen=True, repr=False)
-class TopInfluence(Matches):
+class TopInfluence(BetweenTasks, Matches):
     """:class:`Matches` between two tasks: a question is an example of the test task.
 
     Attributes:
@@ -256,15 +262,6 @@ class TopInfluence(Matches):
 
     pairs: Pairs
 
-    @property
-    def error(self) -> ProjectionError | None:
-        """Of a projected influence; None of an exact one."""
-        return self.pairs.error
-
-    @property
-    def note(self) -> str:
-        return self.pairs.note
-
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         return self.pairs.described(indices, test=test)
 
@@ -272,10 +269,6 @@ class TopInfluence(Matches):
         m = self.helpful.shape[0]
         about = ", ".join(filter(None, (f"{m:,} test examples, k={self.k}", str(self.pairs))))
         return f"TopInfluence({about}; see .table, .plot(test))"
-
-    def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
-        """See :meth:`Influence.plot`."""
-        return make_plot(self, ax, test=test, **options)
 
 
 @dataclass(frozen=True)
@@ -345,18 +338,16 @@ class Best:
             best, places = values.flatten(0, 1).topk(self.k, dim=0, largest=largest)
             self._kept[side] = best, names.flatten(0, 1).gather(0, places)
 
-    def result(self, pairs: Pairs) -> TopInfluence:
-        return joined([self], pairs)
-
 
 def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
     """One result of consecutive blocks of test examples."""
-    sides = [block.sides() for block in blocks]
-
-    def whole(side: int, part: int) -> Tensor:
-        return torch.cat([block[side][part] for block in sides], dim=1).mT.contiguous()
-
-    sides = (whole(0, 1), whole(0, 0), whole(1, 1), whole(1, 0))
+    found = [block.sides() for block in blocks]
+    high, helpful, low, harmful = (
+        torch.cat([block[side][part] for block in found], dim=1).mT.contiguous()
+        for side in (0, 1)
+        for part in (0, 1)
+    )
+    sides = (helpful, high, harmful, low)
     return TopInfluence(*sides, pairs.task.metadata, pairs, quantity=pairs.quantity)
 
 
