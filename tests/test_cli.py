@@ -22,9 +22,17 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from safetensors.torch import save_file
+from torch import nn
 
 import blr_analysis as blr
-from blr_analysis.audit import folder_for, investigate, summary, write, write_picture
+from blr_analysis.audit import (
+    folder_for,
+    investigate,
+    most_suspicious,
+    summary,
+    write,
+    write_picture,
+)
 from blr_analysis.audit import pictures as pictures_module
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
@@ -206,14 +214,26 @@ def test_suspicious_labels_are_sorted_by_how_surely_they_are_contradicted(here: 
     task, _, q = inputs()
     findings = investigate(task, q, by=None)
     table = findings.table
-    from blr_analysis.audit import most_suspicious
-
     worst = most_suspicious(table, 5)
     assert worst["suspicious"].to_numpy().all()
     assert worst["label_quality"].is_monotonic_increasing
     doubted = table["label_quality"].to_numpy()[table["suspicious"].to_numpy()]
     assert len(doubted) > 5
     assert sorted(doubted)[:5] == worst["label_quality"].tolist()
+
+
+def test_label_quality_is_a_probability_where_the_loss_has_weights_and_smoothing() -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(40, 2), torch.arange(40) % 2
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0]), label_smoothing=0.1)
+    task = blr.Task(nn.Linear(2, 2), (X, y), likelihood=loss)
+    findings = investigate(task, blr.fit_laplace(task, prior_precision=1.0), by=None)
+    quality = findings.loo.logits.softmax(-1)[torch.arange(40), y]
+    assert findings.table["label_quality"].to_numpy() == pytest.approx(quality.numpy())
+    contradicted = sorted(quality[quality < 0.5].tolist())
+    assert most_suspicious(findings.table, 5)["label_quality"].tolist() == pytest.approx(
+        contradicted[:5]
+    )
 
 
 @pytest.mark.usefixtures("sketched")

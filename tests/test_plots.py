@@ -442,6 +442,13 @@ def test_bars_before_and_after_each_group(measure: str) -> None:
     assert ("worse" if measure == "nll" else "better") in ax.get_ylabel()
 
 
+@pytest.mark.parametrize("after", [(-1.0, -0.7), (-1.0, 0.5)])
+def test_losses_below_zero_are_drawn_upright_and_whole(after: tuple[float, float]) -> None:
+    table = pd.DataFrame({"group": [0, 1], "nll_before": [-1.2, -1.2], "nll_after": after})
+    low, high = plot_what_if(table).get_ylim()
+    assert low < -1.2 and high > max(*after, 0)
+
+
 def test_one_what_if_shows_the_whole_and_its_classes() -> None:
     ax = plot_what_if(one_what_if(), truth=0.6)
     assert names_of(ax) == ["all", "0", "1", "2"]

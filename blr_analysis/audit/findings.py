@@ -15,6 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
@@ -88,7 +89,9 @@ class Findings(Tabular):
         columns["left_out_loss"] = self.loo.losses.numpy()
         right = self.loo.likelihood.correct(self.loo.logits, self.loo.targets)
         if right is not None:
-            columns["label_quality"] = np.exp(-self.loo.losses.double().numpy())
+            plain = scored_by(self.loo.likelihood)  # of weighted losses no probability is left
+            losses = plain.nll(self.loo.logits, self.loo.targets).double()
+            columns["label_quality"] = (-losses).exp().numpy()
             columns["suspicious"] = (right == 0).numpy()
         return self._beside_the_map(columns)
 
@@ -185,7 +188,7 @@ def most_suspicious(table: pd.DataFrame, n: int) -> pd.DataFrame:
     with the worst loss of a token.
     """
     if "suspicious" in table:
-        table = table.loc[table["suspicious"]]
+        return table.loc[table["suspicious"]].sort_values("label_quality", kind="stable").head(n)
     return table.sort_values(suspicion_column(table), ascending=False, kind="stable").head(n)
 
 

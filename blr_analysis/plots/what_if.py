@@ -90,12 +90,13 @@ def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) ->
     if there.any():
         ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white",
                 mec="black", mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
-    highest = np.nanmax(np.concatenate([before, after, known]))
-    ax.set_ylim(0, top := float(highest) * 1.3 or 1.0)
+    drawn = np.concatenate([before, after, known, [0.0]])
+    low, high = 1.3 * float(np.nanmin(drawn)), 1.3 * float(np.nanmax(drawn))
+    ax.set_ylim(low, top := high or -0.3 * low or 1.0)  # room for the legend above losses below 0
     if len(before) > 6:
-        for place, low in enumerate(before):
-            if low < VANISHING * top:  # a bar that nobody sees says its number
-                ax.annotate(f"{low:.2g}", (place - 0.19, low), xytext=(0, 2), ha="center",
+        for place, value in enumerate(before):
+            if abs(value) < VANISHING * (top - low):  # a bar that nobody sees says its number
+                ax.annotate(f"{value:.2g}", (place - 0.19, value), xytext=(0, 2), ha="center",
                             textcoords="offset points", rotation=90, fontsize=7)  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def averaged(
     Raises:
         ModelError, DataError: as :meth:`Task.run`.
     """
-    scored, passes = _scored_by(task.likelihood), max(draws, 1)
+    scored, passes = scored_by(task.likelihood), max(draws, 1)
     order = torch.arange(task.n_data).split(chunk_size or task.batch_size)
     log_p, mean, targets, dtype = torch.empty(0), torch.empty(0), torch.empty(0), torch.float64
     shown = bar(passes * len(order), "predictions", progress)
@@ -144,7 +144,7 @@ def averaged(
     )
 
 
-def _scored_by(likelihood: Likelihood) -> Likelihood:
+def scored_by(likelihood: Likelihood) -> Likelihood:
     """Without weights and smoothing, which are how a model is trained and not what it predicts,
     and with the constants that make a loss −log p."""
     kind = likelihood.kind
