@@ -437,12 +437,14 @@ class Posterior:
         prior = Prior.read(prior_precision, shapes).placed(self.mean)
         new, own = prior.within(self.record), self.prior.within(self.record)
         change = {n: new.like(n, m) - own.like(n, m) for n, m in self.mean.items()}
+        of_prior = ("prior_choice", "stationarity")  # what was found out under the old δ
         return Posterior(
             self.mean,
             self.form.plus_prior(change),
             prior_precision=Prior(prior.entries, self.prior.mean),
             n_data=self.n_data,
-            record={k: v for k, v in self.record.items() if k != "prior_choice"},
+            record={k: v for k, v in self.record.items() if k not in of_prior}
+            | {"prior_named": True},
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:

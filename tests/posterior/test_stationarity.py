@@ -55,6 +55,16 @@ def test_converged_stopped_and_of_another_loss(seed: int, dtype: torch.dtype) ->
     assert not other.near and "not at the minimum" in other.verdict
 
 
+def test_a_minimum_under_one_prior_is_none_under_another() -> None:
+    task, q = trained(0, torch.float64, 200)
+    assert stationarity(task, q).at_minimum
+    other = q.at(100 * DELTA)
+    again = blr.fit_laplace(task, structure="full", prior_precision=100 * DELTA, progress=False)
+    assert other.stationarity is None
+    assert stationarity(task, other).decrement == pytest.approx(stationarity(task, again).decrement)
+    assert not other.stationarity.near
+
+
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_the_numbers_against_dense_algebra(structure: str) -> None:
     task, _ = trained(0, torch.float64, 3)
