@@ -206,7 +206,7 @@ class Dropout(RowOptimizer):
 
     def _length(self, k: int) -> float:
         grads = [p.grad for p in tensors_of(self.param_groups[k]) if p.grad is not None]
-        return float(torch.stack([g.double().norm() for g in grads]).norm())
+        return math.hypot(*(float(g.double().norm()) for g in grads))
 
     def _update(self, inverse_scale: float) -> None:
         """Clipping and loss scales act on π₁ as on the weights of its group."""

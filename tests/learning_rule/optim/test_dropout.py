@@ -417,3 +417,14 @@ def test_a_learned_rate_needs_all_gradients() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         with pytest.raises(OptimizerError, match="all gradients"):
             optimizer.step_param(model[-1].weight)
+
+
+def test_a_rate_whose_weights_got_no_gradient_goes_to_its_prior() -> None:
+    used, unused = nn.Linear(3, 2), nn.Linear(3, 2)
+    groups = [{"params": [used.weight]}, {"params": [unused.weight], "keep": 0.8, "keep_lr": 0.1}]
+    optimizer = Dropout(groups, lr=0.1)
+    with optimizer.sampled_params(train=True):
+        used(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    logit = 0.9 * math.log(0.8 / 0.2)  # keep_prior is 1/2
+    assert optimizer.param_groups[1]["keep"] == pytest.approx(1 / (1 + math.exp(-logit)))
