@@ -88,6 +88,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
     converged: bool = True
     step: Callable[[Q, Any, Tensor], Q] | None = None
     note: ClassVar[str] = ""
+    no_sites: ClassVar[str] = "this posterior has no sites, so no example can be taken out of it"
 
     def __repr__(self) -> str:
         last = f"{self.objective} {self.history[-1]:.6g} nats, " if len(self.history) else ""
@@ -205,7 +206,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
 
     def _site_of(self) -> Callable[[Tensor], Sites]:
         if self.site_of is None:
-            raise InputError("this posterior has no sites, so no example can be taken out of it")
+            raise InputError(self.no_sites)
         return self.site_of
 
     def _predictive(self) -> Callable[[Q, Any], Tensor]:

@@ -35,7 +35,6 @@ from blr_analysis.learning_rule.inference.fitted import (
     CHUNK,
     ONE_STEP,
     Fitted,
-    Sites,
     answer,
     count,
     rows,
@@ -78,7 +77,9 @@ class SkewNormal:
         numbers = (self.location, self.lean, self.precision)
         fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
         if not fine or not bool(self.precision > 0):
-            raise NotSkewNormal("no skew normal: take a smaller rho, or another start")
+            raise NotSkewNormal(
+                "no skew normal of positive precision: lower rho, or start elsewhere"
+            )
 
     @property
     def natural(self) -> Natural:
@@ -159,6 +160,9 @@ class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
     """A skew normal; where it was fitted with ``log_likelihood`` and ``data``, with sites."""
 
     note: ClassVar[str] = ONE_STEP
+    no_sites: ClassVar[str] = (
+        "a fit to log p(y, θ) as a whole has no sites: give log_likelihood=…, data=…"
+    )
 
     def without(self, indices: Any) -> SkewNormal:
         """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`.
@@ -180,20 +184,10 @@ class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
         Raises:
             InputError: as :meth:`without`, for the first example that cannot be left out.
         """
+        self._site_of()
         predictive = self._predictive()
         ones = torch.arange(self.n_data).split(1)
         return torch.cat([predictive(self.without(i), rows(self.data, i)) for i in ones])
-
-    def _site_of(self) -> Callable[[Tensor], Sites]:
-        if self.site_of is None:
-            raise InputError(
-                "a fit to log p(y, θ) as a whole has no sites: give log_likelihood=…, data=…"
-            )
-        return self.site_of
-
-    def _predictive(self) -> Callable[[SkewNormal, Any], Tensor]:
-        self._site_of()
-        return super()._predictive()
 
 
 def fit_skew_normal(
