@@ -127,7 +127,8 @@ class ExponentialFamily(ABC):
         """
         if type(other) is not type(self):
             raise InputError(
-                f"KL is to another {type(self).__name__}, got a {type(other).__name__}"
+                f"the KL divergence is to another {type(self).__name__}, got a "
+                f"{type(other).__name__}"
             )
         self._check_alike(other)
         return self._kl(other)
@@ -165,7 +166,8 @@ class ExponentialFamily(ABC):
             if not isinstance(value, Tensor) or value.ndim < rank:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
-                    f"{key} of {type(self).__name__} needs {rank} dimensions or more, got {got}"
+                    f"{key} of {type(self).__name__} must be a tensor of {rank} dimensions or "
+                    f"more, got {got}"
                 )
         widths = {key: given[key].shape[-1] for key, rank in self.ranks.items() if rank}
         if len(set(widths.values())) > 1:
