@@ -71,7 +71,7 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
         chosen = made("auto", c.base, **how)
         print(f"auto took {chosen.choice!r}", file=sys.stderr)
         yield "auto, gram, by the tasks' losses", chosen
-        same = chosen.choice.name == "propagated, shrink 1"  # which takes a while
+        same = chosen.choice.name == "propagated"  # which takes a while
         yield "propagated", chosen if same else made("fisher", tasks=tasks)
         if not c.short:
             yield "propagated, shrink 0.95", made("fisher", tasks=tasks, shrink=0.95)

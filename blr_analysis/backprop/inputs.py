@@ -42,10 +42,14 @@ class _Enough(BaseException):
 
 @dataclass
 class InputMoments:
-    """Sums over the data: A ``[g, I', I']`` by the layer's joint matrix, look-ups by embedding."""
+    """Sums over the data: A ``[g, I', I']`` by the layer's joint matrix, look-ups by embedding.
+
+    ``spread`` holds Σ over the rows of Σ_{i≠j} (a_i a_j)², and the number of rows, by layer.
+    """
 
     moments: dict[str, tuple[Joint, Tensor]] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -53,7 +57,22 @@ class InputMoments:
     def tensors(self) -> dict[str, Tensor]:
         """All sums by a name."""
         moments = {f"moments of {key}": total for key, (_, total) in self.moments.items()}
+        moments |= {f"spread of {key}": total for key, total in self.spread.items()}
         return moments | {f"counts of {key}": total for key, total in self.counts.items()}
+
+    def noise(self, key: str, *, whole: bool = False) -> float:
+        """The part of A's off-diagonals, squared and summed, that is chance, were the rows drawn
+        one by one: Σ Var(Ā_ij) / Σ Ā_ij² over i ≠ j, at most 1; or their part of the whole of A,
+        which is small for inputs that have no correlations, too, if only there are enough of them.
+
+        Source: Schäfer & Strimmer, "A shrinkage approach to large-scale covariance matrix
+        estimation", 2005.
+        """
+        fourth, count = self.spread[key].tolist()
+        total = self.moments[key][1] / count
+        off = float(total.square().sum() - total.diagonal(dim1=-2, dim2=-1).square().sum())
+        size = float(total.square().sum()) if whole else off
+        return min(1.0, max(0.0, (fourth / count - off) / max(count - 1, 1) / size)) if off else 0.0
 
     def looked_up(self, joint: Joint) -> Tensor | None:
         """How often each row of a table was, ``[1, O, 1]``, that is a layer's matrix as well; None
@@ -68,6 +87,13 @@ class InputMoments:
         size = i + (joint.bias is not None)
         if joint.key not in self.moments:
             self.moments[joint.key] = joint, rows.new_zeros(g, size, size, dtype=torch.float64)
+            self.spread[joint.key] = rows.new_zeros(2, dtype=torch.float64)
+        squares = rows.square()
+        powers = [squares.square().sum(-1).double(), squares.sum(-1).double()]  # Σ a⁴, Σ a²
+        if joint.bias is not None:
+            powers = [p + 1 for p in powers]
+        fourth = times * (powers[1].square() - powers[0]).sum()
+        self.spread[joint.key] += torch.stack([fourth, fourth.new_tensor(rows.shape[1] * times)])
         total, rows = self.moments[joint.key][1], rows * times**0.5
         total[:, :i, :i] += rows.mT @ rows
         if joint.bias is not None:

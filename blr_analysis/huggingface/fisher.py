@@ -189,6 +189,7 @@ def fisher(
         weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
         kept = _unfinished(target, weights, encoded, how)
         alone = ranks.count() == 1
+        more: dict[str, Any] = {"adapter": True} if adapter else {}
         if structure == "diag":
             diagonal = fisher_diagonal(
                 own_task,
@@ -217,10 +218,10 @@ def fisher(
                 progress=progress,
             )
             kind, about = str(q.record["kind"]), str(q.record["definition"])
+            more |= {k: v for k, v in q.record.items() if k == "noise"}
             tensors = q.form.tensors()
             write = partial(write_factors, target, q, names=names, scale=n / len(encoded))
         write = write if leads else dict
-        adapted: dict[str, Any] = {"adapter": True} if adapter else {}
         write(
             definition=about,
             n_data=n,
@@ -237,7 +238,7 @@ def fisher(
             source="fisher",
             frozen=[names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
             tied=_tied(loaded, names),
-            **adapted,
+            **more,
         )
         for sums in kept.values():
             sums.remove()

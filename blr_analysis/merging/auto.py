@@ -130,9 +130,10 @@ def candidates(
                 name = f"gradient_matching, {structure}{'' if plain else words}"
                 found[name] = {"method": "gradient_matching", **(own if plain else how), **first}
     if tasks is not None:
-        for shrink in sorted({*SHRINK, settings["shrink"]}):
+        for shrink in dict.fromkeys((settings["shrink"], None, *SHRINK)):
             more = {"tasks": tasks, "shrink": shrink, "weights": settings["weights"]}
-            found[f"propagated, shrink {shrink:g}"] = {"method": "fisher", **more}
+            words = "" if shrink is None else f", shrink {shrink:g}"
+            found[f"propagated{words}"] = {"method": "fisher", **more}
     return found
 
 
@@ -141,11 +142,12 @@ def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, floa
     if structure not in FACTORED:
         given = float(settings["power"])
         return [{"power": power} for power in ((ROOT, 1.0) if given == 1 else (given,))]
+    shrink = 1.0 if settings["shrink"] is None else float(settings["shrink"])
     if structure == "gram":
-        own = {"shrink": float(settings["shrink"])}
+        own = {"shrink": shrink}
         return [own, *({"shrink": s} for s in SHRINK if s != own["shrink"])]
     damping = 1.0 if settings["damping"] is None else float(settings["damping"])
-    own = {"shrink": float(settings["shrink"]), "power": settings["power"], "damping": damping}
+    own = {"shrink": shrink, "power": settings["power"], "damping": damping}
     grid = itertools.product(POWERS, DAMPINGS)
     tried = [{"shrink": own["shrink"], "power": p, "damping": d} for p, d in grid]
     return [own, *(family for family in tried if family != own)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
@@ -18,7 +19,7 @@ from blr_analysis.files import Loaded, Source
 from blr_analysis.merging.at_weights import State, at_weights, state_of
 from blr_analysis.merging.fates import OpenModel
 from blr_analysis.merging.job import MergeSettings, Weight
-from blr_analysis.merging.layers import Moments, dense
+from blr_analysis.merging.layers import NOISE, Moments, dense
 from blr_analysis.merging.matching import MERGEABLE
 from blr_analysis.merging.methods import CURVED, METHODS, Method
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
@@ -154,7 +155,7 @@ def propagated(
     tasks: Sequence[Task],
     weights: Sequence[float],
     *,
-    shrink: float,
+    shrink: float | None,
     progress: bool | None,
 ) -> dict[str, Tensor]:
     """RegMean++: the inputs of every layer are taken after the layers below it were merged.
@@ -170,7 +171,8 @@ def propagated(
         models: θ_t.
         tasks: the data of each, any model of these names.
         weights: α_t ≥ 0, not all 0.
-        shrink: of the off-diagonals of A.
+        shrink: of the off-diagonals of A; None: 1 less the part of them that is chance, which
+            moments of few examples have most of (:meth:`InputMoments.noise`).
         progress: of the layers.
 
     Raises:
@@ -186,7 +188,7 @@ def propagated(
         raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
     orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
     repeated = {key for order in orders for key in order.repeated}
-    groups = _groups(orders, repeated)
+    groups, noise = _groups(orders, repeated), 0.0
     joined = {n for group in groups for layer in group for n in layer.names}
     merged = {n: value for n, value in start.items() if n not in joined}
     for group in track(groups, total=len(groups), label="layers", show=progress):
@@ -198,9 +200,14 @@ def propagated(
             if sums.moments.keys() != keys:
                 left = min(keys - sums.moments.keys())
                 raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
+            noise = max(noise, *(sums.noise(key, whole=True) for key in keys))
             moments.append(
                 {
-                    key: Moments(a.cpu(), shrink, sums.looked_up(joint))
+                    key: Moments(
+                        a.cpu(),
+                        1 - sums.noise(key) if shrink is None else shrink,
+                        sums.looked_up(joint),
+                    )
                     for key, (joint, a) in sums.moments.items()
                 }
             )
@@ -211,6 +218,12 @@ def propagated(
             g, o, i = matrices[0].shape
             result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
             merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
+    if noise > NOISE:
+        warnings.warn(
+            f"of so few examples {noise:.0%} of a layer's moments is chance: take more",
+            UserWarning,
+            stacklevel=2,
+        )
     return {n: merged[n] for n in start}
 
 

@@ -61,7 +61,8 @@ class MergeSettings:
         normalize: divide the weights by their sum; None: as the method does by itself.
         dtype: in which the formula is computed, float32 or float64.
         out_dtype: in which the merged tensors are written; None: each as in the base.
-        shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`;
+        shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`
+            (shrink None: 1, or measured where the statistics are taken on the way);
             ``power`` also of diagonals, every number of them.
         trust: take precisions that were recorded for other weights.
         scale: λ of task arithmetic and of methods that leave a part of θ_t − θ_0 out, a number or a
@@ -76,7 +77,7 @@ class MergeSettings:
     normalize: bool | None = None
     dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype | None = None
-    shrink: float = 1.0
+    shrink: float | None = None
     power: float = 1.0
     damping: float | None = None
     trust: bool = False

@@ -46,7 +46,7 @@ def merge(
     normalize: bool | None = None,
     dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
-    shrink: float = 1.0,
+    shrink: float | None = None,
     power: float = 1.0,
     damping: float | None = None,
     trust: bool = False,
@@ -94,7 +94,9 @@ def merge(
         normalize: divide the weights by their sum; None: as the method does ("linear" divides).
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
-        shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9.
+        shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9. None:
+            1, and with ``tasks`` 1 less the part of them that is chance, which moments of few
+            examples have most of.
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
             0.5 puts half way, in logarithms, between the average and the Fisher average.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,

@@ -19,6 +19,7 @@ from blr_analysis.files import Folder, Source, read_config
 from blr_analysis.merging.fates import COPIED, MERGED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job, MergeSettings
+from blr_analysis.merging.layers import NOISE
 from blr_analysis.merging.lora import is_adapter, open_adapter
 from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
 from blr_analysis.merging.methods import Method
@@ -86,7 +87,7 @@ class MergePlan(Tabular):
     def family(self) -> tuple[float, float, float | None]:
         """Shrink, power and damping of precisions with factors."""
         how = self.settings
-        return float(how.shrink), float(how.power), how.damping
+        return 1.0 if how.shrink is None else float(how.shrink), float(how.power), how.damping
 
     @property
     def held(self) -> list[StoredPrecision]:
@@ -117,6 +118,12 @@ class MergePlan(Tabular):
                 f"precisions of different kinds weigh against each other: {', '.join(kinds)}; "
                 "their units may differ"
             )
+        notes += [
+            f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is chance: take "
+            "more, or shrink"
+            for p in used
+            if p.noise > NOISE
+        ]
         names = [p.name for p in used]
         notes += [
             f"the precision {name!r} stands for several models"
@@ -248,7 +255,8 @@ def _check_settings(
         raise InputError(f"missing_precision must be one of {MISSING}, got {missing!r}")
     if dtype not in (torch.float32, torch.float64):
         raise InputError(f"dtype, of the arithmetic, must be float32 or float64, got {dtype!r}")
-    for name, value in {"shrink": settings.shrink, "power": settings.power}.items():
+    shrink = 1.0 if settings.shrink is None else settings.shrink
+    for name, value in {"shrink": shrink, "power": settings.power}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise InputError(f"{name} must be between 0 and 1, got {value!r}")
     damping = settings.damping

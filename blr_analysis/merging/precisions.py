@@ -48,6 +48,7 @@ class StoredPrecision:
         mean: the weights that it belongs to, where they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
+        noise: the largest part of a layer's moments, of "gram", that is chance.
     """
 
     source: Source
@@ -62,6 +63,7 @@ class StoredPrecision:
     mean: Mapping[str, Tensor] | None = None
     adapter: bool = False
     power: float = 1.0
+    noise: float = 0.0
 
     @property
     def name(self) -> str:
@@ -232,6 +234,7 @@ def _recorded(
         tied=frozenset(record.get("tied") or ()),
         sha256=_sha256(record),
         adapter=bool(record.get("adapter")),
+        noise=float(record.get("noise") or 0.0),
     )
 
 

@@ -211,16 +211,23 @@ def test_the_average_is_the_average_and_every_merge_is_tried_once(family: dict[s
             assert nll == pytest.approx(loss, rel=1e-5)
 
 
-def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
-    """The first layer as RegMean; the second with its inputs from the merged first one."""
-    merged = merge(None, family["models"], tasks=family["tasks"], method="fisher", shrink=0.9)
+@pytest.mark.parametrize("shrink", [0.9, None])
+def test_propagated_statistics_by_hand(family: dict[str, Any], shrink: float | None) -> None:
+    """The first layer as RegMean; the second with its inputs from the merged first one. Unless it
+    is given, shrinkage is by the variance of the moments' means over the examples."""
+    how: dict[str, Any] = {"tasks": family["tasks"], "method": "fisher", "shrink": shrink}
+    merged = merge(None, family["models"], **how)
     inputs = [t.fetch(torch.arange(t.n_data))[0] for t in family["tasks"]]
     for layer in ("0", "2"):
         top: Any = 0.0
         bottom: Any = 0.0
         for a, w in zip(inputs, family["models"], strict=True):
             a = torch.cat([a, torch.ones(len(a), 1)], 1)
-            gram = 0.9 * a.mT @ a + 0.1 * (a.mT @ a).diagonal().diag()
+            products = a[:, :, None] * a[:, None, :]
+            apart = ~torch.eye(a.shape[1], dtype=torch.bool)
+            chance = products.var(0)[apart].sum() / len(a) / products.mean(0)[apart].square().sum()
+            kept = (1 - chance).clamp_min(0) if shrink is None else shrink
+            gram = torch.lerp((a.mT @ a).diagonal().diag(), a.mT @ a, kept)
             joint = torch.cat([w[f"{layer}.weight"], w[f"{layer}.bias"][:, None]], 1)
             top, bottom = top + joint @ gram, bottom + gram
         truth = top @ torch.linalg.inv(bottom)
@@ -228,10 +235,7 @@ def test_propagated_statistics_by_hand(family: dict[str, Any]) -> None:
         assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-8
         weight, bias = merged[f"{layer}.weight"], merged[f"{layer}.bias"]
         inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
-    half = merge(
-        None, family["models"], tasks=family["tasks"], method="fisher", shrink=0.9,
-        out_dtype=torch.bfloat16,
-    )  # fmt: skip
+    half = merge(None, family["models"], **how, out_dtype=torch.bfloat16)
     assert all(torch.equal(t, merged[n].to(torch.bfloat16)) for n, t in half.items())
 
 

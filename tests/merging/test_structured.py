@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,32 @@ def test_singular_moments_keep_the_average_and_are_counted() -> None:
     a, b = (m["weight"] for m in models)
     assert relative(merged[:, :2], (a + 9 * b)[:, :2] / 10) < 1e-5
     assert relative(merged[:, 2], (a + b)[:, 2] / 2) < 1e-12
+
+
+@pytest.mark.parametrize(("count", "said"), [(6, True), (300, False)])
+def test_moments_of_few_examples_are_said(count: int, said: bool, tmp_path: Path) -> None:
+    """The variance of their mean over its square, by hand; inputs here have no correlations."""
+    torch.manual_seed(0)
+    one, two = nn.Linear(4, 2, bias=False).double(), nn.Linear(4, 2, bias=False).double()
+    x = normal(count, 4)
+    tasks = [Task(m, (x, torch.arange(count) % 2)) for m in (one, two)]
+    fitted = [fit_laplace(t, structure="gram") for t in tasks]
+    products = x[:, :, None] * x[:, None, :]
+    apart = ~torch.eye(4, dtype=torch.bool)
+    truth = products.var(0)[apart].sum() / count / products.mean(0).square().sum()
+    assert fitted[0].record["noise"] == pytest.approx(float(truth), rel=1e-9)
+    models = [weights_of(t) for t in tasks]
+    for k, (q, state) in enumerate(zip(fitted, models, strict=True)):
+        q.save(tmp_path / f"q{k}")
+        (tmp_path / f"m{k}").mkdir()
+        save_file(state, tmp_path / f"m{k}" / "model.safetensors")
+    report = merge(
+        None, [tmp_path / "m0", tmp_path / "m1"], method="fisher", out=tmp_path / "out",
+        precisions=[tmp_path / "q0", tmp_path / "q1"],
+    )  # fmt: skip
+    assert any("few examples" in note for note in report.plan.notes) == said
+    with pytest.warns(UserWarning, match="few examples") if said else nullcontext():
+        merge(None, models, tasks=tasks, method="fisher")
 
 
 @pytest.mark.parametrize("structure", ["gram", "kron"])

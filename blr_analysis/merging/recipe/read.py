@@ -193,7 +193,7 @@ class _RecipeReader:
             delta=self._first("delta", 0.0) if method.uses_base_precision else 0.0,
             missing_precision=self._first("missing_precision", "error"),
             normalize=normalize,
-            shrink=self._first("shrink", 1.0),
+            shrink=self._first("shrink", None),
             power=self._first("power", 1.0),
             damping=self._first("damping"),
             dtype=torch.float64 if text.dtype == "float64" else torch.float32,

@@ -262,7 +262,8 @@ class Gram(Kronecker):
             if (counts := seen.looked_up(joint)) is not None:
                 each = each + counts.to(like)
             values[joint.key] = each.expand(blocks[-1].shape)
-        return cls(tuple(blocks), values, plain, tuple(fit.params)), {}
+        noise = max((seen.noise(key, whole=True) for key in seen.moments), default=0.0)
+        return cls(tuple(blocks), values, plain, tuple(fit.params)), {"noise": noise}
 
     def tensors(self) -> dict[str, Tensor]:
         """Where all outputs of a layer have the same eigenvalues, or one number more than the least
