@@ -8,7 +8,6 @@ links to the files themselves; they are followed.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -80,11 +79,6 @@ def existing(text: str, folder: Path) -> Path | None:
         raise InputError(f"{text!r}: no user of this name has a home folder here") from fault
     except (OSError, ValueError):  # a name longer than the file system takes
         return None
-
-
-def same_place(one: Path, other: Path) -> bool:
-    """Whether two paths lead to the same file or folder, links followed."""
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def hub_name(place: Path) -> str | None:

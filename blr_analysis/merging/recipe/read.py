@@ -37,7 +37,6 @@ from blr_analysis.merging.recipe.places import (
     existing,
     locate,
     renumbered,
-    same_place,
     vocabulary,
 )
 from blr_analysis.merging.recipe.schema import (
@@ -276,7 +275,7 @@ class _RecipeReader:
             if not plus or existing(text, self.page.folder):
                 return locate(text, self.page.folder)
             onto, adapter = locate(model, self.page.folder), locate(adapter, self.page.folder)
-            if self.base is None or not same_place(onto, self.base):
+            if self.base is None or onto.resolve() != self.base.resolve():
                 raise InputError(f"adapters are applied to base_model: write base_model: {model}")
             return adapter
 
