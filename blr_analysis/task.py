@@ -541,7 +541,13 @@ class _Runner(nn.Module):
 
 
 def _unfit(model: nn.Module, batch: Any) -> str | None:
-    """What a linear first layer, which failed, could not take of ``(x, y)``."""
+    """What a linear first layer, which failed, could not take of ``(x, y)``; and what a model of
+    two halves needs."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return (
+            "an encoder-decoder needs its decoder's tokens: give forward=, which calls "
+            "model(input_ids=..., decoder_input_ids=...) and returns (logits, targets)"
+        )
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
     layer = next(m for m in model.modules() if not list(m.children()))
     if not isinstance(x, Tensor) or not isinstance(layer, nn.Linear):

@@ -228,6 +228,36 @@ def test_an_adapter_is_indexed_on_its_base(
     assert code == 0 and "1 of 2 texts" in err
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_tied_table(
+    target: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Has gradients of its own; what ``fisher`` would add it to is two layers."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    peft.get_peft_model(load_model(model).model, config).save_pretrained(tmp_path / "lora")
+    argv = (tmp_path / "lora", model / "data.jsonl", "--base", model, "--out", tmp_path / "out")
+    code, _, err = run(capsys, "index", *argv, "--prior-precision", 1.0)
+    assert code == 0, err
+    names = set(blr.Index.open(tmp_path / "out").posterior.mean)
+    assert names and all(f"{target}.lora_" in name for name in names)
+    code, _, err = run(capsys, "fisher", *argv)
+    assert code == 2 and "untied" in err, err
+
+
+def test_an_encoder_decoder_needs_forward(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    ids = torch.randint(1, 16, (4, 5))
+    with pytest.raises(ModelError, match="forward="):
+        blr.fit_laplace(blr.Task(t5, (ids, ids), likelihood="tokens"), prior_precision=1.0)
+    t5.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="forward="):
+        load_language_model(tmp_path)
+
+
 def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit"
     options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--by", "source")
@@ -390,6 +420,7 @@ def test_one_line_for_each_failure(
         (("audit", model), "MODEL DATA"),
         (("audit", "train.py:task", "--text", "words"), "MODEL DATA"),
         (("index", model, tmp_path / "none.jsonl", "-o", tmp_path / "i"), "none.jsonl"),
+        (("index", "none.py:task", "--fit", "lowrank", "-o", tmp_path / "i"), "lowrank"),
     ):
         code, _, err = run(capsys, *argv)
         assert code == 2

@@ -86,6 +86,8 @@ def index(
 
     texts = TextOptions.of(task, data, base, text, max_length)
     way, say = Way(posterior, fit, prior_precision).checked(texts), Teller()
+    if way.fit in ("lowrank", "full"):
+        raise InputError(f"an index takes --fit diag or kron, not {way.fit}")
     ours, _ = tasks_of(task, None, texts, say)
     if texts is not None and posterior is None and prior_precision is None:
         way = replace(way, prior_precision=RETRIEVAL)

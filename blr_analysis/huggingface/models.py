@@ -295,6 +295,11 @@ def _task_in(config: Any, folder: Path) -> str:
     """The task that the configuration's architectures were built for."""
     named = config.architectures or []
     tasks = {kind for a in named for ending, kind in ENDINGS.items() if str(a).endswith(ending)}
+    if not tasks and config.is_encoder_decoder:
+        raise ModelError(
+            f"{str(folder)!r} is an encoder-decoder, which the commands do not read: "
+            "blr.Task(model, data, forward=...) does"
+        )
     if len(tasks) != 1:
         raise ModelError(
             f"{str(folder)!r} is {', '.join(map(str, named)) or 'no architecture'}: say what it "

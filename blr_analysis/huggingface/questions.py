@@ -228,7 +228,7 @@ def _check(
     if len(ids) < 2 or max(start, 1) >= min(len(ids), most or len(ids)):
         kept = f" in {most} tokens" if most else ""
         raise DataError(f"{place} leaves nothing to predict{kept}; drop or shorten it")
-    words = loaded.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    words = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
     if max(ids) >= words:
         raise DataError(
             f"{place} has token {max(ids)}, the model {words}: the tokenizer is another's"

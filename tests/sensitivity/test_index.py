@@ -95,18 +95,19 @@ def drawn(count: int, numbers: int, seed: int) -> torch.Tensor:
     return torch.nn.functional.normalize(x + 0.3 * size)
 
 
-def signed(x: torch.Tensor, size: int) -> tuple[module.Sketch, torch.Tensor]:
-    """The sketch of these vectors, which come in three matrices, under Σ = 1."""
+def flat() -> blr.Posterior:
+    """Σ = 1 over 3,000 numbers, in three matrices."""
     sizes = {"a": 700, "b": 1, "c": 2299}
-    mean = {n: torch.zeros(k) for n, k in sizes.items()}
     ones = {n: torch.ones(k) for n, k in sizes.items()}
-    q = blr.Posterior(mean, ones, prior_precision=1.0, n_data=1)
-    sums = min(size, 3072)
-    sketch, z = module.Sketch(size, True, sums), x.new_zeros(len(x), sums)
-    parts = zip(sketch.roots(q).values(), x.split(list(sizes.values()), 1), strict=True)
-    for (start, root), w in parts:
-        sketch.add(z, w * root, start)
-    return sketch, sketch.mixed(z)
+    mean = {n: torch.zeros(k) for n, k in sizes.items()}
+    return blr.Posterior(mean, ones, prior_precision=1.0, n_data=1)
+
+
+def signed(x: torch.Tensor, size: int, blocks: int = 0) -> tuple[module.Sketch, module.Summary]:
+    """The sketch of these vectors."""
+    sketch = module.Sketch(size, True, min(size, 3072), blocks)
+    parts = zip(sketch.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
+    return sketch, sketch.summary((start, w * root) for (start, root), w in parts)
 
 
 @pytest.mark.parametrize("size", [256, 1024, 2048, 4 * 3072])
@@ -114,18 +115,48 @@ def test_signs_err_as_the_formula_says(size: int) -> None:
     x, y = drawn(60, 3000, 0), drawn(50, 3000, 1)
     truth = x @ y.T
     (sketch, stored), (_, asked) = signed(x, size), signed(y, size)
-    assert asked.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
-    units = sketch.stored(stored, torch.ones(60), torch.float16)
-    assert units.shape == (60, size // 8) and units.dtype == torch.uint8
-    error = sketch.products(units, asked) - truth
+    assert asked.z.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
+    kept = sketch.stored(stored, torch.float16)
+    assert kept["gradients"].shape == (60, size // 8) and kept["gradients"].dtype == torch.uint8
+    error = sketch.values(kept, asked) - truth
     assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
-    coarse = sketch.likeness(units, asked) - truth
+    coarse = sketch.values(kept, asked, rough=True) - truth
     assert float(coarse.std()) < 2 * (math.pi / 2 / size) ** 0.5
+
+
+@pytest.mark.parametrize("paired", [1, 2**24])
+def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
+    paired: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 64 of each matrix, by hand; with no number beyond them nothing is left to signs."""
+    monkeypatch.setattr(module, "PAIRED", paired)
+    x, y = drawn(6, 3000, 0), drawn(5, 3000, 1)
+    (sketch, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
+    starts = [*range(0, 700, 64), 700, *range(701, 3000, 64)]
+
+    def split(v: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        pieces = {a: v[a:b] for a, b in zip(starts, [*starts[1:], 3000], strict=True)}
+        longest = sorted(pieces, key=lambda a: -float(pieces[a].norm()))[:3]
+        rest = [torch.zeros_like(p) if a in longest else p for a, p in pieces.items()]
+        return {a: pieces[a] for a in longest}, torch.cat(rest)
+
+    mine, theirs = [split(v) for v in x], [split(v) for v in y]
+    assert [set(row.tolist()) for row in own.places] == [set(blocks) for blocks, _ in mine]
+    _, rests = signed(torch.stack([rest for _, rest in mine]), 1024)
+    assert relative(own.z, rests.z) < 1e-6
+    kept = sketch.stored(own, torch.float16)
+    assert relative(kept["length"], torch.stack([rest.norm() for _, rest in mine])) < 1e-6
+    common = [[sum(float(a[k] @ b[k]) for k in a if k in b) for b, _ in theirs] for a, _ in mine]
+    assert relative(module.in_common(kept, asked), torch.tensor(common)) < 0.02
+    nothing = {n: t for n, t in kept.items()} | {"length": torch.zeros(6)}
+    assert torch.equal(sketch.values(nothing, asked), module.in_common(kept, asked))
+    fitting = module.Sketch.of(flat(), 2000, torch.float16)
+    assert fitting.blocks == 3 and 3600 < fitting.nbytes(torch.float16) <= 4000
 
 
 def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     x = drawn(4, 3000, 0)
-    _, mixed = signed(x, 512)
+    mixed = signed(x, 512)[1].z
     bits = np.unpackbits(np.random.PCG64(0).random_raw(47).view(np.uint8))[:3000]
     by_hand = torch.zeros(4, 512, dtype=torch.float64)
     by_hand.index_add_(1, torch.arange(3000) % 512, x * torch.from_numpy(bits * 2.0 - 1))

@@ -383,9 +383,12 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
     missing = [sorted(name for name in names if way[name] not in base) for way in ways]
     fits = [way for way, lost in zip(ways, missing, strict=True) if not lost]
     if not fits:
+        lost = min(missing, key=len)
+        tied = all(_layer(name) in OUTPUTS for name in lost)
+        why = "ties to its embedding: save the base untied"
         raise ModelError(
-            f"the adapter {folder!r} changes {some(min(missing, key=len))}, which the base "
-            "has not: was it trained on this base?"
+            f"the adapter {folder!r} changes {some(lost)}, which the base "
+            + (why if tied else "has not: was it trained on this base?")
         )
     other = next((way for way in fits if way != fits[0]), fits[0])
     if fits[0] is not ways[0] and other is not fits[0]:

@@ -1,15 +1,18 @@
 """Gradients of the training data on disk, small enough to be searched: no pass for a question.
 
 For gradients g and posterior covariance Σ, w = Σ^½ g in the posterior's own basis, and the
-influence of i on j is w_iᵀ w_j. Where there is room, w is kept; elsewhere K signs:
+influence of i on j is w_iᵀ w_j. Where there is room, w is kept; elsewhere w = v + r: v are its
+longest blocks of 64 numbers, which in a table of words are the words of the text, as they are;
+of the rest, K signs:
 
-    z = H S w,    w_iᵀ w_j ≈ ‖w_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
+    z = H S r,    w_iᵀ w_j ≈ v_iᵀ v_j + ‖r_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
 
-S adds up the numbers of w, with random signs, in K places (a count sketch), and H mixes these by
+S adds up the numbers of r, with random signs, in K places (a count sketch), and H mixes these by
 Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
-‖w_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
-third of the error of one sum in half precision. Whitened gradients
-of language models fill their space, so that few directions hold little of any.
+‖r_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
+third of the error of one sum in half precision. Whitened gradients of language models fill their
+space, so that few directions hold little of any; but of one that trains its words, a hundredth of
+the numbers hold two thirds of ‖w‖². v_iᵀ r_j, of blocks that only one side keeps, is left out.
 
 Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
 al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
@@ -33,11 +36,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import slices
+from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
@@ -61,27 +66,48 @@ from blr_analysis.sensitivity.influence.results import (
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 3
+FORMAT, VERSION = "blr_analysis.index", 4
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
+BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
+HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
 TOGETHER = 2**20  # numbers of a layer's gradients, or of sketches, that are made at once
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
+PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
 CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
 FEW = 8  # questions whose signs alone are compared first
 SPARE = 64  # examples beyond those asked for, whose rank that could have changed
 
 
 @dataclass(frozen=True)
+class Summary:
+    """Of some w: z ``[B, size]``, ‖w‖² ``[B]``, and blocks ``[B, blocks, 64]`` with the places
+    where they begin, by which z is less."""
+
+    z: Tensor
+    squares: Tensor
+    blocks: Tensor
+    places: Tensor
+
+    def over(self, lengths: Tensor) -> Summary:
+        """Of w divided by these lengths."""
+        z, blocks = self.z / lengths.to(self.z).view(-1, 1), self.blocks / lengths.view(-1, 1, 1)
+        return Summary(z, self.squares / lengths.square(), blocks.to(z), self.places)
+
+
+@dataclass(frozen=True)
 class Sketch:
-    """What is kept of w: ``size`` signs, or all of its ``size`` numbers; ``sums``: the places of S,
-    which are mixed anew where there is room for more signs than these."""
+    """What is kept of w: ``size`` signs and some ``blocks``, or all of its ``size`` numbers;
+    ``sums``: the places of S, which are mixed anew where there is room for more signs than these.
+    """
 
     size: int
     signs: bool
     sums: int
+    blocks: int
 
     @classmethod
     def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Sketch:
@@ -89,14 +115,15 @@ class Sketch:
         assert isinstance(q.form, Spectral)
         parameters = sum(s.numel() for s in q.form.values.values())
         if parameters <= rank:
-            return cls(parameters, signs=False, sums=parameters)
-        room, enough = max(1, 8 * dtype.itemsize * rank // MIX), -(-parameters // MIX)
-        sums = min(room, enough) * MIX
-        return cls(room * MIX // sums * sums, signs=True, sums=sums)
+            return cls(parameters, signs=False, sums=parameters, blocks=0)
+        blocks = dtype.itemsize * rank // (SHARE * HELD)
+        room = max(1, 8 * (dtype.itemsize * rank - HELD * blocks) // MIX)
+        sums = min(room, -(-parameters // MIX)) * MIX
+        return cls(room * MIX // sums * sums, signs=True, sums=sums, blocks=blocks)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Of an example, on disk."""
-        return self.size // 8 if self.signs else self.size * dtype.itemsize
+        return self.size // 8 + HELD * self.blocks if self.signs else self.size * dtype.itemsize
 
     def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
         """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
@@ -110,13 +137,34 @@ class Sketch:
             start += s.numel()
         return found
 
-    def add(self, z: Tensor, w: Tensor, start: int) -> None:
-        """Numbers ``[B, n]`` that begin at this place, into sums ``[B, sums]``."""
+    def summary(self, parts: Iterable[tuple[int, Tensor]]) -> Summary:
+        """From the numbers ``[B, n]`` of every matrix, with random signs, and where they begin."""
+        sums, squares = torch.zeros(()), torch.zeros(())
+        lengths, blocks, places = [], [], []
+        for start, w in parts:
+            sums = self._added(sums, w, start)
+            each = pad(w, (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+            norms = torch.linalg.vector_norm(each, dim=2)
+            squares = squares + norms.double().square().sum(1).cpu()
+            longest = norms.topk(min(self.blocks, norms.shape[1]), dim=1)
+            lengths.append(longest.values)
+            blocks.append(_taken(each, longest.indices))
+            places.append(start + BLOCK * longest.indices)
+        chosen = torch.cat(lengths, 1).topk(self.blocks, dim=1).indices
+        kept, at = _taken(torch.cat(blocks, 1), chosen), torch.cat(places, 1).gather(1, chosen)
+        within = at.unsqueeze(2) + torch.arange(BLOCK, device=at.device)
+        sums = sums.scatter_add_(1, (within % self.sums).flatten(1), -kept.flatten(1))
+        return Summary(self.mixed(sums).cpu(), squares, kept.cpu(), at.cpu())
+
+    def _added(self, z: Tensor, w: Tensor, start: int) -> Tensor:
+        """z ``[B, sums]``, or nothing yet, and numbers ``[B, n]`` that begin at this place."""
+        z = z if z.ndim else w.new_zeros(len(w), self.sums)
         at, place = 0, start % self.sums
         while at < w.shape[1]:
             part = w[:, at : at + self.sums - place]
             z[:, place : place + part.shape[1]] += part
             at, place = at + part.shape[1], 0
+        return z
 
     def mixed(self, z: Tensor) -> Tensor:
         """H of the sums, where their signs will be taken; H D H … with random signs D for more."""
@@ -130,11 +178,27 @@ class Sketch:
             parts.append(z)
         return torch.cat(parts, dim=1) / len(parts) ** 0.5
 
-    def stored(self, z: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """For a file: unit vectors, or bits."""
-        if self.signs:
-            return torch.from_numpy(np.packbits((z > 0).numpy(), axis=1))
-        return (z / lengths.to(z).unsqueeze(1)).to(dtype)
+    def stored(self, own: Summary, dtype: torch.dtype) -> dict[str, Tensor]:
+        """For a file: unit vectors; or bits, and blocks in steps of a 127th of their largest."""
+        if not self.signs:
+            length = rooted(own.squares)
+            return {"gradients": (own.z / length.to(own.z).view(-1, 1)).to(dtype), "length": length}
+        left = own.squares - own.blocks.double().square().sum((1, 2))
+        units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return {
+            "gradients": torch.from_numpy(np.packbits((own.z > 0).numpy(), axis=1)),
+            "length": left.clamp_min(0).sqrt(),
+            "blocks": (own.blocks / units.unsqueeze(2)).round().to(torch.int8),
+            "units": units.float(),
+            "places": own.places,
+        }
+
+    def values(self, kept: Mapping[str, Tensor], asked: Summary, *, rough: bool = False) -> Tensor:
+        """Influence of what is stored on the questions, ``[n, M]``; ``rough``: from signs alone."""
+        product = self.likeness if rough else self.products
+        values = product(kept["gradients"], asked.z)
+        values *= kept["length"].to(values).unsqueeze(1)
+        return values + in_common(kept, asked).to(values) if self.blocks else values
 
     def products(self, units: Tensor, asked: Tensor) -> Tensor:
         """Of what is stored ``[n, ...]`` with z of the questions ``[M, size]``, ``[n, M]``."""
@@ -146,7 +210,7 @@ class Sketch:
         return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
 
     def likeness(self, units: Tensor, asked: Tensor) -> Tensor:
-        """The same from the signs of either side: cosines, by how many are equal."""
+        """The same from the signs of either side, by how many are equal."""
         theirs = np.packbits((asked > 0).numpy(), axis=1).view(np.uint64)
         ours = np.array_split(units.numpy().view(np.uint64), -(-units.nbytes // CACHED))
         unequal = [
@@ -154,7 +218,30 @@ class Sketch:
             for question in theirs
         ]
         shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
-        return (math.pi * torch.from_numpy(shares)).cos()
+        return (math.pi * torch.from_numpy(shares)).cos() * asked.norm(dim=1)
+
+
+def in_common(kept: Mapping[str, Tensor], asked: Summary) -> Tensor:
+    """v_iᵀ v_j of the blocks that both keep, ``[n, M]``."""
+    (m, each), values = asked.places.shape, []
+    places, order = asked.places.flatten().sort()
+    theirs = asked.blocks.flatten(0, 1)
+    for some in slices(len(kept["places"]), PAIRED // (m * each * BLOCK)):
+        at = kept["places"][some].flatten()
+        first = torch.searchsorted(places, at)
+        count = torch.searchsorted(places, at, right=True) - first
+        ours = torch.repeat_interleave(count)  # every pair of equal places
+        nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
+        other = order[first[ours] + nth]
+        mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
+        products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
+        sums = products.new_zeros((some.stop - some.start) * m)
+        values.append(sums.index_add_(0, ours // each * m + other // each, products).view(-1, m))
+    return torch.cat(values)
+
+
+def _taken(blocks: Tensor, chosen: Tensor) -> Tensor:
+    return blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, BLOCK))
 
 
 @dataclass(frozen=True)
@@ -177,6 +264,7 @@ class Index:
     numbers: int
     signs: bool
     _sums: int = field(repr=False)
+    _blocks: int = field(repr=False)
     _task: Task | None = field(default=None, repr=False)
 
     @classmethod
@@ -202,7 +290,8 @@ class Index:
                 "gram".
             path: a folder, made if need be.
             rank: room per example, in numbers of this dtype. Models with no more parameters are
-                kept whole; of others, signs of random sums, 16 in the place of a float16.
+                kept whole; of others the longest blocks, a sixteenth of the room, and of the rest
+                signs of random sums, 16 in the place of a float16.
             dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
                 example.
             memory_budget: as for :func:`blr_analysis.influence`.
@@ -266,7 +355,8 @@ class Index:
                 _write_examples(place, task, list(files))
                 with ranks.alone():
                     error = _measured(task, q, sketch, place, chunking)
-                kept = {"numbers": sketch.size, "signs": sketch.signs, "sums": sketch.sums}
+                kept = {"numbers": sketch.size, "signs": sketch.signs}
+                kept |= {"sums": sketch.sums, "blocks": sketch.blocks}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | kept)
         ranks.wait()
@@ -295,8 +385,8 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        n_data, numbers, signs, sums = (about[n] for n in ("n_data", "numbers", "signs", "sums"))
-        return cls(place, q, error, n_data, numbers, signs, sums, task)
+        n_data, numbers, signs = (about[n] for n in ("n_data", "numbers", "signs"))
+        return cls(place, q, error, n_data, numbers, signs, about["sums"], about["blocks"], task)
 
     @torch.inference_mode(False)
     def influence(
@@ -372,38 +462,38 @@ class Index:
 
     def _project(
         self, task: Task, normalize: Normalize, progress: bool | None
-    ) -> tuple[Tensor, Tensor]:
-        """z of the questions, divided by the lengths ``[M]`` that they count with."""
+    ) -> tuple[Summary, Tensor]:
+        """The questions, divided by the lengths ``[M]`` that they count with."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
         sketch, task = self._sketch, q.judging(task)
-        asked, squares = _projected(task, q, sketch, sketch.roots(q), Chunking(progress=progress))
-        lengths = rooted(squares) if normalize == "cosine" else torch.ones_like(squares)
-        return asked / lengths.to(asked).unsqueeze(1), lengths
+        asked = _projected(task, q, sketch, sketch.roots(q), Chunking(progress=progress))
+        ones = torch.ones_like(asked.squares)
+        lengths = rooted(asked.squares) if normalize == "cosine" else ones
+        return asked.over(lengths), lengths
 
     @property
     def _sketch(self) -> Sketch:
-        return Sketch(self.numbers, self.signs, self._sums)
+        return Sketch(self.numbers, self.signs, self._sums, self._blocks)
 
     def _own(self, normalize: Normalize) -> Tensor:
         """What the stored examples are divided by, ``[N]``."""
         return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
 
     def _products(
-        self, asked: Tensor, normalize: Normalize, *, rough: bool = False
+        self, asked: Summary, normalize: Normalize, *, rough: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and their values, file by file, read by memory map; ``rough``: from signs alone, a
         file on each of torch's threads."""
         files, threads = _files(self.n_data), torch.get_num_threads()
-        lengths = self.self_influence.clamp_min(0).sqrt() / self._own(normalize)
-        product = self._sketch.likeness if rough else self._sketch.products
+        own = self._own(normalize)
 
         def values_of(name: str) -> Tensor:
-            values = product(load_file(self.path / name)["gradients"], asked)
-            return values * lengths[files[name]].to(values).unsqueeze(1)
+            values = self._sketch.values(load_file(self.path / name), asked, rough=rough)
+            return values / own[files[name]].to(values).unsqueeze(1)
 
         values: Iterable[Tensor] = map(values_of, files)
         if rough and threads > 1:
@@ -415,23 +505,21 @@ class Index:
                 torch.set_num_threads(threads)
         yield from zip(files.values(), values, strict=True)
 
-    def _best(self, asked: Tensor, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
+    def _best(self, asked: Summary, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest. For a few questions they
         are looked for by signs on either side, with some to spare whose values are then computed.
         """
-        rough = self.signs and len(asked) <= FEW and hasattr(np, "bitwise_count")  # of NumPy 2
+        rough = self.signs and len(asked.z) <= FEW and hasattr(np, "bitwise_count")  # of NumPy 2
         best = Best(min(k + SPARE if rough else k, self.n_data))
         for rows, values in self._products(asked, normalize, rough=rough):
             best.add(rows, values)
         if not rough:
             return best.sides()
-        lengths = self.self_influence.clamp_min(0).sqrt() / self._own(normalize)
-        sides = []
+        own, sides = self._own(normalize), []
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            units = _stored(self.path, self.n_data, union)
-            exact = self._sketch.products(units, asked)
-            exact *= lengths[union].to(exact).unsqueeze(1)
+            exact = self._sketch.values(_stored(self.path, self.n_data, union), asked)
+            exact /= own[union].to(exact).unsqueeze(1)
             values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
         return sides
@@ -484,14 +572,14 @@ def _files(n_data: int) -> dict[str, Tensor]:
     return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
 
 
-def _stored(place: Path, n_data: int, rows: Tensor) -> Tensor:
+def _stored(place: Path, n_data: int, rows: Tensor) -> dict[str, Tensor]:
     """What is kept of these examples, which rise."""
     each = []
     for name, of_file in _files(n_data).items():
         own = rows[torch.isin(rows, of_file)] - of_file[0]
         if len(own):
-            each.append(load_file(place / name)["gradients"][own])
-    return torch.cat(each)
+            each.append({n: t[own] for n, t in load_file(place / name).items()})
+    return {n: torch.cat([kept[n] for kept in each]) for n in each[0]}
 
 
 def _claim(place: Path, described: dict[str, Any]) -> None:
@@ -519,26 +607,29 @@ def _projected(
     roots: Mapping[str, tuple[int, Tensor]],
     chunking: Chunking,
     indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """z ``[B, size]`` and the exact ‖w‖² ``[B]`` of these examples, on the CPU."""
-    largest = max(sketch.size, *(root.numel() for _, root in roots.values()))
-    like, sums, squares = next(iter(q.mean.values())), [], []
+) -> Summary:
+    """Of these examples, on the CPU."""
+    largest, parts = max(sketch.size, *(root.numel() for _, root in roots.values())), []
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         whole = loss_terms(task, chunk)
         for some in slices(whole[0].n_examples, TOGETHER // largest):
-            size = some.stop - some.start
-            z, square = like.new_zeros(size, sketch.sums), torch.zeros(size, dtype=torch.float64)
-            for term, basis in q.form.paired([term.part(some) for term in whole]):
-                turned = term if basis is None else term.rotated(basis)
-                for name, gradients in turned.jacobian().items():
-                    start, root = roots[name]
-                    w = gradients[:, 0].mul_(root).flatten(1)  # nobody else reads these
-                    square += torch.linalg.vector_norm(w, dim=1).double().square().cpu()
-                    sketch.add(z, w, start)
-            check_finite(square, "projected gradient")
-            sums.append(sketch.mixed(z).cpu())
-            squares.append(square)
-    return torch.cat(sums), torch.cat(squares)
+            paired = q.form.paired([term.part(some) for term in whole])
+            parts.append(sketch.summary(_whitened(paired, roots)))
+            check_finite(parts[-1].squares, "projected gradient")
+    return Summary(
+        *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
+    )
+
+
+def _whitened(
+    paired: Iterable[tuple[Term, Basis | None]], roots: Mapping[str, tuple[int, Tensor]]
+) -> Iterator[tuple[int, Tensor]]:
+    """w of every matrix, ``[B, n]``, and where it begins."""
+    for term, basis in paired:
+        turned = term if basis is None else term.rotated(basis)
+        for name, gradients in turned.jacobian().items():
+            start, root = roots[name]
+            yield start, gradients[:, 0].mul_(root).flatten(1)  # nobody else reads these
 
 
 def random_signs(count: int, seed: int = 0) -> Tensor:
@@ -576,8 +667,8 @@ def _write_shard(
     chunking: Chunking,
 ) -> None:
     """What is kept of these examples, and their exact self-influences."""
-    z, squares = _projected(task, q, sketch, roots, chunking, rows)
-    stored = {"gradients": sketch.stored(z, rooted(squares), dtype), "self_influence": squares}
+    own = _projected(task, q, sketch, roots, chunking, rows)
+    stored = {**sketch.stored(own, dtype), "self_influence": own.squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
 
@@ -602,10 +693,8 @@ def _measured(
     rows, columns = (
         torch.randperm(task.n_data, generator=generator)[:most].sort().values for most in PROBE
     )
-    asked, _ = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
-    squares = torch.cat([load_file(place / n)["self_influence"] for n in _files(task.n_data)])
-    estimate = sketch.products(_stored(place, task.n_data, rows), asked)
-    estimate *= squares[rows].sqrt().to(estimate).unsqueeze(1)
+    asked = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
+    estimate = sketch.values(_stored(place, task.n_data, rows), asked)
     budget = chunking.memory_budget
     found = pieces(
         task, q, task, indices=rows, test_indices=columns, memory_budget=budget, progress=False
