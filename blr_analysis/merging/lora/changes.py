@@ -385,7 +385,7 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
     if not fits:
         lost = min(missing, key=len)
         tied = all(_layer(name) in OUTPUTS for name in lost)
-        why = "ties to its embedding: save the base untied"
+        why = "has tied to its embedding: save the base untied"
         raise ModelError(
             f"the adapter {folder!r} changes {some(lost)}, which the base "
             + (why if tied else "has not: was it trained on this base?")
