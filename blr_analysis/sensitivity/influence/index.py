@@ -688,11 +688,12 @@ def _write_examples(place: Path, task: Task, files: list[str]) -> None:
 def _measured(
     task: Task, q: Posterior, sketch: Sketch, place: Path, chunking: Chunking
 ) -> ProjectionError:
-    """What is stored against exact influence, on random pairs of training examples."""
-    generator = torch.Generator().manual_seed(1)
-    rows, columns = (
-        torch.randperm(task.n_data, generator=generator)[:most].sort().values for most in PROBE
-    )
+    """What is stored against exact influence, on random pairs of different training examples: each
+    on itself, many times larger and stored best, would hide the error."""
+    order, most = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(1)), PROBE
+    count = min(most[1], task.n_data // 2)
+    rows = order[count:][: most[0]].sort().values
+    columns = order[:count].sort().values if count else rows
     asked = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
     estimate = sketch.values(_stored(place, task.n_data, rows), asked)
     budget = chunking.memory_budget
