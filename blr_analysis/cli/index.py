@@ -110,6 +110,9 @@ def index(
         {
             "sequences" if texts else "examples": f"{built.n_data:,}",
             "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
+            "gradients": "of errors averaged over training"
+            if built.averaged
+            else "of the last errors",
             "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
             f"{built.error.spearman:.3f}",
             "written": out,

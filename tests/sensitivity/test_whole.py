@@ -154,28 +154,6 @@ def test_off_the_minimum_damped_as_far_as_training_came(stopped: nn.Module) -> N
     assert not torch.allclose(blr.influence(task, q, task, **QUIET).matrix, found.matrix)
 
 
-def test_errors_are_averaged_over_the_time_of_gradient_flow() -> None:
-    """Along its only parameter a model goes straight; squared errors stay as they are."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(30, 1, generator=g, dtype=torch.float64)
-    y = (x + torch.randn(30, 1, generator=g, dtype=torch.float64) > 0).double()
-    theta, errors = torch.zeros((), dtype=torch.float64), []
-    for _ in range(4000):
-        errors.append(torch.sigmoid(theta * x) - y)
-        theta = theta - 1e-4 * (x * errors[-1]).sum()
-    model = nn.Linear(1, 1, bias=False).double()
-    model.weight.data.fill_(float(theta))
-    task = blr.Task(model, (x, y), likelihood=nn.BCEWithLogitsLoss(reduction="sum"))
-    found = whole.early_stop(task, blr.fit_laplace(task, **QUIET))
-    assert found is not None and found[1] is not None
-    known = torch.stack(errors).mean(0)
-    assert float((found[1] - known).norm() / known.norm()) < 1e-3
-    assert float((found[1] - errors[-1]).norm() / known.norm()) > 0.1
-    squared = blr.Task(model, (x, y), likelihood=nn.MSELoss())
-    found = whole.early_stop(squared, blr.fit_laplace(squared, **QUIET))
-    assert found is None or found[1] is None
-
-
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_of_a_large_network_the_errors_alone(
     stopped: nn.Module, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,8 @@ from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
-from blr_analysis.sensitivity.influence.blocks import loss_terms, pieces
+from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
+from blr_analysis.sensitivity.influence.blocks import Cotangent, loss_gradient, loss_terms, pieces
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
@@ -255,6 +256,8 @@ class Index:
         n_data: examples that are stored.
         numbers: kept of each.
         signs: whether they are signs, of random sums; else the gradient itself.
+        averaged: whether the gradients are of errors averaged over the training's time, as those
+            of :func:`blr_analysis.influence` are off the minimum where δ was found.
     """
 
     path: Path
@@ -263,6 +266,7 @@ class Index:
     n_data: int
     numbers: int
     signs: bool
+    averaged: bool
     _sums: int = field(repr=False)
     _blocks: int = field(repr=False)
     _task: Task | None = field(default=None, repr=False)
@@ -335,6 +339,9 @@ class Index:
         chunking = Chunking(memory_budget=memory_budget, progress=False)
         leads = ranks.first()
         shared(task, q.mean)  # refuses ranks that differ
+        own = training_errors(task, q)
+        described["averaged"] = own is not None
+        own = own or loss_gradient
         sketch = Sketch.of(q, rank, DTYPES[dtype])
         with held(place) if leads else nullcontext():
             if leads:
@@ -347,14 +354,14 @@ class Index:
             roots = sketch.roots(q) if missing else {}
             for k in ranks.share(torch.arange(len(missing))).tolist():
                 file, rows = place / missing[k], files[missing[k]]
-                _write_shard(task, q, sketch, roots, file, rows, DTYPES[dtype], chunking)
+                _write_shard(task, q, sketch, roots, file, rows, DTYPES[dtype], chunking, own)
             del roots
             ranks.wait()
             if leads and not (place / CONFIG).is_file():
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
                 with ranks.alone():
-                    error = _measured(task, q, sketch, place, chunking)
+                    error = _measured(task, q, sketch, place, chunking, own)
                 kept = {"numbers": sketch.size, "signs": sketch.signs}
                 kept |= {"sums": sketch.sums, "blocks": sketch.blocks}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
@@ -385,8 +392,10 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        n_data, numbers, signs = (about[n] for n in ("n_data", "numbers", "signs"))
-        return cls(place, q, error, n_data, numbers, signs, about["sums"], about["blocks"], task)
+        n_data, *kept = (
+            about[n] for n in ("n_data", "numbers", "signs", "averaged", "sums", "blocks")
+        )
+        return cls(place, q, error, n_data, *kept, task)
 
     @torch.inference_mode(False)
     def influence(
@@ -529,7 +538,15 @@ class Index:
         assert self._task is not None
         union, places = names.unique(return_inverse=True)
         where = test_task.with_model(self._task)
-        found = pieces(self._task, self.posterior, where, indices=union, progress=False)
+        own = averaged_errors(self._task, self.posterior) if self.averaged else None
+        found = pieces(
+            self._task,
+            self.posterior,
+            where,
+            train_cotangent=own or loss_gradient,
+            indices=union,
+            progress=False,
+        )
         exact = torch.cat([piece.values.cpu() for piece in found])
         return exact.gather(0, places.view_as(names))
 
@@ -607,11 +624,12 @@ def _projected(
     roots: Mapping[str, tuple[int, Tensor]],
     chunking: Chunking,
     indices: Tensor | None = None,
+    cotangent: Cotangent = loss_gradient,
 ) -> Summary:
     """Of these examples, on the CPU."""
     largest, parts = max(sketch.size, *(root.numel() for _, root in roots.values())), []
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
-        whole = loss_terms(task, chunk)
+        whole = loss_terms(task, chunk, cotangent)
         for some in slices(whole[0].n_examples, TOGETHER // largest):
             paired = q.form.paired([term.part(some) for term in whole])
             parts.append(sketch.summary(_whitened(paired, roots)))
@@ -665,9 +683,10 @@ def _write_shard(
     rows: Tensor,
     dtype: torch.dtype,
     chunking: Chunking,
+    cotangent: Cotangent,
 ) -> None:
     """What is kept of these examples, and their exact self-influences."""
-    own = _projected(task, q, sketch, roots, chunking, rows)
+    own = _projected(task, q, sketch, roots, chunking, rows, cotangent)
     stored = {**sketch.stored(own, dtype), "self_influence": own.squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
@@ -686,7 +705,12 @@ def _write_examples(place: Path, task: Task, files: list[str]) -> None:
 
 
 def _measured(
-    task: Task, q: Posterior, sketch: Sketch, place: Path, chunking: Chunking
+    task: Task,
+    q: Posterior,
+    sketch: Sketch,
+    place: Path,
+    chunking: Chunking,
+    cotangent: Cotangent,
 ) -> ProjectionError:
     """What is stored against exact influence, on random pairs of different training examples: each
     on itself, many times larger and stored best, would hide the error."""
@@ -696,9 +720,15 @@ def _measured(
     columns = order[:count].sort().values if count else rows
     asked = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
     estimate = sketch.values(_stored(place, task.n_data, rows), asked)
-    budget = chunking.memory_budget
     found = pieces(
-        task, q, task, indices=rows, test_indices=columns, memory_budget=budget, progress=False
+        task,
+        q,
+        task,
+        train_cotangent=cotangent,
+        indices=rows,
+        test_indices=columns,
+        memory_budget=chunking.memory_budget,
+        progress=False,
     )
     exact = torch.cat([piece.values.cpu() for piece in found])
     return ProjectionError.between(estimate, exact)

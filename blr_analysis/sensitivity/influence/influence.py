@@ -34,6 +34,7 @@ from blr_analysis.posterior.laplace import expected_errors
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.corrections import check_finite, self_influence
 from blr_analysis.sensitivity.curvature import Precision, cg
+from blr_analysis.sensitivity.influence.averaged import AVERAGED, training_errors
 from blr_analysis.sensitivity.influence.blocks import (
     DEFAULT_MEMORY,
     Budget,
@@ -113,7 +114,8 @@ def influence(
             ``fit_laplace(..., expected=first)``.
         solver: "posterior": Σ ∇q_j as the posterior has it. "auto": the same, but where
             one posterior of :func:`blr_analysis.fit_laplace` found δ. Off the minimum the errors
-            of classes are averaged over the training's time, and a small model (up to 4,096
+            of classes, or of tokens, are averaged over the training's time:
+            :mod:`blr_analysis.sensitivity.influence.averaged`, and a small model (up to 4,096
             parameters) has its whole curvature, damped as far as training came; at the minimum a
             small one has its exact Hessian, or else the whole curvature:
             :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with retraining;
@@ -274,21 +276,21 @@ class _Question:
         question = replace(self, memory_budget=memory_budget)
         works, note = [], ""
         for given in qs:
-            q, errors = given, None
+            q, own = given, None
             if self.solver == "auto" and len(qs) == 1:
-                q, errors, note = whole(task, given, memory_budget)
-            fitted = errors is None and q.record.get("expected", False)
-            if self.expected or (self.expected is None and fitted):
-                errors = expected_errors(
-                    task, q, Chunking(memory_budget=memory_budget, progress=False)
-                )
-            own = loss_gradient if errors is None or self.expected is False else _given(errors)
+                q, note = whole(task, given, memory_budget)
+                own = training_errors(task, given) if self.expected is None else None
+                note = "; ".join(filter(None, (note, AVERAGED if own else "")))
+            averaged = q.record.get("expected", False) if self.expected is None else self.expected
+            if own is None:
+                own = _expected(task, q, memory_budget) if averaged else loss_gradient
             works.append(_Work(task, given, q, where, cotangent, own, question, generator, note))
         return works
 
 
-def _given(errors: Tensor) -> Cotangent:
-    """The cotangent that row i of ``[N, C]`` is."""
+def _expected(task: Task, q: Posterior, memory_budget: int | None) -> Cotangent:
+    """The cotangent E_q[e_i]."""
+    errors = expected_errors(task, q, Chunking(memory_budget=memory_budget, progress=False))
     return lambda task, chunk: errors[chunk.indices.to(errors.device)].to(chunk.outputs)
 
 

@@ -1,0 +1,87 @@
+"""What an example shaped while the model trained: its errors, averaged over the training's time.
+
+Where curvature is so small that nothing was forgotten, an example's share in θ̂ is not its last
+gradient but −∫ J_iᵀ e_i dt. Of classes, whose curvature falls as they are learned, the errors are
+therefore averaged. Let the outputs go straight from f⁰ at θ₀, the prior's mean, to f: gradient flow
+along θ₀ + s (θ̂ − θ₀) has ds/dt ∝ −Σ_i (f_i − f⁰_i)·e_i(s), the slope of the loss, so that
+
+    ē_i = ∫₀¹ e_i(s) dt/ds ds / ∫₀¹ dt/ds ds,    e_i(s) the error at f⁰_i + s (f_i − f⁰_i)
+
+What was learned by heart has an error again; at a minimum along the line ē is the error there.
+Squared errors, whose curvature stays, are best as they are.
+
+Source: Bae et al., "Training data attribution via approximate unrolling", NeurIPS 2024, where
+gradients are averaged over segments of training.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blr_analysis.backprop.engine import Chunk
+from blr_analysis.errors import BLRError
+from blr_analysis.likelihoods import Bernoulli
+from blr_analysis.likelihoods.categorical import Classes
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.sensitivity.influence.blocks import Cotangent
+from blr_analysis.task import Task
+
+AVERAGED = "of errors averaged over training"
+POINTS = 16  # of Gauss and Legendre, on the line from the first outputs to the last
+SAMPLE = {True: 32, False: 1024}  # sequences, or examples, that tell the training's time
+
+
+def training_errors(task: Task, q: Posterior) -> Cotangent | None:
+    """ē_i, of classifiers that were stopped off the minimum and whose δ was found by
+    :func:`blr_analysis.fit_laplace`; None else."""
+    params, about = task.parameters(), q.record
+    ours = about.get("source") == "laplace" and "prior_choice" in about and "expected" not in about
+    if not ours or not isinstance(task.likelihood.kind, Classes | Bernoulli):
+        return None
+    here = all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
+    return None if not here or stationarity(task, q).near else averaged_errors(task, q)
+
+
+def averaged_errors(task: Task, q: Posterior) -> Cotangent | None:
+    """ē_i; None where training gained nothing, or the model breaks down at θ₀."""
+    gap = q.prior.gap(q.mean)
+    start = {n: m - gap[n] for n, m in q.mean.items()}
+    nodes, weights = np.polynomial.legendre.leggauss(POINTS)
+    shares, slopes = (nodes + 1) / 2, torch.zeros(POINTS, dtype=torch.float64)
+    most = min(task.n_data, SAMPLE[task.likelihood.is_sequence])
+    some = torch.linspace(0, task.n_data - 1, most, dtype=torch.float64).round().long()
+    try:
+        with torch.no_grad(), task.evaluation():
+            for chosen in some.split(task.batch_size):
+                batch, likelihood = task.fetch(chosen), task.likelihood.at(chosen)
+                (first, y), (last, _) = (task.run(batch, w, chosen) for w in (start, q.mean))
+                way = last - first
+                for k, share in enumerate(shares):
+                    errors = likelihood.error(first + float(share) * way, y)
+                    slopes[k] -= float((errors.double() * way).sum())
+    except BLRError:
+        return None
+    behind = (slopes <= 0).cumsum(0) > 0  # a minimum along the line: training does not go there
+    time = torch.where(behind, 0.0, torch.from_numpy(weights) / slopes)
+    if not bool(torch.isfinite(time).all()) or not float(time.sum()) > 0:
+        return None
+    steps = list(zip(shares.tolist(), (time / time.sum()).tolist(), strict=True))
+
+    def cotangent(task: Task, chunk: Chunk) -> Tensor:
+        last, likelihood = chunk.outputs.detach(), chunk.likelihood
+        with torch.no_grad(), task.evaluation():
+            first, _ = task.run(task.fetch(chunk.indices), start, chunk.indices)
+        if last.ndim > 2:  # sequences, which a chunk may have padded further
+            first = pad(first, (0, 0, 0, last.shape[1] - first.shape[1]))
+        mean = torch.zeros_like(last)
+        for share, weight in steps:
+            if weight:
+                errors = likelihood.error(first + share * (last - first), chunk.targets)
+                mean.add_(errors, alpha=weight)
+        return mean
+
+    return cotangent
