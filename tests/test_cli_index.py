@@ -64,6 +64,26 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
+def test_what_training_began_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(model).model
+    generator = torch.Generator().manual_seed(0)
+    first = {
+        n: p + 0.05 * torch.randn(p.shape, generator=generator)
+        for n, p in loaded.named_parameters()
+    }
+    torch.save(first, tmp_path / "first.pt")
+    way = ["--fit", "diag", "--initial", tmp_path / "first.pt", "--out", tmp_path / "out"]
+    code, out, err = run(capsys, "index", model, model / "data.jsonl", *way)
+    assert code == 0, err
+    index = blr.Index.open(tmp_path / "out")
+    assert ("averaged" in out) == index.averaged
+    assert index.posterior.initial is not None
+    for name, start in index.posterior.initial.items():
+        assert torch.allclose(start, first[name].detach(), atol=1e-6)
+
+
 def test_the_loss_of_a_question_is_that_of_its_answer(model: Path) -> None:
     loaded = load_model(model)
     task = language_task(loaded, model / "asked.jsonl")

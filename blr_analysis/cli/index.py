@@ -16,6 +16,7 @@ from blr_analysis.cli.options import (
     Data,
     DryRun,
     Fit,
+    Initial,
     Length,
     PosteriorFile,
     PriorPrecision,
@@ -48,6 +49,7 @@ def index(
     posterior: PosteriorFile = None,
     fit: Fit = None,
     prior_precision: PriorPrecision = None,
+    initial: Initial = None,
     base: Base = None,
     text: TextColumn = None,
     rank: Annotated[
@@ -75,9 +77,10 @@ def index(
     of every layer but the vocabulary's; --prior-precision is retrieval unless you give another. A
     diagonal one (--fit diag) takes less time and memory, and is weak for influence.
 
-    Kept of every example: its gradient in the leading directions of the posterior, K numbers. How
-    far their influence is from the exact one is measured and said. A run that was killed goes on
-    where it was.
+    Kept of every example: the longest parts of its gradient and signs of random sums of the rest;
+    off the minimum, of errors averaged over training, from the --initial weights on. How far their
+    influence is from the exact one is measured and said. A run that was killed goes on where it
+    was.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted
@@ -85,7 +88,7 @@ def index(
     from blr_analysis.sensitivity.influence.index import build_cost
 
     texts = TextOptions.of(task, data, base, text, max_length)
-    way, say = Way(posterior, fit, prior_precision).checked(texts), Teller()
+    way, say = Way(posterior, fit, prior_precision, initial=initial).checked(texts), Teller()
     if way.fit in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {way.fit}")
     ours, _ = tasks_of(task, None, texts, say)
