@@ -214,7 +214,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
-            f"{type(self).__name__} has hooks on its model: make another, and load_state_dict()"
+            f"{type(self).__name__} cannot be copied with its hooks: load its state in another"
         )
 
     def _kept(self) -> dict[str, Any]:
