@@ -53,7 +53,8 @@ class Estimator:
         likelihood: what it was fitted to, with its ``class_weight``; "balanced" ones are read
             from these labels, so that test data take those of the training data.
         prior_precision: δ by parameter name; None where it hangs on a noise that there is not.
-        labels: each example's label by its own name, where that is no number; None.
+        labels, classes: each example's label, and all of them in the order of their places, by
+            their own names, where those are no numbers; None.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Estimator:
     likelihood: Likelihood
     prior_precision: dict[str, float] | None
     labels: list[str] | None = None
+    classes: tuple[str, ...] | None = None
 
 
 def read_estimator(
@@ -89,6 +91,8 @@ def read_estimator(
         X = estimator[:-1].transform(X) if len(estimator.steps) > 1 else X
         return read_estimator(estimator.steps[-1][1], X, y, likelihood)
     name = type(estimator).__name__
+    if name not in _READERS and hasattr(estimator, "best_estimator_"):
+        raise InputError(f"{name} searches estimators; give its best_estimator_")
     if name not in _READERS:
         known = ", ".join(_READERS)
         raise InputError(f"no likelihood is known for {name}, but for {known} and their Pipelines")
@@ -98,7 +102,7 @@ def read_estimator(
 
 def _logistic(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
     ratio = estimator.l1_ratio or 0.0
-    if estimator.penalty in ("l1", "elasticnet") or (ratio and estimator.penalty != "l2"):
+    if estimator.penalty == "l1" or (ratio and estimator.penalty != "l2"):
         raise InputError("an l1 penalty has no δ; fit LogisticRegression with the l2 penalty")
     if estimator.solver == "liblinear" and len(estimator.classes_) > 2:
         raise InputError("liblinear fits one model per class; fit with solver='lbfgs'")
@@ -117,6 +121,7 @@ def _logistic(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None
         kind,
         _linear_prior(model, x, targets, kind, delta, bias=shrunk),
         labels,
+        _words(estimator),
     )
 
 
@@ -183,6 +188,7 @@ def _perceptron(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | No
         given or BY_NAME[kind](),
         prior,
         labels=labels,
+        classes=_words(estimator) if labels else None,
     )
 
 
@@ -259,6 +265,12 @@ def _classes(classes: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, list[str] 
         raise InputError(f"the label {unknown[0]!r} is none that the estimator was fitted to")
     places = np.searchsorted(classes, y).astype(np.int64)
     return places, None if classes.dtype.kind in "biuf" else [str(v) for v in y]
+
+
+def _words(estimator: Any) -> tuple[str, ...] | None:
+    """The classes by their own names, in order; None where those are numbers."""
+    classes = estimator.classes_
+    return None if classes.dtype.kind in "biuf" else tuple(map(str, classes))
 
 
 def _by_class(weight: Any, classes: np.ndarray, places: np.ndarray) -> Likelihood:

@@ -180,7 +180,12 @@ class Task:
         data = read_data((read.inputs, read.targets))
         task = cls(
             read.model,
-            replace(data, labels=row_labels({"X": X, "y": y}, len(data)), table=by_column(X)),
+            replace(
+                data,
+                labels=row_labels({"X": X, "y": y}, len(data)),
+                table=by_column(X),
+                classes=read.classes,
+            ),
             likelihood=likelihood or read.likelihood,
             forward=centred if read.likelihood.name == "categorical" else None,
             metadata={"label": read.labels} if metadata is None and read.labels else metadata,

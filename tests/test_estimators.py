@@ -18,6 +18,7 @@ from sklearn.linear_model import (
     PoissonRegressor,
     Ridge,
 )
+from sklearn.model_selection import GridSearchCV
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -220,6 +221,43 @@ def test_labels_that_are_words_come_along() -> None:
     assert task.prior_precision["weight"] == 2.0
 
 
+def test_labels_are_changed_by_their_words_and_told_in_a_line() -> None:
+    _, _, task = fitted("logistic, 3 classes")
+    q = blr.fit_laplace(task, structure="full", progress=False)
+    ask = {"solver": "posterior", "progress": False}
+    said, counted = (blr.what_if(task, q, relabel={0: v}, **ask) for v in ("eel", 2))
+    assert said.nll == counted.nll
+    assert repr(said.before).startswith("Evaluation(48, nll=") and "tensor" not in repr(said.before)
+    with pytest.raises(InputError, match="eagle"):
+        blr.what_if(task, q, relabel={0: "eagle"}, **ask)
+
+
+def test_an_elastic_net_without_l1_is_the_l2_penalty() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT)
+        task = blr.Task.from_sklearn(net.fit(X - 2, YES), X - 2, YES)
+    assert task.prior_precision["weight"] == 2.0
+    q = blr.fit_laplace(task, structure="full", progress=False)
+    assert stationarity(task, q).residual < 1e-4
+
+
+def test_the_weights_of_a_fit_are_given_to_its_model() -> None:
+    weights = np.linspace(0.5, 2, N)
+    estimator = LogisticRegression(**TIGHT).fit(X, YES, sample_weight=weights)
+    task = blr.Task.from_sklearn(estimator, X, YES)
+    weighted = blr.Task(
+        task.model,
+        task.dataset.tensors,
+        likelihood=task.likelihood,
+        forward=task.forward,
+        weights=weights,
+    )
+    prior = task.prior_precision
+    q = blr.fit_laplace(weighted, structure="full", prior_precision=prior, progress=False)
+    assert stationarity(weighted, q).residual < 1e-4
+
+
 def test_minibatches_share_the_penalty_out() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -255,6 +293,7 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "no numbers"),
+        (GridSearchCV(Ridge(), {"alpha": [1.0]}).fit(X, REAL), (X, REAL), "best_estimator_"),
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),

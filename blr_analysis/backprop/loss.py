@@ -24,13 +24,17 @@ from blr_analysis.task import Task
 Watch = Callable[[Tensor, Tensor, Tensor], None]  # outputs, targets and indices of a batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Losses ``[M]`` in nats and hits ``[M]`` on a set of examples: None for regression, NaN of
     examples that do not count (``ignore_index``)."""
 
     losses: Tensor
     correct: Tensor | None
+
+    def __repr__(self) -> str:
+        hits = "" if self.accuracy is None else f", accuracy={self.accuracy:.4g}"
+        return f"{type(self).__name__}({len(self.losses):,}, nll={self.nll:.4g}{hits})"
 
     @property
     def loss(self) -> float:
@@ -56,7 +60,7 @@ class Evaluation:
         return {f"{name}_nll": self.nll, f"{name}_accuracy": accuracy}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SequenceEvaluation(Evaluation):
     """Of sequences: losses summed over their tokens, the fraction of tokens that are right.
 

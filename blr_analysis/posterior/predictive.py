@@ -55,10 +55,7 @@ class Predictions(Tabular):
     @property
     def measure(self) -> str:
         """What ``losses`` are: "nll", or the loss that is no −log p."""
-        kind = self.likelihood
-        if isinstance(kind, Gaussian) and not kind.normalized:
-            return "squared error" if kind.variance == 0.5 else f"loss of {kind!r}"
-        return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
+        return measure_of(self.likelihood)
 
     @property
     def nll(self) -> float:
@@ -100,6 +97,13 @@ class Predictions(Tabular):
         truth = self.targets.argmax(-1) if self.targets.ndim == 2 else self.targets
         counts = ~self.losses.isnan()
         return confidence[counts], (said == truth)[counts].double()
+
+
+def measure_of(kind: Likelihood) -> str:
+    """What its losses are: "nll", or the loss that is no −log p."""
+    if isinstance(kind, Gaussian) and not kind.normalized:
+        return "squared error" if kind.variance == 0.5 else f"loss of {kind!r}"
+    return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
 
 
 def averaged(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,17 +152,33 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
         InputError: fewer names than there are classes, or names of a regression.
     """
     if "suspicious" not in findings.table or "target" not in findings.table:
-        if given is not None:
-            raise InputError("classes= names one class for each example, not these targets")
+        if given is not None and not label_names(findings, given):
+            raise InputError("classes= names classes or labels, which these targets are not")
         return None
     count = 1 + int(findings.table[["target", "left_out_prediction"]].to_numpy().max())
     config = getattr(findings.task.model, "config", None)
     known = getattr(config, "id2label", None) if given is None else dict(enumerate(given))
-    names = [str(known[i]) for i in range(count) if i in known] if known else []
+    names = [str(known[i]) or "(empty)" for i in range(count) if i in known] if known else []
     if given is not None and len(names) < count:
         raise InputError(f"classes= names {len(names)} classes of {count}")
     unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in enumerate(names))
     return None if unnamed else names
+
+
+def label_names(findings: Findings, given: Sequence[str] | None) -> dict[str, str]:
+    """The columns of each label, where an example has several, by the names given; else none.
+
+    Raises:
+        InputError: another number of names than there are labels.
+    """
+    kind, columns = findings.task.likelihood, list(findings.table)
+    if given is None or not kind.is_classification or "target_0" not in columns:
+        return {}
+    count = sum(re.fullmatch(r"target_\d+", c) is not None for c in columns)
+    if len(given) != count:
+        raise InputError(f"classes= names {len(given)} labels of {count}")
+    matches = [re.fullmatch(r"(.*(?:target|prediction).*)_(\d+)", c) for c in columns]
+    return {m[0]: f"{m[1]} {given[int(m[2])] or '(empty)'}" for m in matches if m}
 
 
 def named(value: Any, names: Sequence[str] | None) -> str:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +29,7 @@ from blr_analysis.audit.summary import (
 )
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
+from blr_analysis.posterior.predictive import measure_of
 from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
 from blr_analysis.report.contents import (
     class_names,
@@ -35,6 +37,7 @@ from blr_analysis.report.contents import (
     colours_of,
     columns_of,
     filters_of,
+    label_names,
     named,
     neighbours_of,
     pictures_of,
@@ -44,7 +47,7 @@ from blr_analysis.report.contents import (
     suspects_of,
     tests_of,
 )
-from blr_analysis.sensitivity import Monitor
+from blr_analysis.sensitivity import Monitor, SequenceScores
 
 
 def write_page(
@@ -64,6 +67,7 @@ def write_page(
     names = class_names(findings, classes)
     neighbours = neighbours_of(findings, progress)
     rows = rows_of(findings, texts, neighbours)
+    rows = replace(rows, table=rows.table.rename(columns=label_names(findings, classes)))
     pictures = pictures_of(findings, rows, neighbours, images)
     sheet = None if pictures is None else sheet_of(pictures)
     removals = findings.removals if removals is None else removals
@@ -94,7 +98,7 @@ def write_page(
     script = _own("page.js")
     library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
     text = _template().render(
-        title=title or f"Audit of {findings.task.n_data:,} training examples",
+        title=title or f"Audit of {counted(findings.task.n_data)}",
         question=question(findings, removals),
         trust=trust(findings, removals, chosen),
         policy=policy(library, script),
@@ -117,6 +121,7 @@ def write_page(
         removed_by=grouped(findings),
         tests=data["tests"],
         influence_note="" if neighbours is None else neighbours.top.note,
+        measure=measured(findings),
         charts=charts,
         version=package_version(),
         bokeh=metadata.version("bokeh"),
@@ -126,12 +131,26 @@ def write_page(
     return path
 
 
+def measured(findings: Findings) -> str:
+    """What its losses are, for the head of a column."""
+    measure = measure_of(findings.task.likelihood.kind)
+    if measure == "nll" or isinstance(findings.scores, SequenceScores):
+        return "NLL [nats]"
+    outputs = findings.scores.outputs.shape[-1]
+    return measure if outputs == 1 else f"{measure}, summed over {outputs} outputs"
+
+
+def counted(n: int) -> str:
+    """How many training examples, in words."""
+    return f"{n:,} training example{'' if n == 1 else 's'}"
+
+
 def question(findings: Findings, removals: pd.DataFrame | None) -> str:
     """What was asked, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
     asked = (
-        f"Which of {task.n_data:,} training examples shape this model "
+        f"Which of {counted(task.n_data)} shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
         "well will it do on new data"
     )

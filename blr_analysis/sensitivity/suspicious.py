@@ -279,7 +279,8 @@ def judged(
     *,
     contradicts: bool,
 ) -> tuple[list[str], Tensor]:
-    """The kind of every example, and all of them in order: by the highest of their ranks.
+    """The kind of every example, and all of them in order: by the highest of their ranks,
+    of equal ones labels first.
 
     An example is of the kind in whose ranking it stands highest, among those that suspect it: the
     first ``share`` of each ranking, and only gains above 0 and closenesses above ½ at all.
@@ -301,7 +302,7 @@ def judged(
         KINDS[k] if p < share * n else NONE
         for p, k in zip(best.tolist(), which.tolist(), strict=True)
     ]
-    return words, torch.argsort(best, stable=True)
+    return words, torch.argsort(best * len(KINDS) + which, stable=True)
 
 
 def twins(

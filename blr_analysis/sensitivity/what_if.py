@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.checks import instance
+from blr_analysis.checks import instance, some
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior, made_of
@@ -314,4 +314,10 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
     both = set(chosen) & set(leaving.tolist())
     if both:
         raise InputError(f"example {min(both)} is both removed and relabelled; choose one")
+    words = task.examples.classes or ()
+    for place, label in enumerate(labels):
+        if isinstance(label, str):
+            if label not in words:
+                raise InputError(f"relabel names {label!r}, which is none of {some(words)}")
+            labels[place] = words.index(label)
     return dict(zip(chosen, labels, strict=True))

@@ -433,3 +433,21 @@ def test_the_command_writes_a_page_and_what_if_reads_its_decisions(
     assert "1 of 30 training examples taken out, 1 relabelled" in capsys.readouterr().out
     assert main(["what-if", *asked]) == 2
     assert "--decisions" in capsys.readouterr().err
+
+
+def test_labels_have_their_names_and_a_loss_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(12, 4), torch.nn.Linear(4, 3)
+    labels = blr.Task(model, (x, (x[:, :3] > 0).float()), likelihood="bernoulli")
+    numbers = blr.Task(model, (x, torch.randn(12, 3)), likelihood=torch.nn.MSELoss())
+    fits = [blr.fit_laplace(t, prior_precision=1.0, progress=False) for t in (labels, numbers)]
+    page = blr.report(
+        labels, fits[0], tmp_path / "l.html", classes=["sea", "", "<i>"], progress=False
+    )
+    names = {column["name"] for column in data_of(page)["columns"]}
+    assert {"target sea", "target (empty)", "target <i>"} <= names
+    assert "NLL [nats]" in page.read_text("utf-8")
+    with pytest.raises(InputError, match="2 labels of 3"):
+        blr.report(labels, fits[0], tmp_path / "l.html", classes=["a", "b"], progress=False)
+    text = blr.report(numbers, fits[1], tmp_path / "n.html", progress=False).read_text("utf-8")
+    assert "squared error, summed over 3 outputs" in text and "NLL [nats]" not in text

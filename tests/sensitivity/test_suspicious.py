@@ -255,6 +255,8 @@ def test_kinds_and_order() -> None:
     kind, order = judged(gain, unfamiliarity, closeness, 0.4, contradicts=True)
     assert kind == ["label", "unfamiliar", "label", "duplicate", "unfamiliar"]
     assert order.tolist() == [0, 1, 3, 2, 4]
+    turned = judged(gain.flip(0), unfamiliarity.flip(0), closeness.flip(0), 0.4, contradicts=True)
+    assert [turned[0][i] for i in turned[1][:3]] == ["label", "unfamiliar", "duplicate"]
     kind, _ = judged(gain, unfamiliarity, None, 0.2, contradicts=True)
     assert kind == ["label", "unfamiliar", "none", "none", "none"]
     kind, _ = judged(gain - 4, unfamiliarity, None, 0.2, contradicts=True)
