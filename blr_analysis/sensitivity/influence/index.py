@@ -392,10 +392,8 @@ class Index:
         if task is not None:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        n_data, *kept = (
-            about[n] for n in ("n_data", "numbers", "signs", "averaged", "sums", "blocks")
-        )
-        return cls(place, q, error, n_data, *kept, task)
+        kept = [about[n] for n in ("n_data", "numbers", "signs", "averaged", "sums", "blocks")]
+        return cls(place, q, error, *kept, _task=task)
 
     @torch.inference_mode(False)
     def influence(
