@@ -140,12 +140,13 @@ def query(
         int, typer.Option(metavar="N", min=0, help="Recompute the best N exactly.")
     ] = 0,
     normalize: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             help="By the length of each source: what an answer came from, where long or odd texts "
-            "otherwise lead every list. Without: nats."
+            "otherwise lead every list. Without: nats, the default of an index of errors averaged "
+            "over training."
         ),
-    ] = True,
+    ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
     ] = False,
@@ -180,10 +181,10 @@ def query(
       blr-analysis query INDEX questions.jsonl --refine 50
 
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
-    the loss of the question would rise most, to first order: for their length, or with
-    --no-normalize by how many nats. With --out, the table sources names their metadata too.
-    --tokens writes how many nats each token of these texts makes up; it and --refine read the
-    training data again, where the index was told they are.
+    the loss of the question would rise most, to first order: for their length (--normalize), or by
+    how many nats (--no-normalize, and where errors were averaged over training). With --out, the
+    table sources names their metadata too. --tokens writes how many nats each token of these texts
+    makes up; it and --refine read the training data again, where the index was told they are.
     """
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model
@@ -228,6 +229,8 @@ def query(
         from blr_analysis.sensitivity.tokens import token_influence
         from blr_analysis.tables import write_table
 
+        if opened.averaged:
+            Teller()("note: tokens are of last errors, the sources' influence of averaged ones")
         shares = token_influence(trained, opened.posterior, task, matches.helpful)
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
@@ -246,7 +249,7 @@ def _query_task(
     questions: str,
     top: int,
     refine: int,
-    normalize: bool,
+    normalize: bool | None,
     out: Path | None,
 ) -> None:
     """The questions of a script's task, to an index of another's."""
@@ -269,11 +272,12 @@ def _query_task(
     show(sources_section(sources))
 
 
-def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool) -> Matches:
+def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool | None) -> Matches:
     """As many as the options say, and as there are."""
     from blr_analysis.posterior.prior_choice import in_words
     from blr_analysis.sensitivity.influence.results import quantity_of
 
+    normalize = not index.averaged if normalize is None else normalize
     say, how = Teller(), quantity_of(normalize).replace("_", " ")
     choice = index.posterior.record.get("prior_choice")
     say(how + (f", prior precision {in_words(choice)}" if choice else ""))

@@ -318,6 +318,7 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
     for place, label in enumerate(labels):
         if isinstance(label, str):
             if label not in words:
-                raise InputError(f"relabel names {label!r}, which is none of {some(words)}")
+                known = f"none of {some(words)}" if words else "no number"
+                raise InputError(f"relabel: {label!r} is {known}")
             labels[place] = words.index(label)
     return dict(zip(chosen, labels, strict=True))

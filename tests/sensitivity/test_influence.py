@@ -572,8 +572,8 @@ def test_the_error_of_a_projection_falls_with_the_root_of_its_size(
     """Of every kind of layer: a share that were left out or counted twice would stay."""
     world = of_kind(name)
     q = world.posterior(structure)
-    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 128, 3)
-    assert 128 / 8 < ratio < 128 * 8
+    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 256, 3)
+    assert 256 / 8 < ratio < 256 * 8
 
 
 def test_the_reported_error_is_the_true_one() -> None:

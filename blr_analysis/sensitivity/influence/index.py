@@ -552,11 +552,12 @@ class Index:
 def build_cost(task: Task, fit: Sequence[Stage], rank: int) -> Forecast:
     """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any."""
     n = task.n_data
-    rows, columns = (min(n, count) for count in PROBE)
+    columns = min(PROBE[1], n // 2)
+    pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
     stages = [
         *fit,
         Stage("index", n, rotated=True),
-        Stage("error", rows + 2 * columns, rotated=True),  # exactly, and the questions' sums
+        Stage("error", pairs, rotated=True),
     ]
     parameters = task.parameters().values()
     each = min(rank, sum(p.numel() for p in parameters)) * torch.float16.itemsize
