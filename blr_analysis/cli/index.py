@@ -229,9 +229,8 @@ def query(
         from blr_analysis.sensitivity.tokens import token_influence
         from blr_analysis.tables import write_table
 
-        if opened.averaged:
-            Teller()("note: tokens are of last errors, the sources' influence of averaged ones")
-        shares = token_influence(trained, opened.posterior, task, matches.helpful)
+        traced = (trained, opened.posterior, task, matches.helpful)
+        shares = token_influence(*traced, averaged=opened.averaged)
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()

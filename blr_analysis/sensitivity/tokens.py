@@ -27,6 +27,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.influence.averaged import Averaged, averaged_errors
 from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, preconditioned
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.sensitivity.scores import fitted
@@ -130,24 +131,30 @@ def token_sensitivity(
 
 
 def token_influence(
-    task: Task, posterior: Posterior, test_task: Task, sources: Tensor
+    task: Task,
+    posterior: Posterior,
+    test_task: Task,
+    sources: Tensor,
+    *,
+    averaged: bool = False,
 ) -> dict[str, Any]:
     """g_tᵀ Σ g_j of every token of the training sequences ``sources`` ``[M, k]`` on the M test
-    sequences: what each token of a source makes up of its influence, which is their sum.
+    sequences: what each token of a source makes up of its influence, which is their sum;
+    ``averaged``: with g_t of errors averaged over the training's time.
 
     Returns:
         Columns: question, example, position, target (token id), influence (nats).
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget = Budget.of(None, q, 1)
+    budget, own = Budget.of(None, q, 1), averaged_errors(task, q) if averaged else None
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
         held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
             position, target, _, change = _tokens(
-                task, q, task.likelihood, i.view(1), lambda _, held=direction: held
+                task, q, task.likelihood, i.view(1), lambda _, held=direction: held, own
             )
             which = torch.full_like(position, j), i.expand(len(position))
             parts.append((*which, position, target, change))
@@ -162,18 +169,22 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
+    averaged: Averaged | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
-    g_i."""
+    g_i; ``averaged`` errors in the place of the losses' own."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
         outputs, targets = task.run(fetched(task, index), leaves, index)
         losses = likelihood.token_nll(outputs, targets)
         weights = torch.ones_like(losses).requires_grad_()
+        slopes = losses
+        if averaged is not None:
+            slopes = (averaged.errors(task, index, outputs, targets) * outputs).sum(-1)
         try:
             grads = torch.autograd.grad(
-                losses,
+                slopes,
                 list(leaves.values()),
                 weights,
                 create_graph=True,

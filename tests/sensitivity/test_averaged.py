@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
+from blr_analysis.sensitivity.tokens import token_influence
 
 WORDS = 5
 
@@ -101,6 +103,12 @@ def test_of_tokens_and_in_an_index(texts: tuple[nn.Module, Tensor, Tensor], tmp_
     index = blr.Index.build(task, q, tmp_path / "index", dtype="float64", progress=False)
     assert index.averaged and float(index.error.relative_rms) < 1e-6
     assert torch.allclose(index.influence(task), found.matrix, rtol=1e-6)
+    sources = torch.tensor([[3, 5], [7, 0]])
+    shares = token_influence(task, q, task, sources, averaged=True)
+    each = pd.DataFrame(shares).groupby(["question", "example"])["influence"].sum()
+    ones = [found.matrix[i, j] for j, row in enumerate(sources) for i in row.sort().values]
+    total = torch.tensor(each.to_list(), dtype=torch.float64)
+    assert torch.allclose(total, torch.stack(ones), rtol=1e-6)
     opened = blr.Index.open(tmp_path / "index", task=task)
     best = opened.top(task, 2, refine=4)
     largest = found.matrix.topk(2, dim=0).values  # which of equal ones, is left open

@@ -16,6 +16,8 @@ gradients are averaged over segments of training.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from blr_analysis.likelihoods import Bernoulli
 from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.sensitivity.influence.blocks import Cotangent
+from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
 AVERAGED = "of errors averaged over training"
@@ -35,7 +37,36 @@ POINTS = 16  # of Gauss and Legendre, on the line from the first outputs to the 
 SAMPLE = {True: 32, False: 1024}  # sequences, or examples, that tell the training's time
 
 
-def training_errors(task: Task, q: Posterior) -> Cotangent | None:
+@dataclass(frozen=True)
+class Averaged:
+    """ē of a chunk, a cotangent.
+
+    Attributes:
+        start: θ₀.
+        steps: s, and the share of the training's time that is spent there.
+    """
+
+    start: Tree
+    steps: tuple[tuple[float, float], ...]
+
+    def __call__(self, task: Task, chunk: Chunk) -> Tensor:
+        return self.errors(task, chunk.indices, chunk.outputs, chunk.targets)
+
+    def errors(self, task: Task, indices: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        """ē of these examples, whose outputs and targets these are."""
+        last, likelihood = outputs.detach(), task.likelihood.at(indices)
+        with torch.no_grad(), task.evaluation():
+            first, _ = task.run(task.fetch(indices), self.start, indices)
+        if last.ndim > 2:  # sequences, which a chunk may have padded further
+            first = pad(first, (0, 0, 0, last.shape[1] - first.shape[1]))
+        mean = torch.zeros_like(last)
+        for share, weight in self.steps:
+            if weight:
+                mean.add_(likelihood.error(first + share * (last - first), targets), alpha=weight)
+        return mean
+
+
+def training_errors(task: Task, q: Posterior) -> Averaged | None:
     """ē_i, of classifiers that were stopped off the minimum and whose δ was found by
     :func:`blr_analysis.fit_laplace`; None else."""
     params, about = task.parameters(), q.record
@@ -46,7 +77,7 @@ def training_errors(task: Task, q: Posterior) -> Cotangent | None:
     return None if not here or stationarity(task, q).near else averaged_errors(task, q)
 
 
-def averaged_errors(task: Task, q: Posterior) -> Cotangent | None:
+def averaged_errors(task: Task, q: Posterior) -> Averaged | None:
     """ē_i; None where training gained nothing, or the model breaks down at θ₀."""
     gap = q.prior.gap(q.mean)
     start = {n: m - gap[n] for n, m in q.mean.items()}
@@ -69,19 +100,4 @@ def averaged_errors(task: Task, q: Posterior) -> Cotangent | None:
     time = torch.where(behind, 0.0, torch.from_numpy(weights) / slopes)
     if not bool(torch.isfinite(time).all()) or not float(time.sum()) > 0:
         return None
-    steps = list(zip(shares.tolist(), (time / time.sum()).tolist(), strict=True))
-
-    def cotangent(task: Task, chunk: Chunk) -> Tensor:
-        last, likelihood = chunk.outputs.detach(), chunk.likelihood
-        with torch.no_grad(), task.evaluation():
-            first, _ = task.run(task.fetch(chunk.indices), start, chunk.indices)
-        if last.ndim > 2:  # sequences, which a chunk may have padded further
-            first = pad(first, (0, 0, 0, last.shape[1] - first.shape[1]))
-        mean = torch.zeros_like(last)
-        for share, weight in steps:
-            if weight:
-                errors = likelihood.error(first + share * (last - first), chunk.targets)
-                mean.add_(errors, alpha=weight)
-        return mean
-
-    return cotangent
+    return Averaged(start, tuple(zip(shares.tolist(), (time / time.sum()).tolist(), strict=True)))
