@@ -194,8 +194,8 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", **quiet)
     with tempfile.TemporaryDirectory() as folder:
         built = blr.Index.build(task, q, f"{folder}/index", rank=rank, **quiet)
-        sketch = built._sketch
-        row = measured(lambda: _projected(task, q, sketch, sketch.roots(q), QUIET), 1)
+        kept = built._compression
+        row = measured(lambda: _projected(task, q, kept, kept.roots(q), QUIET), 1)
         exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
         found = built.top(questions, 30, **quiet).helpful
         for name, best in {"recall": found[:, :10], "of_30": found}.items():
@@ -212,7 +212,8 @@ def search(rank: int, repeats: int) -> dict[str, float]:
     from safetensors.torch import save_file
 
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import BLOCK, HELD, MIX, SHARE, Summary, _files
+    from blr_analysis.sensitivity.influence.compressed import BLOCK, HELD, MIX, SHARE, Compressed
+    from blr_analysis.sensitivity.influence.index import _files
 
     def places(count: int) -> Tensor:
         """Of blocks, of a model of as many numbers as the small Llama's."""
@@ -236,7 +237,7 @@ def search(rank: int, repeats: int) -> dict[str, float]:
         for name, value in {**known, "_blocks": blocks, "self_influence": torch.ones(n)}.items():
             object.__setattr__(index, name, value)
         numbers = torch.randn(1, blocks, BLOCK)
-        asked = Summary(torch.randn(1, signs), torch.ones(1), numbers, places(1))
+        asked = Compressed(torch.randn(1, signs), torch.ones(1), numbers, places(1))
         index._best(asked, 10, False)
         return measured(lambda: index._best(asked, 10, False), repeats)
 

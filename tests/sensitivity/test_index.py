@@ -19,6 +19,7 @@ from tiny_lm import sequences, task_of, tiny_lm
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.sensitivity.influence import compressed
 from blr_analysis.sensitivity.influence import index as module
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -72,7 +73,7 @@ def test_a_search_by_signs_finds_the_same(
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     monkeypatch.setattr(module, "FEW", few)
     monkeypatch.setattr(module, "SPARE", N - 3)
-    monkeypatch.setattr(module, "CACHED", 200)
+    monkeypatch.setattr(compressed, "CACHED", 200)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
     asked: dict[str, Any] = {"normalize": bool(few), **QUIET}
     values = index.influence(test, **asked)
@@ -103,24 +104,26 @@ def flat() -> blr.Posterior:
     return blr.Posterior(mean, ones, prior_precision=1.0, n_data=1)
 
 
-def signed(x: torch.Tensor, size: int, blocks: int = 0) -> tuple[module.Sketch, module.Summary]:
-    """The sketch of these vectors."""
-    sketch = module.Sketch(size, True, min(size, 3072), blocks)
-    parts = zip(sketch.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
-    return sketch, sketch.summary((start, w * root) for (start, root), w in parts)
+def signed(
+    x: torch.Tensor, size: int, blocks: int = 0
+) -> tuple[compressed.Compression, compressed.Compressed]:
+    """What is kept of these vectors."""
+    compression = compressed.Compression(size, True, min(size, 3072), blocks)
+    parts = zip(compression.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
+    return compression, compression.compressed((start, w * root) for (start, root), w in parts)
 
 
 @pytest.mark.parametrize("size", [256, 1024, 2048, 4 * 3072])
 def test_signs_err_as_the_formula_says(size: int) -> None:
     x, y = drawn(60, 3000, 0), drawn(50, 3000, 1)
     truth = x @ y.T
-    (sketch, stored), (_, asked) = signed(x, size), signed(y, size)
+    (compression, stored), (_, asked) = signed(x, size), signed(y, size)
     assert asked.z.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
-    kept = sketch.stored(stored, torch.float16)
+    kept = compression.stored(stored, torch.float16)
     assert kept["gradients"].shape == (60, size // 8) and kept["gradients"].dtype == torch.uint8
-    error = sketch.values(kept, asked) - truth
+    error = compression.values(kept, asked) - truth
     assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
-    coarse = sketch.values(kept, asked, rough=True) - truth
+    coarse = compression.values(kept, asked, rough=True) - truth
     assert float(coarse.std()) < 2 * (math.pi / 2 / size) ** 0.5
 
 
@@ -129,9 +132,9 @@ def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
     paired: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 64 of each matrix, by hand; with no number beyond them nothing is left to signs."""
-    monkeypatch.setattr(module, "PAIRED", paired)
+    monkeypatch.setattr(compressed, "PAIRED", paired)
     x, y = drawn(6, 3000, 0), drawn(5, 3000, 1)
-    (sketch, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
+    (compression, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
     starts = [*range(0, 700, 64), 700, *range(701, 3000, 64)]
 
     def split(v: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -144,13 +147,13 @@ def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
     assert [set(row.tolist()) for row in own.places] == [set(blocks) for blocks, _ in mine]
     _, rests = signed(torch.stack([rest for _, rest in mine]), 1024)
     assert relative(own.z, rests.z) < 1e-6
-    kept = sketch.stored(own, torch.float16)
+    kept = compression.stored(own, torch.float16)
     assert relative(kept["length"], torch.stack([rest.norm() for _, rest in mine])) < 1e-6
     common = [[sum(float(a[k] @ b[k]) for k in a if k in b) for b, _ in theirs] for a, _ in mine]
-    assert relative(module.in_common(kept, asked), torch.tensor(common)) < 0.02
+    assert relative(compressed.in_common(kept, asked), torch.tensor(common)) < 0.02
     nothing = {n: t for n, t in kept.items()} | {"length": torch.zeros(6)}
-    assert torch.equal(sketch.values(nothing, asked), module.in_common(kept, asked))
-    fitting = module.Sketch.of(flat(), 2000, torch.float16)
+    assert torch.equal(compression.values(nothing, asked), compressed.in_common(kept, asked))
+    fitting = compressed.Compression.of(flat(), 2000, torch.float16)
     assert fitting.blocks == 3 and 3600 < fitting.nbytes(torch.float16) <= 4000
 
 
@@ -160,7 +163,7 @@ def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     bits = np.unpackbits(np.random.PCG64(0).random_raw(47).view(np.uint8))[:3000]
     by_hand = torch.zeros(4, 512, dtype=torch.float64)
     by_hand.index_add_(1, torch.arange(3000) % 512, x * torch.from_numpy(bits * 2.0 - 1))
-    matrix = module.hadamard(256).double()
+    matrix = compressed.hadamard(256).double()
     assert torch.equal(matrix, matrix.T) and relative(matrix @ matrix, torch.eye(256)) < 1e-6
     assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
 
@@ -172,7 +175,7 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     parameters = sum(p.numel() for p in task.parameters().values())
     sums = -(-parameters // 256) * 256
     assert index.signs and index.numbers == 960 // sums * sums
-    assert module.Sketch.of(q, 20, torch.float16).size == 256  # of 320 bits
+    assert compressed.Compression.of(q, 20, torch.float16).size == 256  # of 320 bits
     assert 0 < index.error.relative_rms < 1
     exact = blr.influence(task, q, test, **QUIET)
     gap = relative(index.influence(test, **QUIET), exact.matrix)

@@ -1,34 +1,19 @@
 """Gradients of the training data on disk, small enough to be searched: no pass for a question.
 
 For gradients g and posterior covariance Σ, w = Σ^½ g in the posterior's own basis, and the
-influence of i on j is w_iᵀ w_j. Where there is room, w is kept; elsewhere w = v + r: v are its
-longest blocks of 64 numbers, which in a table of words are the words of the text, as they are;
-of the rest, K signs:
-
-    z = H S r,    w_iᵀ w_j ≈ v_iᵀ v_j + ‖r_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
-
-S adds up the numbers of r, with random signs, in K places (a count sketch), and H mixes these by
-Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
-‖r_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
-third of the error of one sum in half precision. Whitened gradients of language models fill their
-space, so that few directions hold little of any; but of one that trains its words, a hundredth of
-the numbers hold two thirds of ‖w‖². v_iᵀ r_j, of blocks that only one side keeps, is left out.
-
-Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
-al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
+influence of i on j is w_iᵀ w_j. What is kept of each w: ``compressed.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +21,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
@@ -54,6 +38,7 @@ from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
 from blr_analysis.sensitivity.influence.blocks import Cotangent, loss_gradient, loss_terms, pieces
+from blr_analysis.sensitivity.influence.compressed import Compressed, Compression
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
@@ -71,178 +56,11 @@ FORMAT, VERSION = "blr_analysis.index", 4
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
-BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
-HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
-TOGETHER = 2**20  # numbers of a layer's gradients, or of sketches, that are made at once
+TOGETHER = 2**20  # numbers of a layer's gradients, or of what is kept, that are made at once
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
-PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
-CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
 FEW = 8  # questions whose signs alone are compared first
 SPARE = 64  # examples beyond those asked for, whose rank that could have changed
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Of some w: z ``[B, size]``, ‖w‖² ``[B]``, and blocks ``[B, blocks, 64]`` with the places
-    where they begin, by which z is less."""
-
-    z: Tensor
-    squares: Tensor
-    blocks: Tensor
-    places: Tensor
-
-    def over(self, lengths: Tensor) -> Summary:
-        """Of w divided by these lengths."""
-        z, blocks = self.z / lengths.to(self.z).view(-1, 1), self.blocks / lengths.view(-1, 1, 1)
-        return Summary(z, self.squares / lengths.square(), blocks.to(z), self.places)
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """What is kept of w: ``size`` signs and some ``blocks``, or all of its ``size`` numbers;
-    ``sums``: the places of S, which are mixed anew where there is room for more signs than these.
-    """
-
-    size: int
-    signs: bool
-    sums: int
-    blocks: int
-
-    @classmethod
-    def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Sketch:
-        """What takes the room of so many numbers at most."""
-        assert isinstance(q.form, Spectral)
-        parameters = sum(s.numel() for s in q.form.values.values())
-        if parameters <= rank:
-            return cls(parameters, signs=False, sums=parameters, blocks=0)
-        blocks = dtype.itemsize * rank // (SHARE * HELD)
-        room = max(1, 8 * (dtype.itemsize * rank - HELD * blocks) // MIX)
-        sums = min(room, -(-parameters // MIX)) * MIX
-        return cls(room * MIX // sums * sums, signs=True, sums=sums, blocks=blocks)
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Of an example, on disk."""
-        return self.size // 8 + HELD * self.blocks if self.signs else self.size * dtype.itemsize
-
-    def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
-        """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
-        times random signs."""
-        assert isinstance(q.form, Spectral)
-        count = sum(s.numel() for s in q.form.values.values())
-        signs, found, start = random_signs(count), {}, 0
-        for name, s in q.form.values.items():
-            own = signs[start : start + s.numel()].to(s).view_as(s)
-            found[name] = start, s.rsqrt().mul_(own)
-            start += s.numel()
-        return found
-
-    def summary(self, parts: Iterable[tuple[int, Tensor]]) -> Summary:
-        """From the numbers ``[B, n]`` of every matrix, with random signs, and where they begin."""
-        sums, squares = torch.zeros(()), torch.zeros(())
-        lengths, blocks, places = [], [], []
-        for start, w in parts:
-            sums = self._added(sums, w, start)
-            each = pad(w, (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-            norms = torch.linalg.vector_norm(each, dim=2)
-            squares = squares + norms.double().square().sum(1).cpu()
-            longest = norms.topk(min(self.blocks, norms.shape[1]), dim=1)
-            lengths.append(longest.values)
-            blocks.append(_taken(each, longest.indices))
-            places.append(start + BLOCK * longest.indices)
-        chosen = torch.cat(lengths, 1).topk(self.blocks, dim=1).indices
-        kept, at = _taken(torch.cat(blocks, 1), chosen), torch.cat(places, 1).gather(1, chosen)
-        within = at.unsqueeze(2) + torch.arange(BLOCK, device=at.device)
-        sums = sums.scatter_add_(1, (within % self.sums).flatten(1), -kept.flatten(1))
-        return Summary(self.mixed(sums).cpu(), squares, kept.cpu(), at.cpu())
-
-    def _added(self, z: Tensor, w: Tensor, start: int) -> Tensor:
-        """z ``[B, sums]``, or nothing yet, and numbers ``[B, n]`` that begin at this place."""
-        z = z if z.ndim else w.new_zeros(len(w), self.sums)
-        at, place = 0, start % self.sums
-        while at < w.shape[1]:
-            part = w[:, at : at + self.sums - place]
-            z[:, place : place + part.shape[1]] += part
-            at, place = at + part.shape[1], 0
-        return z
-
-    def mixed(self, z: Tensor) -> Tensor:
-        """H of the sums, where their signs will be taken; H D H … with random signs D for more."""
-        if not self.signs:
-            return z
-        matrix, parts = hadamard(MIX).to(z), []
-        for k in range(self.size // self.sums):
-            z = z * random_signs(self.sums, k).to(z) if k else z
-            rows = (len(z), -1, MIX) if k % 2 else (len(z), MIX, -1)
-            z = (z.view(rows) @ matrix if k % 2 else matrix @ z.view(rows)).flatten(1)
-            parts.append(z)
-        return torch.cat(parts, dim=1) / len(parts) ** 0.5
-
-    def stored(self, own: Summary, dtype: torch.dtype) -> dict[str, Tensor]:
-        """For a file: unit vectors; or bits, and blocks in steps of a 127th of their largest."""
-        if not self.signs:
-            length = rooted(own.squares)
-            return {"gradients": (own.z / length.to(own.z).view(-1, 1)).to(dtype), "length": length}
-        left = own.squares - own.blocks.double().square().sum((1, 2))
-        units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        return {
-            "gradients": torch.from_numpy(np.packbits((own.z > 0).numpy(), axis=1)),
-            "length": left.clamp_min(0).sqrt(),
-            "blocks": (own.blocks / units.unsqueeze(2)).round().to(torch.int8),
-            "units": units.float(),
-            "places": own.places,
-        }
-
-    def values(self, kept: Mapping[str, Tensor], asked: Summary, *, rough: bool = False) -> Tensor:
-        """Influence of what is stored on the questions, ``[n, M]``; ``rough``: from signs alone."""
-        product = self.likeness if rough else self.products
-        values = product(kept["gradients"], asked.z)
-        values *= kept["length"].to(values).unsqueeze(1)
-        return values + in_common(kept, asked).to(values) if self.blocks else values
-
-    def products(self, units: Tensor, asked: Tensor) -> Tensor:
-        """Of what is stored ``[n, ...]`` with z of the questions ``[M, size]``, ``[n, M]``."""
-        some = units.split(max(1, CACHED // self.size))
-        if not self.signs:
-            return torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
-        bits = (torch.from_numpy(np.unpackbits(part.numpy(), axis=1)) for part in some)
-        sums = torch.cat([part.to(asked.dtype) @ asked.mT for part in bits])
-        return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
-
-    def likeness(self, units: Tensor, asked: Tensor) -> Tensor:
-        """The same from the signs of either side, by how many are equal."""
-        theirs = np.packbits((asked > 0).numpy(), axis=1).view(np.uint64)
-        ours = np.array_split(units.numpy().view(np.uint64), -(-units.nbytes // CACHED))
-        unequal = [
-            [np.bitwise_count(part ^ question).sum(1, dtype=np.int64) for part in ours]
-            for question in theirs
-        ]
-        shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
-        return (math.pi * torch.from_numpy(shares)).cos() * asked.norm(dim=1)
-
-
-def in_common(kept: Mapping[str, Tensor], asked: Summary) -> Tensor:
-    """v_iᵀ v_j of the blocks that both keep, ``[n, M]``."""
-    (m, each), values = asked.places.shape, []
-    places, order = asked.places.flatten().sort()
-    theirs = asked.blocks.flatten(0, 1)
-    for some in slices(len(kept["places"]), PAIRED // (m * each * BLOCK)):
-        at = kept["places"][some].flatten()
-        first = torch.searchsorted(places, at)
-        count = torch.searchsorted(places, at, right=True) - first
-        ours = torch.repeat_interleave(count)  # every pair of equal places
-        nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
-        other = order[first[ours] + nth]
-        mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
-        products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
-        sums = products.new_zeros((some.stop - some.start) * m)
-        values.append(sums.index_add_(0, ours // each * m + other // each, products).view(-1, m))
-    return torch.cat(values)
-
-
-def _taken(blocks: Tensor, chosen: Tensor) -> Tensor:
-    return blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, BLOCK))
 
 
 @dataclass(frozen=True)
@@ -342,7 +160,7 @@ class Index:
         own = training_errors(task, q)
         described["averaged"] = own is not None
         own = own or loss_gradient
-        sketch = Sketch.of(q, rank, DTYPES[dtype])
+        compression = Compression.of(q, rank, DTYPES[dtype])
         with held(place) if leads else nullcontext():
             if leads:
                 place.mkdir(parents=True, exist_ok=True)
@@ -350,20 +168,20 @@ class Index:
             ranks.wait()
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
-            check_room(place / STEM, len(missing) * SHARD * sketch.nbytes(DTYPES[dtype]))
-            roots = sketch.roots(q) if missing else {}
+            check_room(place / STEM, len(missing) * SHARD * compression.nbytes(DTYPES[dtype]))
+            roots = compression.roots(q) if missing else {}
             for k in ranks.share(torch.arange(len(missing))).tolist():
                 file, rows = place / missing[k], files[missing[k]]
-                _write_shard(task, q, sketch, roots, file, rows, DTYPES[dtype], chunking, own)
+                _write_shard(task, q, compression, roots, file, rows, DTYPES[dtype], chunking, own)
             del roots
             ranks.wait()
             if leads and not (place / CONFIG).is_file():
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
                 with ranks.alone():
-                    error = _measured(task, q, sketch, place, chunking, own)
-                kept = {"numbers": sketch.size, "signs": sketch.signs}
-                kept |= {"sums": sketch.sums, "blocks": sketch.blocks}
+                    error = _measured(task, q, compression, place, chunking, own)
+                kept = {"numbers": compression.size, "signs": compression.signs}
+                kept |= {"sums": compression.sums, "blocks": compression.blocks}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | kept)
         ranks.wait()
@@ -469,29 +287,29 @@ class Index:
 
     def _project(
         self, task: Task, normalize: Normalize, progress: bool | None
-    ) -> tuple[Summary, Tensor]:
+    ) -> tuple[Compressed, Tensor]:
         """The questions, divided by the lengths ``[M]`` that they count with."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
         if self._task is not None:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
-        sketch, task = self._sketch, q.judging(task)
-        asked = _projected(task, q, sketch, sketch.roots(q), Chunking(progress=progress))
+        compression, task = self._compression, q.judging(task)
+        asked = _projected(task, q, compression, compression.roots(q), Chunking(progress=progress))
         ones = torch.ones_like(asked.squares)
         lengths = rooted(asked.squares) if normalize == "cosine" else ones
         return asked.over(lengths), lengths
 
     @property
-    def _sketch(self) -> Sketch:
-        return Sketch(self.numbers, self.signs, self._sums, self._blocks)
+    def _compression(self) -> Compression:
+        return Compression(self.numbers, self.signs, self._sums, self._blocks)
 
     def _own(self, normalize: Normalize) -> Tensor:
         """What the stored examples are divided by, ``[N]``."""
         return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
 
     def _products(
-        self, asked: Summary, normalize: Normalize, *, rough: bool = False
+        self, asked: Compressed, normalize: Normalize, *, rough: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and their values, file by file, read by memory map; ``rough``: from signs alone, a
         file on each of torch's threads."""
@@ -499,7 +317,7 @@ class Index:
         own = self._own(normalize)
 
         def values_of(name: str) -> Tensor:
-            values = self._sketch.values(load_file(self.path / name), asked, rough=rough)
+            values = self._compression.values(load_file(self.path / name), asked, rough=rough)
             return values / own[files[name]].to(values).unsqueeze(1)
 
         values: Iterable[Tensor] = map(values_of, files)
@@ -512,7 +330,7 @@ class Index:
                 torch.set_num_threads(threads)
         yield from zip(files.values(), values, strict=True)
 
-    def _best(self, asked: Summary, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
+    def _best(self, asked: Compressed, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
         """Values and rows ``[k, M]`` of the largest, then of the smallest. For a few questions they
         are looked for by signs on either side, with some to spare whose values are then computed.
         """
@@ -525,7 +343,7 @@ class Index:
         own, sides = self._own(normalize), []
         for (_, names), largest in zip(best.sides(), (True, False), strict=True):
             union, places = names.unique(return_inverse=True)
-            exact = self._sketch.values(_stored(self.path, self.n_data, union), asked)
+            exact = self._compression.values(_stored(self.path, self.n_data, union), asked)
             exact /= own[union].to(exact).unsqueeze(1)
             values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
             sides.append((values, names.gather(0, chosen)))
@@ -619,21 +437,21 @@ def _claim(place: Path, described: dict[str, Any]) -> None:
 def _projected(
     task: Task,
     q: Posterior,
-    sketch: Sketch,
+    compression: Compression,
     roots: Mapping[str, tuple[int, Tensor]],
     chunking: Chunking,
     indices: Tensor | None = None,
     cotangent: Cotangent = loss_gradient,
-) -> Summary:
+) -> Compressed:
     """Of these examples, on the CPU."""
-    largest, parts = max(sketch.size, *(root.numel() for _, root in roots.values())), []
+    largest, parts = max(compression.size, *(root.numel() for _, root in roots.values())), []
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         whole = loss_terms(task, chunk, cotangent)
         for some in slices(whole[0].n_examples, TOGETHER // largest):
             paired = q.form.paired([term.part(some) for term in whole])
-            parts.append(sketch.summary(_whitened(paired, roots)))
+            parts.append(compression.compressed(_whitened(paired, roots)))
             check_finite(parts[-1].squares, "projected gradient")
-    return Summary(
+    return Compressed(
         *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
     )
 
@@ -649,34 +467,10 @@ def _whitened(
             yield start, gradients[:, 0].mul_(root).flatten(1)  # nobody else reads these
 
 
-def random_signs(count: int, seed: int = 0) -> Tensor:
-    """±1, from the raw bits of PCG64, which are the same in all versions of NumPy.
-
-    >>> random_signs(4).tolist()
-    [-1, 1, -1, 1]
-    """
-    raw = np.random.PCG64(seed).random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
-    return 2 * torch.from_numpy(np.unpackbits(raw)[:count].astype(np.int8)) - 1
-
-
-@cache
-def hadamard(n: int) -> Tensor:
-    """Sylvester's orthogonal matrix of ±1/√n, for a power of two.
-
-    >>> hadamard(2) * 2**0.5
-    tensor([[ 1.,  1.],
-            [ 1., -1.]])
-    """
-    matrix, two = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    while len(matrix) < n:
-        matrix = torch.kron(two, matrix)
-    return matrix / n**0.5
-
-
 def _write_shard(
     task: Task,
     q: Posterior,
-    sketch: Sketch,
+    compression: Compression,
     roots: Mapping[str, tuple[int, Tensor]],
     file: Path,
     rows: Tensor,
@@ -685,8 +479,8 @@ def _write_shard(
     cotangent: Cotangent,
 ) -> None:
     """What is kept of these examples, and their exact self-influences."""
-    own = _projected(task, q, sketch, roots, chunking, rows, cotangent)
-    stored = {**sketch.stored(own, dtype), "self_influence": own.squares}
+    own = _projected(task, q, compression, roots, chunking, rows, cotangent)
+    stored = {**compression.stored(own, dtype), "self_influence": own.squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
 
@@ -706,7 +500,7 @@ def _write_examples(place: Path, task: Task, files: list[str]) -> None:
 def _measured(
     task: Task,
     q: Posterior,
-    sketch: Sketch,
+    compression: Compression,
     place: Path,
     chunking: Chunking,
     cotangent: Cotangent,
@@ -717,8 +511,8 @@ def _measured(
     count = min(most[1], task.n_data // 2)
     rows = order[count:][: most[0]].sort().values
     columns = order[:count].sort().values if count else rows
-    asked = _projected(task, q, sketch, sketch.roots(q), chunking, columns)
-    estimate = sketch.values(_stored(place, task.n_data, rows), asked)
+    asked = _projected(task, q, compression, compression.roots(q), chunking, columns)
+    estimate = compression.values(_stored(place, task.n_data, rows), asked)
     found = pieces(
         task,
         q,

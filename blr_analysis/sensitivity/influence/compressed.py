@@ -1,0 +1,228 @@
+"""What an index keeps of a gradient w: all of it, or its longest blocks and signs of the rest.
+
+Where there is room, w is kept; elsewhere w = v + r: v are its longest blocks of 64 numbers, which
+in a table of words are the words of the text, as they are; of the rest, K signs:
+
+    z = H S r,    w_iᵀ w_j ≈ v_iᵀ v_j + ‖r_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
+
+S adds up the numbers of r, with random signs, in K places (a count sketch), and H mixes these by
+Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
+‖r_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
+third of the error of one sum in half precision. Whitened gradients of language models fill their
+space, so that few directions hold little of any; but of one that trains its words, a hundredth of
+the numbers hold two thirds of ‖w‖². v_iᵀ r_j, of blocks that only one side keeps, is left out.
+
+Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
+al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blr_analysis.backprop.terms import slices
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.structures.contract import Spectral
+from blr_analysis.sensitivity.influence.results import rooted
+
+MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
+BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
+HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
+PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
+CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Of some w: z ``[B, size]``, ‖w‖² ``[B]``, and blocks ``[B, blocks, 64]`` with the places
+    where they begin, by which z is less."""
+
+    z: Tensor
+    squares: Tensor
+    blocks: Tensor
+    places: Tensor
+
+    def over(self, lengths: Tensor) -> Compressed:
+        """Of w divided by these lengths."""
+        z, blocks = self.z / lengths.to(self.z).view(-1, 1), self.blocks / lengths.view(-1, 1, 1)
+        return Compressed(z, self.squares / lengths.square(), blocks.to(z), self.places)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is kept of w: ``size`` signs and some ``blocks``, or all of its ``size`` numbers;
+    ``sums``: the places of S, which are mixed anew where there is room for more signs than these.
+    """
+
+    size: int
+    signs: bool
+    sums: int
+    blocks: int
+
+    @classmethod
+    def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Compression:
+        """What takes the room of so many numbers at most."""
+        assert isinstance(q.form, Spectral)
+        parameters = sum(s.numel() for s in q.form.values.values())
+        if parameters <= rank:
+            return cls(parameters, signs=False, sums=parameters, blocks=0)
+        blocks = dtype.itemsize * rank // (SHARE * HELD)
+        room = max(1, 8 * (dtype.itemsize * rank - HELD * blocks) // MIX)
+        sums = min(room, -(-parameters // MIX)) * MIX
+        return cls(room * MIX // sums * sums, signs=True, sums=sums, blocks=blocks)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of an example, on disk."""
+        return self.size // 8 + HELD * self.blocks if self.signs else self.size * dtype.itemsize
+
+    def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
+        """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
+        times random signs."""
+        assert isinstance(q.form, Spectral)
+        count = sum(s.numel() for s in q.form.values.values())
+        signs, found, start = random_signs(count), {}, 0
+        for name, s in q.form.values.items():
+            own = signs[start : start + s.numel()].to(s).view_as(s)
+            found[name] = start, s.rsqrt().mul_(own)
+            start += s.numel()
+        return found
+
+    def compressed(self, parts: Iterable[tuple[int, Tensor]]) -> Compressed:
+        """From the numbers ``[B, n]`` of every matrix, with random signs, and where they begin."""
+        sums, squares = torch.zeros(()), torch.zeros(())
+        lengths, blocks, places = [], [], []
+        for start, w in parts:
+            sums = self._added(sums, w, start)
+            each = pad(w, (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+            norms = torch.linalg.vector_norm(each, dim=2)
+            squares = squares + norms.double().square().sum(1).cpu()
+            longest = norms.topk(min(self.blocks, norms.shape[1]), dim=1)
+            lengths.append(longest.values)
+            blocks.append(_taken(each, longest.indices))
+            places.append(start + BLOCK * longest.indices)
+        chosen = torch.cat(lengths, 1).topk(self.blocks, dim=1).indices
+        kept, at = _taken(torch.cat(blocks, 1), chosen), torch.cat(places, 1).gather(1, chosen)
+        within = at.unsqueeze(2) + torch.arange(BLOCK, device=at.device)
+        sums = sums.scatter_add_(1, (within % self.sums).flatten(1), -kept.flatten(1))
+        return Compressed(self.mixed(sums).cpu(), squares, kept.cpu(), at.cpu())
+
+    def _added(self, z: Tensor, w: Tensor, start: int) -> Tensor:
+        """z ``[B, sums]``, or nothing yet, and numbers ``[B, n]`` that begin at this place."""
+        z = z if z.ndim else w.new_zeros(len(w), self.sums)
+        at, place = 0, start % self.sums
+        while at < w.shape[1]:
+            part = w[:, at : at + self.sums - place]
+            z[:, place : place + part.shape[1]] += part
+            at, place = at + part.shape[1], 0
+        return z
+
+    def mixed(self, z: Tensor) -> Tensor:
+        """H of the sums, where their signs will be taken; H D H … with random signs D for more."""
+        if not self.signs:
+            return z
+        matrix, parts = hadamard(MIX).to(z), []
+        for k in range(self.size // self.sums):
+            z = z * random_signs(self.sums, k).to(z) if k else z
+            rows = (len(z), -1, MIX) if k % 2 else (len(z), MIX, -1)
+            z = (z.view(rows) @ matrix if k % 2 else matrix @ z.view(rows)).flatten(1)
+            parts.append(z)
+        return torch.cat(parts, dim=1) / len(parts) ** 0.5
+
+    def stored(self, own: Compressed, dtype: torch.dtype) -> dict[str, Tensor]:
+        """For a file: unit vectors; or bits, and blocks in steps of a 127th of their largest."""
+        if not self.signs:
+            length = rooted(own.squares)
+            return {"gradients": (own.z / length.to(own.z).view(-1, 1)).to(dtype), "length": length}
+        left = own.squares - own.blocks.double().square().sum((1, 2))
+        units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        return {
+            "gradients": torch.from_numpy(np.packbits((own.z > 0).numpy(), axis=1)),
+            "length": left.clamp_min(0).sqrt(),
+            "blocks": (own.blocks / units.unsqueeze(2)).round().to(torch.int8),
+            "units": units.float(),
+            "places": own.places,
+        }
+
+    def values(
+        self, kept: Mapping[str, Tensor], asked: Compressed, *, rough: bool = False
+    ) -> Tensor:
+        """Influence of what is stored on the questions, ``[n, M]``; ``rough``: from signs alone."""
+        product = self.likeness if rough else self.products
+        values = product(kept["gradients"], asked.z)
+        values *= kept["length"].to(values).unsqueeze(1)
+        return values + in_common(kept, asked).to(values) if self.blocks else values
+
+    def products(self, units: Tensor, asked: Tensor) -> Tensor:
+        """Of what is stored ``[n, ...]`` with z of the questions ``[M, size]``, ``[n, M]``."""
+        some = units.split(max(1, CACHED // self.size))
+        if not self.signs:
+            return torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
+        bits = (torch.from_numpy(np.unpackbits(part.numpy(), axis=1)) for part in some)
+        sums = torch.cat([part.to(asked.dtype) @ asked.mT for part in bits])
+        return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
+
+    def likeness(self, units: Tensor, asked: Tensor) -> Tensor:
+        """The same from the signs of either side, by how many are equal."""
+        theirs = np.packbits((asked > 0).numpy(), axis=1).view(np.uint64)
+        ours = np.array_split(units.numpy().view(np.uint64), -(-units.nbytes // CACHED))
+        unequal = [
+            [np.bitwise_count(part ^ question).sum(1, dtype=np.int64) for part in ours]
+            for question in theirs
+        ]
+        shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
+        return (math.pi * torch.from_numpy(shares)).cos() * asked.norm(dim=1)
+
+
+def in_common(kept: Mapping[str, Tensor], asked: Compressed) -> Tensor:
+    """v_iᵀ v_j of the blocks that both keep, ``[n, M]``."""
+    (m, each), values = asked.places.shape, []
+    places, order = asked.places.flatten().sort()
+    theirs = asked.blocks.flatten(0, 1)
+    for some in slices(len(kept["places"]), PAIRED // (m * each * BLOCK)):
+        at = kept["places"][some].flatten()
+        first = torch.searchsorted(places, at)
+        count = torch.searchsorted(places, at, right=True) - first
+        ours = torch.repeat_interleave(count)  # every pair of equal places
+        nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
+        other = order[first[ours] + nth]
+        mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
+        products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
+        sums = products.new_zeros((some.stop - some.start) * m)
+        values.append(sums.index_add_(0, ours // each * m + other // each, products).view(-1, m))
+    return torch.cat(values)
+
+
+def _taken(blocks: Tensor, chosen: Tensor) -> Tensor:
+    return blocks.gather(1, chosen.unsqueeze(2).expand(-1, -1, BLOCK))
+
+
+def random_signs(count: int, seed: int = 0) -> Tensor:
+    """±1, from the raw bits of PCG64, which are the same in all versions of NumPy.
+
+    >>> random_signs(4).tolist()
+    [-1, 1, -1, 1]
+    """
+    raw = np.random.PCG64(seed).random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
+    return 2 * torch.from_numpy(np.unpackbits(raw)[:count].astype(np.int8)) - 1
+
+
+@cache
+def hadamard(n: int) -> Tensor:
+    """Sylvester's orthogonal matrix of ±1/√n, for a power of two.
+
+    >>> hadamard(2) * 2**0.5
+    tensor([[ 1.,  1.],
+            [ 1., -1.]])
+    """
+    matrix, two = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(matrix) < n:
+        matrix = torch.kron(two, matrix)
+    return matrix / n**0.5
