@@ -51,7 +51,8 @@ def load(folder: str | None, dtype: torch.dtype) -> Any:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 def task_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> Any:
