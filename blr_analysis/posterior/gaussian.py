@@ -137,7 +137,6 @@ class Posterior:
         return None if kept is None else Stationarity(**kept)
 
     @classmethod
-    @torch.inference_mode(False)  # also where the caller switched it on
     def from_optimizer(
         cls,
         optimizer: torch.optim.Optimizer,
@@ -155,9 +154,8 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
         formulas, the arguments and the errors.
         """
-        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
-        model = unwrapped(model)
-        captured = capture.from_optimizer(
+        return cls._captured(
+            capture.from_optimizer,
             optimizer,
             model,
             n_data=n_data,
@@ -167,10 +165,8 @@ class Posterior:
             batch_size=batch_size,
             tokens=tokens,
         )
-        return cls._of(captured, model, initial)
 
     @classmethod
-    @torch.inference_mode(False)  # also where the caller switched it on
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
@@ -188,9 +184,8 @@ class Posterior:
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
-        model = unwrapped(model)
-        captured = capture.from_checkpoint(
+        return cls._captured(
+            capture.from_checkpoint,
             path_of(path),
             model,
             n_data=n_data,
@@ -201,7 +196,6 @@ class Posterior:
             tokens=tokens,
             names=names,
         )
-        return cls._of(captured, model, initial)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -276,10 +270,17 @@ class Posterior:
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
-    def _of(cls, captured: capture.Captured, model: nn.Module, initial: Any) -> Posterior:
+    def _captured(
+        cls, read: Any, source: Any, model: nn.Module, *, initial: Any, **told: Any
+    ) -> Posterior:
+        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
+        model = unwrapped(model)
+        captured = read(source, model, initial=initial, **told)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
-            warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=5)  # 2: decorators
+            warnings.warn(
+                STILL_INITIAL, InitialPrecisionWarning, stacklevel=4
+            )  # of from_…, by a decorator
         return cls(
             captured.mean,
             captured.precision,

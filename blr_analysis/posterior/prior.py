@@ -144,6 +144,11 @@ class Prior:
                 raise PosteriorError(f"initial holds NaN or inf in {name!r}")
         return Prior(self.entries, mean)
 
+    def start(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """θ₀ of these parameters."""
+        m = self.mean
+        return {n: torch.zeros_like(p) if m is None else m[n] for n, p in params.items()}
+
     def gap(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """θ − θ₀."""
         m = self.mean

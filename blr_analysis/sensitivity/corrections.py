@@ -82,8 +82,13 @@ def fitted_to(q: Posterior) -> bool:
 
 def laplace_of(task: Task, q: Posterior) -> bool:
     """Whether it is that matrix at the model's present weights."""
+    return fitted_to(q) and at_weights(task, q)
+
+
+def at_weights(task: Task, q: Posterior) -> bool:
+    """Whether the posterior's mean is the model's present weights."""
     params = task.parameters()
-    return fitted_to(q) and all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
+    return all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
 
 
 def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:

@@ -30,6 +30,7 @@ from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.corrections import at_weights
 from blr_analysis.task import Task
 
 AVERAGED = "of errors averaged over training"
@@ -69,18 +70,18 @@ class Averaged:
 def training_errors(task: Task, q: Posterior) -> Averaged | None:
     """ē_i, of classifiers that were stopped off the minimum and whose δ was found by
     :func:`blr_analysis.fit_laplace`; None else."""
-    params, about = task.parameters(), q.record
+    about = q.record
     ours = about.get("source") == "laplace" and "prior_choice" in about and "expected" not in about
     if not ours or not isinstance(task.likelihood.kind, Classes | Bernoulli):
         return None
-    here = all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
-    return None if not here or stationarity(task, q).near else averaged_errors(task, q)
+    if not at_weights(task, q) or stationarity(task, q).near:
+        return None
+    return averaged_errors(task, q)
 
 
 def averaged_errors(task: Task, q: Posterior) -> Averaged | None:
     """ē_i; None where training gained nothing, or the model breaks down at θ₀."""
-    gap = q.prior.gap(q.mean)
-    start = {n: m - gap[n] for n, m in q.mean.items()}
+    start = q.prior.start(q.mean)
     nodes, weights = np.polynomial.legendre.leggauss(POINTS)
     shares, slopes = (nodes + 1) / 2, torch.zeros(POINTS, dtype=torch.float64)
     most = min(task.n_data, SAMPLE[task.likelihood.is_sequence])

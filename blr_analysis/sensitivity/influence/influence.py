@@ -273,7 +273,8 @@ class _Question:
         generator = torch.Generator().manual_seed(0) if self.generator is None else self.generator
         instance("generator", generator, torch.Generator, "a torch.Generator")
         cotangent = cotangent_of(self.measure)
-        question = replace(self, memory_budget=memory_budget)
+        folder = None if self.folder is None else Path(path_of(self.folder)).expanduser()
+        question = replace(self, memory_budget=memory_budget, folder=folder)
         works, note = [], ""
         for given in qs:
             q, own = given, None
@@ -362,7 +363,7 @@ class _Work:
             cotangent=self.cotangent,
             train_cotangent=self.own,
             memory_budget=self.question.memory_budget,
-            folder=None if folder is None else Path(path_of(folder)).expanduser(),
+            folder=None if folder is None else Path(folder),
             solve=self._solved if self.question.solver == "cg" else None,
             progress=progress,
             **where,

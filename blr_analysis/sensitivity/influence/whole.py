@@ -79,8 +79,7 @@ def whole(task: Task, q: Posterior, memory_budget: int | None) -> tuple[Posterio
 def early_stop(task: Task, q: Posterior) -> float | None:
     """(L(θ₀) − L(θ̂)) / ‖θ̂ − θ₀‖², θ₀ the prior's mean; None where training gained nothing, or
     the model breaks down at θ₀."""
-    gap = q.prior.gap(q.mean)
-    start = {n: m - gap[n] for n, m in q.mean.items()}
+    gap, start = q.prior.gap(q.mean), q.prior.start(q.mean)
     try:
         before, after = (evaluated(task, w, **QUIET)[0] for w in (start, dict(q.mean)))
     except BLRError:
