@@ -2,7 +2,7 @@
 
 The callbacks are loaded when they are asked for, and lightning with them:
 
-    from blr_analysis.lightning import MonitorCallback, VariationalSteps
+    from blr_analysis.lightning import LightningMonitor, VariationalSteps
     from blr_analysis.lightning import LightningPrecision  # precisions beside checkpoints
 """
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blr_analysis.huggingface.lightning import (
+        LightningMonitor,
         LightningPrecision,
-        MonitorCallback,
         VariationalSteps,
     )
 
-__all__ = ["LightningPrecision", "MonitorCallback", "VariationalSteps"]
+__all__ = ["LightningMonitor", "LightningPrecision", "VariationalSteps"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,5 +4,5 @@ from .trainer import (
     IVONTrainer as IVONTrainer,
     MonitorCallback as MonitorCallback,
     TrainerPrecision as TrainerPrecision,
-    VariationalSteps as VariationalSteps,
+    VariationalTrainer as VariationalTrainer,
 )

@@ -260,7 +260,7 @@ class VariationalSteps(Callback):
             context.__exit__(_Unused, _Unused(), None)
 
 
-class MonitorCallback(Callback):
+class LightningMonitor(Callback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
     What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which
@@ -268,7 +268,7 @@ class MonitorCallback(Callback):
     checkpoints.
 
         monitor = blr.Monitor(blr.Task(module.net, data), test=test_task, examples=200)
-        trainer = lightning.Trainer(callbacks=[MonitorCallback(monitor)])
+        trainer = lightning.Trainer(callbacks=[LightningMonitor(monitor)])
 
     Args:
         monitor: made with a task of the module, or of its part, that is trained.

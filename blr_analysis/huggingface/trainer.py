@@ -169,8 +169,8 @@ class MonitorCallback(TrainerCallback):
         state.stateful_callbacks[SAVED] = json.dumps(recorded, default=Tensor.tolist)
 
 
-class VariationalSteps:
-    """For any Trainer, before it in the bases: ``class Mine(VariationalSteps, SFTTrainer): ...``
+class VariationalTrainer:
+    """For any Trainer, before it in the bases: ``class Mine(VariationalTrainer, SFTTrainer): ...``
 
     Draws weights for each microbatch, and keeps the gradient's scale: the Trainer divides each
     loss by the number of microbatches. Clipping, mixed precision and evaluation, which is at the
@@ -203,7 +203,7 @@ class VariationalSteps:
         return loss
 
 
-class IVONTrainer(VariationalSteps, Trainer):
+class IVONTrainer(VariationalTrainer, Trainer):
     """``Trainer`` that trains with IVON: two lines of a script change, this name and the rate.
 
     The optimizer is made from the arguments: ``lr=learning_rate`` (as SGD's: 0.01 to 0.5, not the

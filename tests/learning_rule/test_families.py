@@ -21,9 +21,10 @@ from torch import distributions as td
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import at_mean, at_samples
 from blr_analysis.learning_rule.families import (
-    Bernoulli,
+    BernoulliFamily as Bernoulli,
+)
+from blr_analysis.learning_rule.families import (
     Beta,
-    Categorical,
     DiagonalGaussian,
     Dirichlet,
     ExponentialFamily,
@@ -37,6 +38,9 @@ from blr_analysis.learning_rule.families import (
     NormalWishart,
     Product,
     Wishart,
+)
+from blr_analysis.learning_rule.families import (
+    CategoricalFamily as Categorical,
 )
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import (
-    Bernoulli,
+    BernoulliFamily as Bernoulli,
+)
+from blr_analysis.learning_rule.families import (
     Beta,
-    Categorical,
     DiagonalGaussian,
     Dirichlet,
     FixedGaussian,
@@ -29,6 +30,9 @@ from blr_analysis.learning_rule.families import (
     Wishart,
     add,
     special,
+)
+from blr_analysis.learning_rule.families import (
+    CategoricalFamily as Categorical,
 )
 
 EPS = 2.0**-52

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.lightning import MonitorCallback, VariationalSteps
+from blr_analysis.lightning import LightningMonitor, VariationalSteps
 
 N, BATCH = 24, 4
 G = torch.Generator().manual_seed(0)
@@ -159,9 +159,9 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, row: str) -> None
 
 
 def test_a_monitor_watches_and_is_restored(tmp_path: Path) -> None:
-    def watched(module: Module) -> tuple[blr.Monitor, MonitorCallback]:
+    def watched(module: Module) -> tuple[blr.Monitor, LightningMonitor]:
         monitor = blr.Monitor(blr.Task(module.net, (X, Y)), test=blr.Task(module.net, (X, Y)))
-        return monitor, MonitorCallback(monitor)
+        return monitor, LightningMonitor(monitor)
 
     module = Module("IVON")
     monitor, callback = watched(module)

@@ -9,7 +9,12 @@ from blr_analysis.learning_rule.families.base import (
     scale,
     subtract,
 )
-from blr_analysis.learning_rule.families.dirichlet import Bernoulli, Beta, Categorical, Dirichlet
+from blr_analysis.learning_rule.families.dirichlet import (
+    BernoulliFamily,
+    Beta,
+    CategoricalFamily,
+    Dirichlet,
+)
 from blr_analysis.learning_rule.families.gamma import (
     Gamma,
     InverseGamma,
@@ -26,9 +31,9 @@ from blr_analysis.learning_rule.families.mixture import GaussianMixture
 from blr_analysis.learning_rule.families.product import Product
 
 __all__ = [
-    "Bernoulli",
+    "BernoulliFamily",
     "Beta",
-    "Categorical",
+    "CategoricalFamily",
     "DiagonalGaussian",
     "Dirichlet",
     "ExponentialFamily",

@@ -231,7 +231,7 @@ def _concentration(logs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Bernoulli(ExponentialFamily):
+class BernoulliFamily(ExponentialFamily):
     """P independent signs θ_j ∈ {−1, +1}: λ = ½ log(p / (1 − p)), μ = 2p − 1 = tanh λ.
 
     p is the probability of +1 and T(θ) = θ (Khan & Rue, section 4.5 and Table 2). Entropy and KL
@@ -244,7 +244,7 @@ class Bernoulli(ExponentialFamily):
         InputError: λ is not finite.
 
     Example:
-        >>> q = Bernoulli(torch.tensor([0.0, 1.0]))
+        >>> q = BernoulliFamily(torch.tensor([0.0, 1.0]))
         >>> q.expectation["linear"], q.probability
         (tensor([0.0000, 0.7616]), tensor([0.5000, 0.8808]))
     """
@@ -319,7 +319,7 @@ class Bernoulli(ExponentialFamily):
 
 
 @dataclass(frozen=True, eq=False)
-class Categorical(ExponentialFamily):
+class CategoricalFamily(ExponentialFamily):
     """One of K classes: λ_k = log(p_k / p_K), μ_k = p_k, for k = 1 … K − 1.
 
     The minimal form, the last class being the one to compare with, so that λ and μ determine each
@@ -333,7 +333,7 @@ class Categorical(ExponentialFamily):
         InputError: λ is not finite, or there are no two classes.
 
     Example:
-        >>> q = Categorical.from_logits(torch.tensor([0.2, 0.3, 0.5]).log())
+        >>> q = CategoricalFamily.from_logits(torch.tensor([0.2, 0.3, 0.5]).log())
         >>> q.expectation["indicator"], q.probs
         (tensor([0.2000, 0.3000]), tensor([0.2000, 0.3000, 0.5000]))
     """

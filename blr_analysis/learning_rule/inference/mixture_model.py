@@ -19,13 +19,13 @@ from torch.nn.functional import one_hot
 
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural
-from blr_analysis.learning_rule.families.dirichlet import Categorical
+from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
 from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import real
 
 
-def assign(log_weights: Tensor, scores: Tensor) -> Categorical:
+def assign(log_weights: Tensor, scores: Tensor) -> CategoricalFamily:
     """q(z): one step of the rule at ρ = 1, λ_i = λ_0 + λ̃_i (Khan & Rue, 5.2, the E-step).
 
     Args:
@@ -41,7 +41,7 @@ def assign(log_weights: Tensor, scores: Tensor) -> Categorical:
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
-    prior = Categorical.from_logits(log_weights.expand_as(scores))
+    prior = CategoricalFamily.from_logits(log_weights.expand_as(scores))
     return bayes(prior, {"indicator": scores[:, :-1] - scores[:, -1:]})
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from blr_analysis.checks import at_least, one_of, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
-from blr_analysis.learning_rule.families.dirichlet import Categorical
+from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes
 from blr_analysis.learning_rule.inference.factors import Factor, real
@@ -33,7 +33,7 @@ _NUMBER = torch.Size([])
 
 
 def experts(n_experts: int, rate: float) -> Factor:
-    """Losses L ``[N, K]`` of K experts in N rounds; conjugate to :class:`Categorical`.
+    """Losses L ``[N, K]`` of K experts in N rounds; conjugate to :class:`CategoricalFamily`.
 
     λ̃ = −η (L_k − L_K), c = −η L_K: the posterior's weights are proportional to π_k e^(−η Σ_t L_tk),
     those of Hedge, and −1/η times the log evidence is its mix loss, at most log(K)/η above the best
@@ -45,7 +45,7 @@ def experts(n_experts: int, rate: float) -> Factor:
     Example:
         >>> from blr_analysis.learning_rule.inference import Conjugate
         >>> losses = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> uniform = Categorical(torch.zeros(1))
+        >>> uniform = CategoricalFamily(torch.zeros(1))
         >>> Conjugate(uniform, experts(2, rate=1.0)).fit(losses).q.probs
         tensor([0.7311, 0.2689])
 
@@ -54,14 +54,14 @@ def experts(n_experts: int, rate: float) -> Factor:
     at_least(2, "n_experts", n_experts)
     rate = positive_number("rate", rate)
 
-    def check(losses: Any, prior: Categorical) -> Tensor:
+    def check(losses: Any, prior: CategoricalFamily) -> Tensor:
         losses = real("losses", losses, prior.log_odds, 2)
         if losses.shape[1] != n_experts or prior.log_odds.shape[-1] != n_experts - 1:
             raise DataError(f"losses and prior must be of {n_experts} experts")
         return losses
 
     return Factor(
-        family=Categorical,
+        family=CategoricalFamily,
         check=check,
         site=lambda losses: {"indicator": -rate * (losses[:, :-1] - losses[:, -1:])},
         constant=lambda losses: -rate * losses[:, -1],

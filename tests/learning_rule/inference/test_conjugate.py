@@ -18,7 +18,6 @@ from torch import Tensor
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import (
     Beta,
-    Categorical,
     Dirichlet,
     ExponentialFamily,
     FullGaussian,
@@ -27,6 +26,9 @@ from blr_analysis.learning_rule.families import (
     add,
     scale,
     subtract,
+)
+from blr_analysis.learning_rule.families import (
+    CategoricalFamily as Categorical,
 )
 from blr_analysis.learning_rule.inference import (
     Conjugate,

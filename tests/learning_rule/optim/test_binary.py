@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blr_analysis import Posterior
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.families.dirichlet import Bernoulli
+from blr_analysis.learning_rule.families.dirichlet import BernoulliFamily as Bernoulli
 from blr_analysis.learning_rule.optim.binary import (
     STE,
     BayesBiNN,
