@@ -57,17 +57,25 @@ class ExponentialFamily(ABC):
     def expectation(self) -> Natural:
         """μ = E_q[T(θ)] = ∇A(λ)."""
 
-    @abstractmethod
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
         """The member of the same family with these λ (what is fixed in the family stays).
 
         Raises:
             InputError: λ outside of the family's domain Ω.
         """
+        self._check_keys(natural)
+        return self._of_natural(natural)
 
     @abstractmethod
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self: ...
+
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         """The member with these μ: the inverse of :attr:`expectation`."""
+        self._check_keys(expectation)
+        return self._of_expectation(expectation)
+
+    @abstractmethod
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self: ...
 
     @abstractmethod
     def statistics(self, theta: Any) -> Natural:

@@ -76,12 +76,10 @@ class Dirichlet(ExponentialFamily):
         total = self.concentration.sum(-1, keepdim=True)
         return {"log": digamma(self.concentration) - digamma(total)}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         return type(self)(_concentration(expectation["log"]))
 
     def statistics(self, theta: Tensor) -> Natural:
@@ -167,12 +165,10 @@ class Beta(ExponentialFamily):
         up, down = self._dirichlet.expectation["log"].unbind(-1)
         return {"log": up, "log_complement": down}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1, natural["log_complement"] + 1)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         same_shape(**expectation)
         logs = torch.stack([expectation["log"], expectation["log_complement"]], -1)
         return type(self)(*_concentration(logs).unbind(-1))
@@ -268,12 +264,10 @@ class BernoulliFamily(ExponentialFamily):
     def expectation(self) -> Natural:
         return {"linear": torch.tanh(self.half_logit)}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["linear"])
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         mean = expectation["linear"]
         expectation_inside("Bernoulli", mean.abs() < 1, "each lies strictly between −1 and 1")
         return type(self)(torch.atanh(mean))
@@ -371,12 +365,10 @@ class CategoricalFamily(ExponentialFamily):
     def expectation(self) -> Natural:
         return {"indicator": self.probs[..., :-1]}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["indicator"])
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         probs = expectation["indicator"]
         last = 1 - probs.sum(-1, keepdim=True)
         inside = (probs > 0).all(-1) & (last > 0).squeeze(-1)

@@ -80,12 +80,10 @@ class Gamma(ExponentialFamily):
     def expectation(self) -> Natural:
         return {"log": digamma(self.shape) - self.rate.log(), "linear": self.shape / self.rate}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1, -natural["linear"])
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         return type(self)(*shape_and_rate("Gamma", expectation["log"], expectation["linear"]))
 
     def statistics(self, theta: Tensor) -> Natural:
@@ -152,12 +150,10 @@ class InverseGamma(ExponentialFamily):
     def expectation(self) -> Natural:
         return {"log": self.scale.log() - digamma(self.shape), "inverse": self.shape / self.scale}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(-natural["log"] - 1, -natural["inverse"])
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         log, inverse = expectation["log"], expectation["inverse"]
         return type(self)(*shape_and_rate("InverseGamma", -log, inverse))
 
@@ -264,16 +260,14 @@ class NormalGamma(ExponentialFamily):
         square = 1 / self.kappa + of_precision["linear"] * self.mean.square()
         return {"shift": shift, "square": square, **of_precision}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         kappa = -2 * natural["square"]
         above("kappa", kappa)
         mean = natural["shift"] / kappa
         rate = -natural["linear"] - 0.5 * kappa * mean.square()
         return type(self)(mean, kappa, natural["log"] + 0.5, rate)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         precision = expectation["linear"]
         shape, rate = shape_and_rate("NormalGamma", expectation["log"], precision)
         mean = expectation["shift"] / precision
@@ -363,13 +357,11 @@ class Wishart(ExponentialFamily):
         logs = multivariate_digamma(0.5 * self.dof, self.size) - logdet(0.5 * self.rate)
         return {"logdet": logs, "linear": _per_matrix(self.dof) * scale}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         rate = symmetric(-2 * natural["linear"])
         return type(self)(2 * natural["logdet"] + self.size + 1, rate)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         dof, rate = _dof_and_rate("Wishart", expectation["logdet"], expectation["linear"])
         return type(self)(dof, rate)
 
@@ -474,16 +466,14 @@ class NormalWishart(ExponentialFamily):
         square = self.mean.shape[-1] / self.kappa + (shift * self.mean).sum(-1)
         return {"shift": shift, "square": square, **of_precision}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         kappa = -2 * natural["square"]
         above("kappa", kappa)
         mean = natural["shift"] / kappa.unsqueeze(-1)
         rate = -2 * natural["linear"] - outer(natural["shift"], mean)
         return type(self)(mean, kappa, 2 * natural["logdet"] + mean.shape[-1], symmetric(rate))
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         precision, shift = expectation["linear"], expectation["shift"]
         dof, rate = _dof_and_rate("NormalWishart", expectation["logdet"], precision)
         mean = torch.linalg.solve(symmetric(precision), shift.unsqueeze(-1)).squeeze(-1)

@@ -94,15 +94,13 @@ class FixedGaussian(_Elementwise):
     def expectation(self) -> Natural:
         return {"linear": self.mean}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         linear = natural["linear"]
         points(linear, self.precision.to(linear), 1, "the natural parameters")
         precision = self.precision.to(linear)
         return type(self)(linear / precision, precision)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         return type(self)(expectation["linear"], self.precision.to(expectation["linear"]))
 
     def statistics(self, theta: Tensor) -> Natural:
@@ -161,13 +159,11 @@ class DiagonalGaussian(_Elementwise):
     def expectation(self) -> Natural:
         return {"linear": self.mean, "square": self.mean.square() + 1 / self.precision}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         precision = -2 * natural["square"]
         return type(self)(natural["linear"] / precision, precision)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         mean = expectation["linear"]
         variance = expectation["square"] - mean.square()
         expectation_inside("DiagonalGaussian", variance > 0, "E[θ²] lies above E[θ]²")
@@ -246,8 +242,7 @@ class FullGaussian(ExponentialFamily):
     def expectation(self) -> Natural:
         return {"linear": self.mean, "square": self.covariance + outer(self.mean, self.mean)}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        self._check_keys(natural)
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         precision = symmetric(-2 * natural["square"])
         same_dtype(**natural)
         factor, failed = torch.linalg.cholesky_ex(precision)
@@ -256,8 +251,7 @@ class FullGaussian(ExponentialFamily):
         mean = torch.cholesky_solve(natural["linear"].unsqueeze(-1), factor).squeeze(-1)
         return type(self)(mean, precision)
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         mean = expectation["linear"]
         covariance = symmetric(expectation["square"]) - outer(mean, mean)
         factor, failed = torch.linalg.cholesky_ex(covariance)

@@ -93,11 +93,10 @@ class GaussianMixture(ExponentialFamily):
         parts = self.components.expectation
         return {k: _like(self.weights, v) * v for k, v in parts.items()}
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return self._with(self.components.with_natural(natural))
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        self._check_keys(expectation)
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         parts = {k: v / _like(self.weights, v) for k, v in expectation.items()}
         return self._with(self.components.with_expectation(parts))
 

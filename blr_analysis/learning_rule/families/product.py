@@ -82,11 +82,11 @@ class Product(ExponentialFamily):
     def expectation(self) -> Natural:
         return _flat({name: factor.expectation for name, factor in self.factors.items()})
 
-    def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         given = self._split(natural)
         return self._with({k: q.with_natural(given[k]) for k, q in self.factors.items()})
 
-    def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         given = self._split(expectation)
         return self._with({k: q.with_expectation(given[k]) for k, q in self.factors.items()})
 
@@ -160,7 +160,6 @@ class Product(ExponentialFamily):
             raise InputError(f"the factors' points do not go together: {shapes}") from error
 
     def _split(self, given: Mapping[str, Tensor]) -> dict[str, Natural]:
-        self._check_keys(given)
         return {
             name: {key: given[f"{name}.{key}"] for key in factor.ranks}
             for name, factor in self.factors.items()
