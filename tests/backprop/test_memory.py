@@ -76,8 +76,9 @@ def allowance(task: Task, variance: bool) -> int:
     return 2 * answers + 3 * sum(4 * p.numel() for p in task.parameters().values())
 
 
-@pytest.mark.parametrize("variance", [True, False])
-@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize(
+    ("structure", "variance"), [("diag", True), ("kron", True), ("kron", False)]
+)
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "attention", "layer_without_a_rule"])
 def test_peak_is_within_the_budget(name: str, structure: str, variance: bool) -> None:
     task = build(name, 192 if name in ("mlp", "convolutions") else 48)
