@@ -399,37 +399,6 @@ def test_failures_leave_the_parameters(case: str) -> None:
     assert distance(values(model), before) == 0
 
 
-@pytest.mark.parametrize("case", MAKERS)
-@pytest.mark.parametrize("between", [False, True])
-def test_training_resumes_with_the_same_bits(case: str, between: bool) -> None:
-    model = network()
-    optimizer = MAKERS[case](model.parameters())
-    other = network()
-    resumed = MAKERS[case](other.parameters())
-    for step, (x, y) in enumerate(minibatches(12)):
-        look(optimizer, model, x, y)
-        if step == 5 and between:
-            break
-        optimizer.step()
-        if step == 5:
-            break
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    for net, learner in ((model, optimizer), (other, resumed)):
-        if between:
-            learner.step()
-        for x, y in [*minibatches(12)][6:]:
-            look(learner, net, x, y)
-            learner.step()
-    assert distance(values(model), values(other)) == 0
-    assert distance(values(model), values(network())) > 0
-    with pytest.raises(OptimizerError, match="not of"):
-        MAKERS["BayesBiNN" if case != "BayesBiNN" else "STE"](
-            network().parameters()
-        ).load_state_dict(saved[1])
-
-
 def test_a_closure_a_schedule_and_a_loss_scale_change_nothing() -> None:
     results = []
     for way in ("context", "closure", "scaled"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -311,34 +310,6 @@ def test_prediction_at_the_mean_and_by_draws() -> None:
     share, error = torch.stack(kept).mean(0), math.sqrt(KEEP * (1 - KEEP) / 400)
     assert ((share - KEEP).abs() < 4 * error).all()
     assert distance(values(model), before) == 0
-
-
-@pytest.mark.parametrize("row", ["SGD", "Adam", "VOGN"])
-def test_training_resumes_with_the_same_bits(row: str) -> None:
-    def make(model: nn.Sequential) -> Dropout:
-        extra = {"model": model, "weight_decay": 0.1} if row == "VOGN" else {}
-        generator = torch.Generator().manual_seed(3)
-        return Dropout(groups(model), lr=0.01, row=row, ess=N, generator=generator, **extra)
-
-    model, other = network(), network()
-    optimizer = make(model)
-    batches = [*minibatches(8)]
-    for x, y in batches[:4]:
-        look(optimizer, model, x, y)
-        optimizer.step()
-    look(optimizer, model, *batches[4])
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other.load_state_dict(saved[0])
-    resumed = make(other)
-    resumed.load_state_dict(saved[1])
-    for net, learner in ((model, optimizer), (other, resumed)):
-        learner.step()
-        for x, y in batches[5:]:
-            look(learner, net, x, y)
-            learner.step()
-    assert distance(values(model), values(other)) == 0
-    with pytest.raises(OptimizerError, match="not of"):
-        RowOptimizer(network().parameters(), "SGD", 0.1).load_state_dict(saved[1])
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {

@@ -83,23 +83,6 @@ def test_less_than_one_averages_hessians() -> None:
     torch.testing.assert_close(learned, q.precision, rtol=1e-10, atol=1e-10)
 
 
-def test_resumes() -> None:
-    x, y = regression()
-    runs = []
-    for stop in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 1).double()
-        optimizer = Newton(model.parameters(), lr=0.5, ess=60)
-        for step in range(4):
-            if stop and step == 2:
-                saved = optimizer.state_dict()
-                optimizer = Newton(model.parameters(), lr=0.5, ess=60)
-                optimizer.load_state_dict(saved)
-            optimizer.step(lambda m=model: torch.cosh(m(x) - y).mean())
-        runs.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(*runs)
-
-
 def test_what_newton_refuses() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(OptimizerError, match="closure"):

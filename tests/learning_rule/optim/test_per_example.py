@@ -180,18 +180,6 @@ def test_several_backward_passes_in_one_context() -> None:
     assert_equal(learned(model, optimizer), by_hand(model, x, y))
 
 
-def test_resumes_between_the_draws_of_a_step() -> None:
-    model, x, y = problem("mlp")
-    other = copy.deepcopy(model)
-    optimizer, again = ogn(model), ogn(other)
-    look(model, optimizer, x[:3], y[:3])
-    again.load_state_dict(optimizer.state_dict())
-    for m, o in ((model, optimizer), (other, again)):
-        look(m, o, x[3:], y[3:])
-        o.step()
-        assert_equal(learned(m, o), by_hand(m, x, y))
-
-
 def test_at_the_weights_that_were_drawn() -> None:
     model, x, y = problem("convolutional")
     optimizer = VOGN(model.parameters(), lr=0.0, ess=10, hess_init=1.0, beta2=0.0, model=model)

@@ -185,49 +185,15 @@ def test_draws_come_from_q_and_the_mean_comes_back(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
-def test_resumes_to_the_bit(kind: type) -> None:
-    model = network()
-    optimizer = kind(model, **settings())
-    run(optimizer, model, 2)
-    other = clean(model)
-    again = kind(other, **settings())
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with pytest.raises(OptimizerError, match="copied"):
-        copy.deepcopy((model, optimizer))
-    run(optimizer, model, 2)
-    run(again, other, 2)
-    assert torch.equal(flat(model), flat(other))
-    with pytest.raises(OptimizerError):
-        again.load_state_dict(torch.optim.SGD(other.parameters(), lr=0.1).state_dict())
-
-
-@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
 def test_what_cannot_be(kind: type) -> None:
     model = network()
     optimizer = kind(model, **settings())
     for wrong in (optimizer.step, optimizer.posterior):
         with pytest.raises(OptimizerError):
             wrong()
+    with pytest.raises(OptimizerError, match="copied"):
+        copy.deepcopy((model, optimizer))
     with pytest.raises(InputError):
         kind(network(), lr=-1.0, ess=3)
     with pytest.raises(OptimizerError), optimizer.sampled_params(), optimizer.sampled_params():
         pass
-
-
-def test_a_half_precision_run_goes_on_from_its_state() -> None:
-    def advance(optimizer: NoisyKFAC, model: nn.Module) -> None:
-        x, y = data(0)
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
-        optimizer.step()
-
-    model = network().bfloat16()
-    optimizer = NoisyKFAC(model, **settings())
-    advance(optimizer, model)
-    other = clean(model).bfloat16()
-    again = NoisyKFAC(other, **settings())
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    advance(optimizer, model)
-    advance(again, other)
-    assert torch.equal(flat(model), flat(other))
