@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import torch
 
-import blr_analysis
+import blr_analysis  # noqa: F401
 
-PACKAGE = Path(blr_analysis.__file__).parent
+gc.disable()  # what is imported to collect the tests stays: no need to look for garbage in it
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """A module without an example is not imported to look for one."""
-    ours = collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE)
-    return True if ours and ">>>" not in collection_path.read_text("utf-8") else None
+    """A module without tests and examples is not imported to look for some."""
+    other = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if other and ">>>" not in collection_path.read_text("utf-8") else None
