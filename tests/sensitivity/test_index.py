@@ -18,6 +18,7 @@ from oracles import relative
 from tiny_lm import sequences, task_of, tiny_lm
 
 import blr_analysis as blr
+from blr_analysis.backprop import engine
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.sensitivity.influence import compressed
 from blr_analysis.sensitivity.influence import index as module
@@ -110,7 +111,9 @@ def signed(
     """What is kept of these vectors."""
     compression = compressed.Compression(size, True, min(size, 3072), blocks)
     parts = zip(compression.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
-    return compression, compression.compressed((start, w * root) for (start, root), w in parts)
+    whole = slice(None)
+    tiles = [(whole, start, w * root) for (start, root), w in parts]
+    return compression, compression.compressed(len(x), tiles)
 
 
 @pytest.mark.parametrize("size", [256, 1024, 2048, 4 * 3072])
@@ -166,6 +169,22 @@ def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     matrix = compressed.hadamard(256).double()
     assert torch.equal(matrix, matrix.T) and relative(matrix @ matrix, torch.eye(256)) < 1e-6
     assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_tiles_make_no_difference(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one example and some rows, or of all examples and whole matrices."""
+    task = language()
+    q, found = posterior(task, structure), []
+    monkeypatch.setattr(compressed, "BLOCK", 8)  # some layers have several tiles of 8 rows
+    compression = compressed.Compression(256, True, 256, 3)
+    for tile in (1, 2**30):
+        monkeypatch.setattr(compressed, "TILE", tile)
+        found.append(module._projected(task, q, compression, compression.roots(q), engine.QUIET))
+    small, large = found
+    assert torch.equal(small.places, large.places)
+    for name in ("z", "squares", "blocks"):
+        assert relative(getattr(small, name), getattr(large, name)) < 1e-5
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,16 +28,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blr_analysis.backprop.terms import slices
+from blr_analysis.backprop.matrices import MatrixShape
+from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.influence.results import rooted
 
 MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
+SIDE = 16  # its root
 BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
 HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
+TILE = 2**18  # numbers of gradients that are made and used at once, so that they stay in the cache
 PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
 CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
+
+Roots = Mapping[str, tuple[int, Tensor]]  # of every matrix: place of its first number, ±Σ^½
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Compression:
         """Of an example, on disk."""
         return self.size // 8 + HELD * self.blocks if self.signs else self.size * dtype.itemsize
 
-    def roots(self, q: Posterior) -> dict[str, tuple[int, Tensor]]:
+    def roots(self, q: Posterior) -> Roots:
         """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
         times random signs."""
         assert isinstance(q.form, Spectral)
@@ -95,44 +100,32 @@ class Compression:
             start += s.numel()
         return found
 
-    def compressed(self, parts: Iterable[tuple[int, Tensor]]) -> Compressed:
-        """From the numbers ``[B, n]`` of every matrix, with random signs, and where they begin."""
-        sums, squares = torch.zeros(()), torch.zeros(())
-        lengths, blocks, places = [], [], []
-        for start, w in parts:
-            sums = self._added(sums, w, start)
-            each = pad(w, (0, -w.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-            norms = torch.linalg.vector_norm(each, dim=2)
-            squares = squares + norms.double().square().sum(1).cpu()
-            longest = norms.topk(min(self.blocks, norms.shape[1]), dim=1)
-            lengths.append(longest.values)
-            blocks.append(_taken(each, longest.indices))
-            places.append(start + BLOCK * longest.indices)
-        chosen = torch.cat(lengths, 1).topk(self.blocks, dim=1).indices
-        kept, at = _taken(torch.cat(blocks, 1), chosen), torch.cat(places, 1).gather(1, chosen)
-        within = at.unsqueeze(2) + torch.arange(BLOCK, device=at.device)
-        sums = sums.scatter_add_(1, (within % self.sums).flatten(1), -kept.flatten(1))
-        return Compressed(self.mixed(sums).cpu(), squares, kept.cpu(), at.cpu())
-
-    def _added(self, z: Tensor, w: Tensor, start: int) -> Tensor:
-        """z ``[B, sums]``, or nothing yet, and numbers ``[B, n]`` that begin at this place."""
-        z = z if z.ndim else w.new_zeros(len(w), self.sums)
-        at, place = 0, start % self.sums
-        while at < w.shape[1]:
-            part = w[:, at : at + self.sums - place]
-            z[:, place : place + part.shape[1]] += part
-            at, place = at + part.shape[1], 0
-        return z
+    def compressed(self, count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Compressed:
+        """From parts of so many w, with random signs: see :func:`whitened`."""
+        found: Sums | None = None
+        for examples, start, w in parts:
+            found = found or Sums.none(count, self, w)
+            found.add(examples, start, w)
+        assert found is not None
+        within = found.places.unsqueeze(2) + torch.arange(BLOCK, device=found.z.device)
+        z = found.z.scatter_add_(1, (within % self.sums).flatten(1), -found.blocks.flatten(1))
+        rest = found.squares, found.blocks, found.places
+        return Compressed(self.mixed(z).cpu(), *(t.cpu() for t in rest))
 
     def mixed(self, z: Tensor) -> Tensor:
         """H of the sums, where their signs will be taken; H D H … with random signs D for more."""
         if not self.signs:
             return z
-        matrix, parts = hadamard(MIX).to(z), []
+        parts: list[Tensor] = []
         for k in range(self.size // self.sums):
-            z = z * random_signs(self.sums, k).to(z) if k else z
-            rows = (len(z), -1, MIX) if k % 2 else (len(z), MIX, -1)
-            z = (z.view(rows) @ matrix if k % 2 else matrix @ z.view(rows)).flatten(1)
+            if k % 2:
+                z = (z * random_signs(self.sums, k).to(z)).view(len(z), -1, MIX)
+                z = (z @ hadamard(MIX).to(z)).flatten(1)
+            else:
+                z = z * random_signs(self.sums, k).to(z) if k else z
+                small = hadamard(SIDE).to(z)  # H is its Kronecker product with itself
+                z = (small @ z.view(len(z), SIDE, -1)).view(len(z) * SIDE, SIDE, -1)
+                z = (small @ z).view(-1, self.sums)
             parts.append(z)
         return torch.cat(parts, dim=1) / len(parts) ** 0.5
 
@@ -179,6 +172,81 @@ class Compression:
         ]
         shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
         return (math.pi * torch.from_numpy(shares)).cos() * asked.norm(dim=1)
+
+
+@dataclass
+class Sums:
+    """S's sums ``[B, sums]`` of some w, ‖w‖² and the longest blocks, of the parts seen so far."""
+
+    z: Tensor
+    squares: Tensor
+    lengths: Tensor
+    blocks: Tensor
+    places: Tensor
+
+    @classmethod
+    def none(cls, count: int, compression: Compression, like: Tensor) -> Sums:
+        longest = count, compression.blocks
+        return cls(
+            like.new_zeros(count, compression.sums),
+            like.new_zeros(count, dtype=torch.float64),
+            like.new_full(longest, -1.0),
+            like.new_zeros(*longest, BLOCK),
+            torch.zeros(longest, dtype=torch.int64, device=like.device),
+        )
+
+    def add(self, examples: slice, start: int, w: Tensor) -> None:
+        """Numbers ``[b, n]`` of these examples, whose first is at place ``start``."""
+        short = -w.shape[1] % BLOCK
+        each = (pad(w, (0, short)) if short else w).unflatten(1, (-1, BLOCK))
+        norms = torch.linalg.vector_norm(each, dim=2)
+        self.squares[examples] += norms.double().square().sum(1)
+        self._longest(examples, start, each, norms)
+        z, at, place = self.z[examples], 0, start % self.z.shape[1]
+        while at < w.shape[1]:
+            part = w[:, at : at + z.shape[1] - place]
+            z[:, place : place + part.shape[1]] += part
+            at, place = at + part.shape[1], 0
+
+    def _longest(self, examples: slice, start: int, each: Tensor, norms: Tensor) -> None:
+        lengths = self.lengths[examples]
+        kept = lengths.shape[1]
+        if not kept or not bool((norms.amax(1) > lengths.amin(1)).any()):
+            return
+        top = norms.topk(min(kept, norms.shape[1]), dim=1)
+        best = torch.cat([lengths, top.values], 1).topk(kept, dim=1)
+        blocks = torch.cat([self.blocks[examples], _taken(each, top.indices)], 1)
+        places = torch.cat([self.places[examples], start + BLOCK * top.indices], 1)
+        self.lengths[examples] = best.values
+        self.blocks[examples] = _taken(blocks, best.indices)
+        self.places[examples] = places.gather(1, best.indices)
+
+
+def whitened(terms: Iterable[Term], roots: Roots) -> Iterator[tuple[slice, int, Tensor]]:
+    """w of gradients of one column in the posterior's basis, tile by tile: which examples, the
+    place of the first number, and numbers ``[b, n]``."""
+    for term in terms:
+        layout, tiles = term.matrix, iter([slice(None)])
+        if layout is not None:  # some rows at a time, of whole blocks
+            tiles = slices(layout.rows, max(1, TILE // (BLOCK * layout.columns)) * BLOCK)
+        for rows in tiles:
+            own = {name: _of_rows(*roots[name], layout, rows) for name in term.names}
+            tile = term if layout is None else term.rows(rows)
+            size = sum(root.numel() for _, root in own.values())
+            for some in slices(term.n_examples, TILE // size):
+                for name, gradients in tile.part(some).jacobian().items():
+                    start, root = own[name]
+                    yield some, start, gradients[:, 0].flatten(1).mul_(root)  # nobody else's
+
+
+def _of_rows(
+    start: int, root: Tensor, layout: MatrixShape | None, rows: slice
+) -> tuple[int, Tensor]:
+    """Place of the first number and the flat numbers of these rows."""
+    if layout is None:
+        return start, root.flatten()
+    each = root.numel() // layout.rows
+    return start + rows.start * each, root.view(layout.rows, each)[rows].flatten()
 
 
 def in_common(kept: Mapping[str, Tensor], asked: Compressed) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,9 +24,8 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import Term, slices
+from blr_analysis.backprop.terms import slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_room, drafted, held
@@ -38,7 +37,7 @@ from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
 from blr_analysis.sensitivity.influence.blocks import Cotangent, loss_gradient, loss_terms, pieces
-from blr_analysis.sensitivity.influence.compressed import Compressed, Compression
+from blr_analysis.sensitivity.influence.compressed import Compressed, Compression, Roots, whitened
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
@@ -56,7 +55,7 @@ FORMAT, VERSION = "blr_analysis.index", 4
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-TOGETHER = 2**20  # numbers of a layer's gradients, or of what is kept, that are made at once
+TOGETHER = 2**22  # numbers of what is kept that are made at once
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
 FEW = 8  # questions whose signs alone are compared first
@@ -438,40 +437,31 @@ def _projected(
     task: Task,
     q: Posterior,
     compression: Compression,
-    roots: Mapping[str, tuple[int, Tensor]],
+    roots: Roots,
     chunking: Chunking,
     indices: Tensor | None = None,
     cotangent: Cotangent = loss_gradient,
 ) -> Compressed:
     """Of these examples, on the CPU."""
-    largest, parts = max(compression.size, *(root.numel() for _, root in roots.values())), []
+    parts = []
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         whole = loss_terms(task, chunk, cotangent)
-        for some in slices(whole[0].n_examples, TOGETHER // largest):
+        for some in slices(whole[0].n_examples, TOGETHER // compression.size):
             paired = q.form.paired([term.part(some) for term in whole])
-            parts.append(compression.compressed(_whitened(paired, roots)))
+            turned = (t if basis is None else t.rotated(basis) for t, basis in paired)
+            tiles = whitened(turned, roots)
+            parts.append(compression.compressed(some.stop - some.start, tiles))
             check_finite(parts[-1].squares, "projected gradient")
     return Compressed(
         *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
     )
 
 
-def _whitened(
-    paired: Iterable[tuple[Term, Basis | None]], roots: Mapping[str, tuple[int, Tensor]]
-) -> Iterator[tuple[int, Tensor]]:
-    """w of every matrix, ``[B, n]``, and where it begins."""
-    for term, basis in paired:
-        turned = term if basis is None else term.rotated(basis)
-        for name, gradients in turned.jacobian().items():
-            start, root = roots[name]
-            yield start, gradients[:, 0].mul_(root).flatten(1)  # nobody else reads these
-
-
 def _write_shard(
     task: Task,
     q: Posterior,
     compression: Compression,
-    roots: Mapping[str, tuple[int, Tensor]],
+    roots: Roots,
     file: Path,
     rows: Tensor,
     dtype: torch.dtype,
