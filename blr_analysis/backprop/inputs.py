@@ -71,8 +71,10 @@ class InputMoments:
         fourth, count = self.spread[key].tolist()
         total = self.moments[key][1] / count
         off = float(total.square().sum() - total.diagonal(dim1=-2, dim2=-1).square().sum())
+        if count == 1:  # of which no variance is known
+            return float(off > 0)
         size = float(total.square().sum()) if whole else off
-        return min(1.0, max(0.0, (fourth / count - off) / max(count - 1, 1) / size)) if off else 0.0
+        return min(1.0, max(0.0, (fourth / count - off) / (count - 1) / size)) if off else 0.0
 
     def looked_up(self, joint: Joint) -> Tensor | None:
         """How often each row of a table was, ``[1, O, 1]``, that is a layer's matrix as well; None

@@ -106,6 +106,7 @@ class Basis(Joint):
     right: Tensor  # U_A [g, I', I'] of the layer's inputs
     left: Tensor | None = None  # U_G [g, O, O] of its output gradients; None: the identity
     inputs: float | None = None  # the mean eigenvalue of Σ a aᵀ, where it is known
+    chance: float = 0.0  # the part of its off-diagonals that is, where it was measured
 
     @property
     def shape(self) -> tuple[int, int, int]:

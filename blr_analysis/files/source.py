@@ -94,12 +94,14 @@ class Source(ABC):
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
         notes: what a user should be told about all of it.
         origin: the file that makes a base what it is, such as an adapter's.
+        whole: the model whose tensors these are, in another order or with other rows.
     """
 
     name: str
     specs: Mapping[str, Spec]
     notes: tuple[str, ...] = ()
     origin: Source | None = None
+    whole: Source | None = None
 
     def words(self, name: str) -> str:
         """How a tensor comes about, where it is not simply stored."""

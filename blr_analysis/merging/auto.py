@@ -119,7 +119,8 @@ def candidates(
     first = {k: settings[k] for k in ("base_precision", "delta")}
     if structure:
         for family in families(structure, settings):
-            words = "".join(f", {key} {value:g}" for key, value in family.items())
+            given = {k: v for k, v in family.items() if v is not None}
+            words = "".join(f", {key} {value:g}" for key, value in given.items())
             how = {**own, **family}
             found[f"fisher, {structure}{words}"] = {"method": "fisher", **how}
             if balance and "gram" not in structure and family == families(structure, settings)[0]:
@@ -137,17 +138,20 @@ def candidates(
     return found
 
 
-def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, float]]:
+def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Shrinkage, power of G and damping that are tried for a structure, the user's own first."""
     if structure not in FACTORED:
         given = float(settings["power"])
         return [{"power": power} for power in ((ROOT, 1.0) if given == 1 else (given,))]
-    shrink = 1.0 if settings["shrink"] is None else float(settings["shrink"])
+    shrink = settings["shrink"]
     if structure == "gram":
-        own = {"shrink": shrink}
-        return [own, *({"shrink": s} for s in SHRINK if s != own["shrink"])]
+        return [{"shrink": s} for s in dict.fromkeys((shrink, *SHRINK))]
     damping = 1.0 if settings["damping"] is None else float(settings["damping"])
-    own = {"shrink": shrink, "power": settings["power"], "damping": damping}
+    own = {
+        "shrink": 1.0 if shrink is None else shrink,
+        "power": settings["power"],
+        "damping": damping,
+    }
     grid = itertools.product(POWERS, DAMPINGS)
     tried = [{"shrink": own["shrink"], "power": p, "damping": d} for p, d in grid]
     return [own, *(family for family in tried if family != own)]

@@ -101,10 +101,13 @@ def outcome(report: MergeReport) -> list[str]:
         said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
     if report.solves:
         shrink, power, _ = plan.family
+        each = [p.measured(k) for p in plan.held for k in report.solves if k in p.layers]
+        least = min(each, default=1.0) if shrink is None else shrink
+        shrunk = f"{'as measured, from ' if shrink is None and least < 1 else ''}{least:.4g}"
         worst = max(solved.residual for solved in report.solves.values())
         most = max(solved.iterations for solved in report.solves.values())
         said.append(
-            f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrink:g}, "
+            f"{_count(len(report.solves), 'layer')} merged as one matrix (shrink {shrunk}, "
             f"power {power:g}): residual {worst:.1g} at most, after {most} iterations at most"
         )
         if tables := {k for p in plan.held for k in p.tables} & set(report.solves):

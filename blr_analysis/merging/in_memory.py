@@ -22,7 +22,7 @@ from blr_analysis.merging.job import MergeSettings, Weight
 from blr_analysis.merging.layers import NOISE, Moments, dense
 from blr_analysis.merging.matching import MERGEABLE
 from blr_analysis.merging.methods import CURVED, METHODS, Method
-from blr_analysis.merging.plan import MAX_MEMORY, make_plan
+from blr_analysis.merging.plan import MAX_MEMORY, MergePlan, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import bar, track
@@ -44,13 +44,13 @@ def merged(
     max_memory: int = MAX_MEMORY,
     threads: int | None = None,
     progress: bool | None = None,
-    tell: Callable[[Outcome], object] = lambda met: None,
+    tell: Callable[[MergePlan, Outcome], object] = lambda plan, met: None,
     **settings: Any,
 ) -> dict[str, Tensor]:
     """:func:`blr_analysis.merge` of models in memory by a named method.
 
     Args:
-        tell: told what was met on the way.
+        tell: told the plan, and what was met on the way.
         settings: of :class:`blr_analysis.merging.job.MergeSettings`; all others as there.
     """
     how = MergeSettings(**settings)
@@ -102,7 +102,7 @@ def merged(
     assert isinstance(reference, Loaded)
     sink = Memory(plan.items, {n: t.device for n, t in reference.tensors.items()})
     with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
-        tell(stream(plan, sink, shown.update))
+        tell(plan, stream(plan, sink, shown.update))
     return sink.tensors
 
 

@@ -19,7 +19,7 @@ from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.in_memory import ARGUMENTS, SETTINGS, merged, one_each, refuse_idle
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of, widest
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD, plan_folders
+from blr_analysis.merging.plan import MAX_MEMORY, SHARD, MergePlan, plan_folders
 from blr_analysis.merging.stream import WORSE, Outcome
 from blr_analysis.task import Task
 
@@ -95,8 +95,8 @@ def merge(
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9. None:
-            1, and with ``tasks`` 1 less the part of them that is chance, which moments of few
-            examples have most of.
+            1 less the part of them that is chance, which "gram" and ``tasks`` measure: moments of
+            few examples, the singular ones among them, have most of it.
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
             0.5 puts half way, in logarithms, between the average and the Fisher average.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,
@@ -189,15 +189,16 @@ def merge(
     return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
 
 
-def _warn(met: Outcome) -> None:
+def _warn(plan: MergePlan, met: Outcome) -> None:
+    said = plan.of_few
     mean = sum(met.lost) / max(len(met.lost), 1)
     if mean > WORSE:
-        warnings.warn(
+        said.append(
             f"by their precisions the models lose {mean:.2g} times what they lose in the plain "
-            'average: take method="linear", smaller weights or "auto"',
-            UserWarning,
-            stacklevel=8,  # two decorators each of merged and merge
+            'average: take method="linear", smaller weights or "auto"'
         )
+    for sentence in said:
+        warnings.warn(sentence, UserWarning, stacklevel=8)  # two decorators each
 
 
 def _by_choice(given: dict[str, Any]) -> Any:

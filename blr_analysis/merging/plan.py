@@ -32,7 +32,9 @@ from blr_analysis.merging.precisions import (
 from blr_analysis.merging.vocabularies import Retokenized, untied
 from blr_analysis.views import Tabular
 
-CHUNK = 2**18  # entries of a tensor in hand at a time, at most
+CHUNK = 2**19  # entries of a tensor in hand at a time, at most
+HELD = 2**24  # bytes that they take with what is computed of them, if no fewer are asked for
+ROWS = 2**18  # entries of a layer's rows that are merged together
 WORKERS = 8
 MAX_MEMORY = 256 * 2**20
 SHARD = 5_000_000_000
@@ -84,16 +86,35 @@ class MergePlan(Tabular):
         return self.settings.dtype
 
     @property
-    def family(self) -> tuple[float, float, float | None]:
-        """Shrink, power and damping of precisions with factors."""
+    def family(self) -> tuple[float | None, float, float | None]:
+        """Shrink (None: as measured), power and damping of precisions with factors."""
         how = self.settings
-        return 1.0 if how.shrink is None else float(how.shrink), float(how.power), how.damping
+        return how.shrink, float(how.power), how.damping
 
     @property
     def held(self) -> list[StoredPrecision]:
         """The precisions, the base's first."""
         every = [self.base_precision, *(part.precision for part in self.parts)]
         return [p for p in every if p is not None]
+
+    @property
+    def used(self) -> list[StoredPrecision]:
+        """The models' precisions."""
+        return [p.precision for p in self.parts if p.precision is not None]
+
+    @property
+    def of_few(self) -> list[str]:
+        """Which of them are moments of so few examples that much of them is chance."""
+        said = []
+        for p in self.used:
+            if p.noise > NOISE:
+                shrunk = self.settings.shrink is None and any(p.chance.values())
+                then = ", and shrunk as measured: take more" if shrunk else ": take more, or shrink"
+                said.append(
+                    f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is "
+                    f"chance{then}"
+                )
+        return said
 
     @cached_property
     def layers(self) -> dict[str, Joint]:
@@ -111,19 +132,14 @@ class MergePlan(Tabular):
     def notes(self) -> list[str]:
         """What a user should be told about the models."""
         notes = [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
-        used = [p.precision for p in self.parts if p.precision is not None]
+        used = self.used
         kinds = sorted({p.kind for p in used if p.kind})
         if len(kinds) > 1:
             notes.append(
                 f"precisions of different kinds weigh against each other: {', '.join(kinds)}; "
                 "their units may differ"
             )
-        notes += [
-            f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is chance: take "
-            "more, or shrink"
-            for p in used
-            if p.noise > NOISE
-        ]
+        notes += self.of_few
         names = [p.name for p in used]
         notes += [
             f"the precision {name!r} stands for several models"
@@ -302,7 +318,7 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
 
     longest = max((i.spec.numel for i in plan.items), default=1)
     chunk = min(CHUNK, max(1, -(-longest // BLOCK)) * BLOCK)
-    while need(workers, chunk) > max_memory and chunk > BLOCK:
+    while (chunk * each > HELD or need(workers, chunk) > max_memory) and chunk > BLOCK:
         chunk = max(BLOCK, chunk // 2 // BLOCK * BLOCK)
     while need(workers, chunk) > max_memory and workers > 1:
         workers -= 1
@@ -335,7 +351,7 @@ def rows_at_once(joint: Joint) -> int:
     layout = joint.layout
     if layout.groups > 1 or layout.transposed:
         return layout.rows
-    return min(layout.rows, max(64, CHUNK // layout.columns))
+    return min(layout.rows, max(64, ROWS // layout.columns))
 
 
 # What changes a model's outputs and not the shapes of its weights.
@@ -387,10 +403,14 @@ def plan_folders(
         precision = None
         if method.uses_precisions and member.precision is not None:
             precision = open_precision(member.precision, member.n_data)
+            if job.vocabulary is not None:
+                precision = precision.retokenized(job.vocabulary, member.model)
         parts.append(OpenModel(opened[member.model], precision, member.weight, member.density))
     first = None
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
+        if job.vocabulary is not None and job.base is not None:
+            first = first.retokenized(job.vocabulary, job.base)
     _compare_configs(job)
     return make_plan(job, base, parts, base_precision=first, max_memory=max_memory, threads=threads)
 

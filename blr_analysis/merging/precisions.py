@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.matrices import Basis, Joint
+from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
 from blr_analysis.files.storage import SAMPLE, checked_record
 from blr_analysis.merging.formula import extremes
 from blr_analysis.merging.layers import Factors
+from blr_analysis.merging.vocabularies import Retokenized, Vocabulary, is_vocabulary
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
 VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
@@ -49,6 +50,7 @@ class StoredPrecision:
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
         noise: the largest part of a layer's moments, of "gram", that is chance.
+        chance: that of their off-diagonals, by layer.
     """
 
     source: Source
@@ -64,6 +66,7 @@ class StoredPrecision:
     adapter: bool = False
     power: float = 1.0
     noise: float = 0.0
+    chance: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -99,6 +102,28 @@ class StoredPrecision:
         """Hᵖ where it has no factors, whose power is their own matter."""
         return self if self.layers else replace(self, power=power)
 
+    def retokenized(self, vocabulary: Vocabulary, model: Path) -> StoredPrecision:
+        """The same by the rows of a vocabulary: H = 0 for tokens that the model lacks.
+
+        Raises:
+            PosteriorError: factors of a table that are not the same for all rows.
+        """
+        source = Retokenized(vocabulary.alone(model), model, {model: self.source}, self.prior)
+        layers = dict(self.layers)
+        for key, (joint, inputs) in self.layers.items():
+            layout = joint.layout
+            if not any(map(is_vocabulary, joint.names)) or layout.rows == vocabulary.size:
+                continue
+            if self.has_outputs(key) or self.by_row(key) or layout.transposed:
+                raise PosteriorError(
+                    f"the factors of {key!r} in {self.name!r} are of {layout.rows} tokens, the "
+                    f"result has {vocabulary.size}: take --structure diag"
+                )
+            size, columns = vocabulary.size, layout.columns
+            turned = MatrixShape(1, size, columns, (size, columns))
+            layers[key] = replace(joint, layout=turned), inputs
+        return replace(self, source=source, layers=layers)
+
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
         total, scratch = 0.0, Scratch()
@@ -111,6 +136,10 @@ class StoredPrecision:
             step = joint.join({n: (state[n] - own[n]).double().cpu() for n in joint.names})
             total += 0.5 * float((step * self.factors(key).times(step)).sum())
         return total
+
+    def measured(self, key: str) -> float:
+        """The shrinkage of a layer's off-diagonals: 1 less the part of them that is chance."""
+        return 1.0 - self.chance.get(key, 0.0)
 
     def has_outputs(self, key: str) -> bool:
         """Whether a layer's H is no matrix for all rows alike."""
@@ -126,9 +155,9 @@ class StoredPrecision:
         return sum(self.source.specs[p].nbytes for p in places if p in self.source.specs)
 
     def factors(
-        self, key: str, shrink: float = 1.0, power: float = 1.0, damping: float | None = 0.0
+        self, key: str, shrink: float | None = 1.0, power: float = 1.0, damping: float | None = 0.0
     ) -> Factors:
-        """H of a layer, in float64.
+        """H of a layer, in float64; ``shrink`` None: :meth:`measured`.
 
         Raises:
             PosteriorError: NaN, inf, or eigenvalues below 0.
@@ -154,6 +183,7 @@ class StoredPrecision:
         right, left = (held.get(key) for key in VECTORS)
         assert right is not None
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
+        shrink = self.measured(key) if shrink is None else shrink
         return Factors(basis, values, shrink, rows).raised(power).damped(damping)
 
     def read(
@@ -215,11 +245,9 @@ def _recorded(
 ) -> StoredPrecision:
     names = list(record["parameters"])
     try:
-        layers = {
-            joint.key: (joint, entry.get("inputs"))
-            for entry in record.get("blocks", ())
-            for joint in [Joint.read(entry)]
-        }
+        blocks = [(Joint.read(entry), entry) for entry in record.get("blocks", ())]
+        layers = {joint.key: (joint, entry.get("inputs")) for joint, entry in blocks}
+        chance = {joint.key: float(entry.get("chance") or 0.0) for joint, entry in blocks}
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{source.name!r} has malformed layers: {error}") from error
     _check_layers(source, layers)
@@ -235,6 +263,7 @@ def _recorded(
         sha256=_sha256(record),
         adapter=bool(record.get("adapter")),
         noise=float(record.get("noise") or 0.0),
+        chance=chance,
     )
 
 
@@ -254,7 +283,8 @@ def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
 def check_belongs(precision: StoredPrecision, model: Source) -> None:
     """Raise :class:`PosteriorError` where the precision was recorded for other weights."""
     other = False
-    origin = model.origin if precision.adapter else model if isinstance(model, Folder) else None
+    whole = model.whole or model
+    origin = model.origin if precision.adapter else whole if isinstance(whole, Folder) else None
     if precision.sha256 is not None and origin is not None:
         digest, most = precision.sha256
         other = fingerprint(origin, most=most, progress=False) != digest

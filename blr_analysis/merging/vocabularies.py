@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,6 +55,10 @@ class Vocabulary:
     chosen: Mapping[str, Chosen]
     tokenizer: Mapping[str, Any] | None = None
 
+    def alone(self, model: Path) -> Vocabulary:
+        """The same where no other model lends its rows."""
+        return replace(self, known={model: self.known[model]}, base=None, chosen={})
+
     def rows(self, model: Path, lengths: Mapping[Path, int]) -> list[list[tuple[Path, int]]]:
         """By row of the result, the rows whose mean stands there: the model's own, else the base's,
         else those of all models that know the token."""
@@ -88,8 +92,14 @@ class Place:
 class Arranged(Source):
     """Tensors of other sources under new names."""
 
-    def __init__(self, name: str, places: Mapping[str, Place], notes: tuple[str, ...] = ()) -> None:
-        self.name, self.notes, self._places = name, notes, places
+    def __init__(
+        self,
+        name: str,
+        places: Mapping[str, Place],
+        notes: tuple[str, ...] = (),
+        whole: Source | None = None,
+    ) -> None:
+        self.name, self.notes, self.whole, self._places = name, notes, whole, places
         self.specs = {n: p.source.specs[p.name] for n, p in places.items()}
 
     def words(self, name: str) -> str:
@@ -104,11 +114,19 @@ class Arranged(Source):
 
 
 class Retokenized(Source):
-    """A model with the rows of its embeddings and heads in the order of a vocabulary."""
+    """A model with the rows of its embeddings and heads in the order of a vocabulary; ``empty``:
+    by tensor, what stands where no model has a row, if not 0."""
 
-    def __init__(self, vocabulary: Vocabulary, model: Path, sources: Mapping[Path, Source]) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        model: Path,
+        sources: Mapping[Path, Source],
+        empty: Mapping[str, float] | None = None,
+    ) -> None:
         own = sources[model]
         self.name, self.notes, self._own, self._sources = own.name, own.notes, own, sources
+        self.whole, self._empty = own.whole or own, empty or {}
         most = 1 + max(vocabulary.known[model].values(), default=-1)
         self._rows: dict[str, list[list[tuple[Path, int]]]] = {}
         self.specs = dict(own.specs)
@@ -145,7 +163,7 @@ class Retokenized(Source):
                 values = self._sources[place].read(name, *span, own)
                 out[at - low : end - low] = values.view(-1, width)
             else:
-                mean = torch.zeros(width)
+                mean = torch.full((width,), 0.0 if parts else self._empty.get(name, 0.0))
                 for place, row in parts:
                     values = self._sources[place].read(name, row * width, (row + 1) * width, own)
                     mean += values.float() / len(parts)
@@ -171,7 +189,9 @@ def untied(sources: Mapping[Path, Source]) -> dict[Path, Source]:
                 if head not in source.specs and alone[0] in source.specs:
                     places = {n: Place(source, n) for n in source.specs}
                     places[head] = Place(source, alone[0], f"tied to {alone[0]}")
-                    result[place] = Arranged(source.name, places, source.notes)
+                    result[place] = Arranged(
+                        source.name, places, source.notes, source.whole or source
+                    )
     return result
 
 

@@ -18,6 +18,7 @@ from tiny_lm import TinyLM
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.files import Folder
 from blr_analysis.merging.card import model_card, outcome, report_json
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
@@ -93,7 +94,7 @@ def test_against_the_dense_solve(family: tuple[State, list[Task]], structure: st
     first = fit_laplace(tasks[1], structure=structure, prior_precision=2.0)
     merged = merge(
         base, models, precisions=fitted, weights=alphas, base_precision=first, delta=0.3,
-        trust=True, damping=0.0, dtype=torch.float64,
+        trust=True, shrink=1.0, damping=0.0, dtype=torch.float64,
     )  # fmt: skip
     eye = torch.eye(len(flatten(base)), dtype=torch.float64)
     held = [data_part(q) for q in fitted]
@@ -180,7 +181,7 @@ def test_a_table_that_is_head_and_embedding(
     base, *models = (weights_of(t) for t in tasks)
     based, alphas = more.pop("based", False), more.pop("weights", [1.0, 2.0])
     monkeypatch.setattr("blr_analysis.merging.stream.rows_at_once", lambda joint: 64)
-    how: dict[str, Any] = {"dtype": torch.float64, "weights": alphas, **more}
+    how: dict[str, Any] = {"dtype": torch.float64, "weights": alphas, "shrink": 1.0, **more}
     how |= {} if based else {"method": "fisher"}
     first = {"base_precision": fitted[0]} if based else {}
     merged = merge(base, models, precisions=fitted[1:], **how, **first)["words.weight"]
@@ -294,30 +295,45 @@ def test_singular_moments_keep_the_average_and_are_counted() -> None:
     assert relative(merged[:, 2], (a + b)[:, 2] / 2) < 1e-12
 
 
-@pytest.mark.parametrize(("count", "said"), [(6, True), (300, False)])
-def test_moments_of_few_examples_are_said(count: int, said: bool, tmp_path: Path) -> None:
-    """The variance of their mean over its square, by hand; inputs here have no correlations."""
+@pytest.mark.parametrize(("count", "said"), [(3, True), (300, False)])
+def test_moments_of_few_examples_are_shrunk_and_said(
+    count: int, said: bool, tmp_path: Path
+) -> None:
+    """By the variance of their mean over its square, by hand; 3 rows of 4 inputs are singular."""
     torch.manual_seed(0)
     one, two = nn.Linear(4, 2, bias=False).double(), nn.Linear(4, 2, bias=False).double()
-    x = normal(count, 4)
-    tasks = [Task(m, (x, torch.arange(count) % 2)) for m in (one, two)]
+    rows = [normal(count, 4), normal(count, 4, seed=1).cumsum(1)]
+    pairs = zip((one, two), rows, strict=True)
+    tasks = [Task(m, (x, torch.arange(count) % 2)) for m, x in pairs]
     fitted = [fit_laplace(t, structure="gram") for t in tasks]
-    products = x[:, :, None] * x[:, None, :]
     apart = ~torch.eye(4, dtype=torch.bool)
-    truth = products.var(0)[apart].sum() / count / products.mean(0).square().sum()
-    assert fitted[0].record["noise"] == pytest.approx(float(truth), rel=1e-9)
+    shrunk = []
+    for q, x in zip(fitted, rows, strict=True):
+        products = x[:, :, None] * x[:, None, :]
+        spread = products.var(0)[apart].sum() / count
+        truth = spread / products.mean(0).square().sum()
+        assert q.record["noise"] == pytest.approx(min(float(truth), 1.0), rel=1e-9)
+        kept = 1 - spread / products.mean(0)[apart].square().sum()
+        shrunk.append(torch.where(apart, kept.clamp_min(0), 1.0) * products.sum(0))
     models = [weights_of(t) for t in tasks]
+    w = [m["weight"] for m in models]
+    regmean = torch.linalg.solve(sum(shrunk), w[0] @ shrunk[0] + w[1] @ shrunk[1], left=False)
     for k, (q, state) in enumerate(zip(fitted, models, strict=True)):
         q.save(tmp_path / f"q{k}")
         (tmp_path / f"m{k}").mkdir()
         save_file(state, tmp_path / f"m{k}" / "model.safetensors")
     report = merge(
         None, [tmp_path / "m0", tmp_path / "m1"], method="fisher", out=tmp_path / "out",
-        precisions=[tmp_path / "q0", tmp_path / "q1"],
+        precisions=[tmp_path / "q0", tmp_path / "q1"], dtype=torch.float64,
     )  # fmt: skip
+    written = Folder.open(report.folder).tensor("weight")
+    assert relative(written, regmean) < EXACT
     assert any("few examples" in note for note in report.plan.notes) == said
-    with pytest.warns(UserWarning, match="few examples") if said else nullcontext():
-        merge(None, models, tasks=tasks, method="fisher")
+    assert any("shrink as measured" in line for line in outcome(report))
+    for how in ({"tasks": tasks}, {"precisions": fitted}):
+        with pytest.warns(UserWarning, match="few examples") if said else nullcontext():
+            merged = merge(None, models, method="fisher", dtype=torch.float64, **how)
+        assert relative(merged["weight"], regmean) < EXACT
 
 
 @pytest.mark.parametrize("structure", ["gram", "kron"])
@@ -333,6 +349,7 @@ def test_a_task_taken_out_again(structure: str) -> None:
         precisions=fitted,
         weights=alphas,
         delta=30.0,
+        shrink=1.0,
         damping=0.0,
         dtype=torch.float64,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jinja2 import Environment
-from merging.models_on_disk import near, state, write_model
+from merging.models_on_disk import State, near, state, write_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -19,6 +19,7 @@ from blr_analysis.merging.folders import execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
 from blr_analysis.merging.recipe.places import chat_template, renumbered, vocabulary
+from blr_analysis.posterior import write_precision
 
 WORDS = ["the", "a", "cat"]
 
@@ -101,9 +102,13 @@ def with_tokens(root: Path, name: str, tokens: list[str], seed: int, **config: A
         tensors["lm_head.weight"] = torch.randn(len(tokens), 3, generator=generator)
     sizes = {"vocab_size": len(tokens), **config}
     folder = write_model(root / name, tensors, config=sizes)
+    return put(folder, "tokenizer.json", tokenizer_of(tokens))
+
+
+def tokenizer_of(tokens: list[str]) -> str:
     tokenizer = Tokenizer(WordLevel({t: n for n, t in enumerate(tokens) if t[0] != "<"}))
     tokenizer.add_tokens([t for t in tokens if t[0] == "<"])
-    return put(folder, "tokenizer.json", tokenizer.to_str())
+    return tokenizer.to_str()
 
 
 TOKENS = {
@@ -197,6 +202,44 @@ def test_tables_that_are_padded_differently_give_one_without_padding(
     own = Folder.open(three / "base").tensors()
     for name in ("embed.weight", "lm_head.weight"):
         torch.testing.assert_close(tensors[name], own[name] + 0.5)
+
+
+@pytest.mark.parametrize("method", ["fisher", "gradient_matching"])
+@pytest.mark.parametrize("prior", [0.0, 0.5])
+def test_precisions_of_other_vocabularies(three: Path, method: str, prior: float) -> None:
+    """Row by row by hand: who lacks a token, or has a padded table, says nothing of its row."""
+    models, stored = {}, {}
+    for k, name in enumerate(("base", "one", "two")):
+        models[name] = {n: t.clone() for n, t in Folder.open(three / name).tensors().items()}
+        if name == "one":  # padded
+            for n in ("embed.weight", "lm_head.weight"):
+                models[name][n] = torch.cat([models[name][n], torch.ones(3, 3)])
+            write_model(three / name, models[name], config={"vocab_size": 7})
+            put(three / name, "tokenizer.json", tokenizer_of(TOKENS[name]))
+        generator = torch.Generator().manual_seed(k)
+        own = {n: torch.rand(t.shape, generator=generator) + 0.1 for n, t in models[name].items()}
+        place, stored[name] = three / name / "precision", own
+        given = {n: h + prior for n, h in own.items()}
+        about = {"kind": "fisher_mc", "definition": "h", "n_data": 1, "prior_precision": prior}
+        write_precision(place, given, **about)
+    text = f"merge_method: {method}\nbase_model: base\ntokenizer_source: union\n"
+    tensors, _ = merged(three, text + "models: [{model: one}, {model: two}]")
+    union = ["the", "a", "cat", "<x>", "<y>"]
+    for n in ("embed.weight", "lm_head.weight"):
+        for at, token in enumerate(union):
+
+            def known(name: str, values: State, n: str = n, token: str = token) -> Any:
+                tokens = TOKENS[name]
+                return values[name][n][tokens.index(token)] if token in tokens else None
+
+            pairs = [(known(m, models), known(m, stored)) for m in ("base", "one", "two")]
+            there = [w for w, _ in pairs if w is not None]
+            lent = there[0] if token in TOKENS["base"] else torch.stack(there).mean(0)
+            (base, first), *rest = [(lent, 0 * lent) if w is None else (w, h) for w, h in pairs]
+            first = first if method == "gradient_matching" else 0 * first
+            total = first + sum(h for _, h in rest)
+            truth = base + sum((first + h) * (w - base) for w, h in rest) / total
+            torch.testing.assert_close(tensors[n][at], truth)
 
 
 def test_numbers_that_the_library_would_not_give_are_refused(three: Path) -> None:

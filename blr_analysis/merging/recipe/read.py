@@ -558,8 +558,10 @@ class _RecipeReader:
             return (place if named else "base"), None
         if not tokens or not all(own.values()):
             raise self.page.wrong(way, "every model needs a tokenizer.json to tell its tokens")
-        if self.method.uses_precisions:
-            raise self.page.wrong(way, f"{self.method.name} needs models of one vocabulary")
+        if self.text.merge_method == AUTO:
+            raise self.page.wrong(way, "auto needs models of one vocabulary")
+        if self.method.uses_precisions and said and said.tokens:
+            raise self.page.wrong((way[0], "tokens"), "rows that are named have no precision")
         many = (said.pad_to_multiple_of if said else None) or 1
         size = -(-(1 + max(tokens.values())) // many) * many
         rows = {m: min(table.values(), default=0) for m, table in lengths.items()}

@@ -60,8 +60,8 @@ class Kronecker(Spectral):
             joint = Joint.read(entry)
             right = tensors[f"{joint.key}.input_eigenvectors"]
             left = tensors.get(f"{joint.key}.output_eigenvectors")
-            known = entry.get("inputs")
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
+            known = entry.get("inputs"), float(entry.get("chance") or 0.0)
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, *known))
         joined = {n for b in blocks for n in b.names}
         plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
         values = {n: tensors[n] for n in plain}
@@ -71,7 +71,10 @@ class Kronecker(Spectral):
         return cls(tuple(blocks), values, plain, tuple(names))
 
     def record(self) -> dict[str, Any]:
-        blocks = [{**block.record(), "inputs": block.inputs} for block in self.blocks]
+        blocks = [
+            {**block.record(), "inputs": block.inputs, "chance": block.chance}
+            for block in self.blocks
+        ]
         return {"blocks": blocks, **super().record()}
 
     @property
@@ -255,9 +258,9 @@ class Gram(Kronecker):
         for joint, moments in seen.moments.values():
             like = fit.params[joint.key]
             across, right = torch.linalg.eigh(moments)
-            known = float(across.mean())
+            known = float(across.mean()), seen.noise(joint.key)
             right = right.to(like)
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, None, known))
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, None, *known))
             each = across.clamp_min(0).to(like).unsqueeze(1)
             if (counts := seen.looked_up(joint)) is not None:
                 each = each + counts.to(like)
