@@ -1,11 +1,9 @@
-"""What several processes compute together, for ``test_ranks``: run by ``torchrun``, or alone."""
+"""What several processes compute together, for ``test_ranks``: by ``torchrun``, forked or alone."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -191,33 +189,22 @@ def dies(folder: Path) -> None:
     blr.Index.build(network(), q, folder / "begun", **REST)
 
 
-def fork(count: int) -> None:
-    """Go on as one of so many ranks, as torchrun starts them; the imports are done once. What
-    started them ends here, when they have."""
-    for what in ("pyarrow.dataset", "torch._dynamo", "blr_analysis.tables"):
-        importlib.import_module(what)  # which each would come to
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    started = []
-    for rank in range(count):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started.append(os.fork())
-        if not started[-1]:
-            return
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in started))
+def as_rank(rank: int, count: int, port: int, folder: Path) -> None:
+    """One of so many processes that were forked, as torchrun starts them."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count}
+    where |= {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    torch.set_num_threads(1)
+    with ranks.opened():
+        torch.save({"answers": answers(folder) | of_pieces(folder)}, folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place, *more = map(Path, sys.argv[1:])
-    if more and str(more[0]).startswith("--fork="):
-        fork(int(str(more.pop()).removeprefix("--fork=")))
     with ranks.opened():
         found = {"answers": answers(place) | of_pieces(place)}
-        if more:
-            found["refusals"] = refusals()
-            found["codes"] = commands(place, *more)
+        found["refusals"] = refusals()
+        found["codes"] = commands(place, *more)
         torch.save(found, place / f"rank{ranks.rank()}.pt")
-        if more:
-            dies(place)
+        dies(place)

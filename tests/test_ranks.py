@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import ranked
 import tiny_transformers as tiny
 import torch
+from commands import FORK
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
@@ -23,11 +24,12 @@ from blr_analysis.files import storage
 TESTS = Path(__file__).parent
 
 
-def launched(*argv: object, by: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """The script in processes of one thread, by a launcher or by itself."""
+def launched(*argv: object) -> subprocess.CompletedProcess[str]:
+    """The script in two processes of one thread."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.run(
-        [sys.executable, *by, str(TESTS / "ranked.py"), *map(str, argv)],
+        [sys.executable, *torchrun, str(TESTS / "ranked.py"), *map(str, argv)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -62,8 +64,7 @@ def two(
     place, task = tmp_path_factory.mktemp("two"), ranked.network()
     q = blr.fit_laplace(task, structure="diag", prior_precision=2.0, progress=False)
     q.save(place / "q.safetensors")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    said = launched(place, *texts, by=torchrun)
+    said = launched(place, *texts)
     (place / "ended").touch()
     return place, said
 
@@ -116,8 +117,16 @@ def test_commands_write_once_what_one_process_writes(
 
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
-    said = launched(tmp_path, "--fork=4")
-    assert said.returncode == 0, said.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    forked = [
+        FORK.Process(target=ranked.as_rank, args=(rank, 4, port, tmp_path)) for rank in range(4)
+    ]
+    for process in forked:
+        process.start()
+    for process in forked:
+        process.join(240)
+    assert [process.exitcode for process in forked] == [0] * 4
     for rank in range(4):
         agree(torch.load(tmp_path / f"rank{rank}.pt")["answers"], alone)
 
