@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def unit_of(module: str) -> str:
 
 
 def imports_of(
-    source: str, module: str, *, is_package: bool, known: set[str]
+    source: str, module: str, *, is_package: bool = False, known: set[str]
 ) -> tuple[list[Import], list[int]]:
     """What a source text imports, and the lines on which it imports by a computed name."""
     package = module if is_package else module.rpartition(".")[0]
@@ -127,17 +128,26 @@ def imports_of(
     return found, dynamic
 
 
-def complaints(
-    source: str, module: str, *, is_package: bool = False, known: set[str] | None = None
-) -> list[str]:
-    """What is wrong with the imports of one module, a sentence each; empty if nothing is."""
-    known = set(MODULES) if known is None else known
+@cache
+def read(module: str) -> tuple[list[Import], list[int]]:
+    """What a module of the package imports."""
+    path = MODULES[module]
+    package, source = path.name == "__init__.py", path.read_text("utf-8")
+    return imports_of(source, module, is_package=package, known=set(MODULES))
+
+
+def complaints(source: str, module: str, known: set[str]) -> list[str]:
+    """What is wrong with the imports of a source text."""
+    return judged(module, *imports_of(source, module, known=known))
+
+
+def judged(module: str, found: list[Import], dynamic: list[int]) -> list[str]:
+    """What is wrong with these imports of a module, a sentence each; empty if nothing is."""
     unit = unit_of(module)
     if unit == "":
         return []
     if unit not in HEIGHT:
         return [f"{module}: say where {unit!r} stands by adding it to LAYERS in this test"]
-    found, dynamic = imports_of(source, module, is_package=is_package, known=known)
     wrong = []
     for imported in found:
         top = imported.name.partition(".")[0]
@@ -167,28 +177,19 @@ def distributions(specifiers: list[str]) -> set[str]:
 
 
 def test_imports_run_downward() -> None:
-    wrong = [
-        complaint
-        for module, path in MODULES.items()
-        for complaint in complaints(
-            path.read_text("utf-8"), module, is_package=path.name == "__init__.py"
-        )
-    ]
+    wrong = [complaint for module in MODULES for complaint in judged(module, *read(module))]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    known = set(MODULES)
     below = {
         module: {
             one.name
-            for one in imports_of(
-                path.read_text("utf-8"), module, is_package=path.name == "__init__.py", known=known
-            )[0]
+            for one in read(module)[0]
             # of its own package it may take names: those are no module
-            if one.name in known and not module.startswith(f"{one.name}.")
+            if one.name in MODULES and not module.startswith(f"{one.name}.")
         }
-        for module, path in MODULES.items()
+        for module in MODULES
     }
     TopologicalSorter(below).prepare()  # CycleError names the circle
 
@@ -199,9 +200,8 @@ def test_third_party_imports_are_declared() -> None:
     optional = distributions(
         [name for extra in project["optional-dependencies"].values() for name in extra]
     )
-    for module, path in MODULES.items():
-        package, source = path.name == "__init__.py", path.read_text("utf-8")
-        for one in imports_of(source, module, is_package=package, known=set(MODULES))[0]:
+    for module in MODULES:
+        for one in read(module)[0]:
             top = one.name.partition(".")[0]
             if top in sys.stdlib_module_names or top in (PACKAGE, "__future__"):
                 continue

@@ -75,9 +75,9 @@ def test_the_same_bits_for_any_memory_and_any_threads(tmp_path: Path) -> None:
 
 
 def test_memory_stays_below_the_promise(tmp_path: Path) -> None:
-    """One tensor takes 64 MB in bfloat16 and its precisions 128 MB each; the bound is 24 MB."""
-    bound = 24 * 2**20
-    family = big_family(tmp_path, 500_000)
+    """One tensor takes 32 MB in bfloat16 and its precisions 64 MB each; the bound is 14 MB."""
+    bound = 14 * 2**20
+    family = big_family(tmp_path, 250_000)
     small = big_family(tmp_path / "small", 64)
     script = f"""
         import resource

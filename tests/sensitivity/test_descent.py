@@ -116,9 +116,9 @@ def test_converged_descent_is_retraining(change: str) -> None:
 @cache
 def classes_retrained() -> tuple[blr.Task, blr.Task, list[float], list[int]]:
     """Training and test data, the test loss without every other class, and the gradients taken."""
-    x, y = digits(1200)
-    model, test = network(), (x[800:], y[800:])
-    x, y = x[:800], y[:800]
+    x, y = digits(800)
+    model, test = network(), (x[500:], y[500:])
+    x, y = x[:500], y[:500]
     retrain(model, x, y, DELTA)
     true, taken = [], []
     for c in range(0, 10, 2):
