@@ -846,7 +846,7 @@ def test_unknown_corrections(correction: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunk_size", "memory_budget"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "many", NAN])
 def test_bad_sizes(name: str, value: Any) -> None:
     task = task_of()
     for analysis in (blr.sensitivity, blr.leave_one_out):

@@ -215,25 +215,6 @@ def test_the_package_was_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("likelihoods", "from blr_analysis.errors import DataError"),
-        ("task", "from .likelihoods import Likelihood"),
-        ("posterior.laplace", "from ..backprop import record"),
-        ("posterior.laplace", "from . import gaussian"),
-        ("sensitivity.scores", "import torch\nimport blr_analysis.posterior.gaussian"),
-        ("tables", "import pandas as pd"),
-        ("plots", "import pandas, matplotlib.pyplot as plt"),
-        ("posterior.capture", "def read():\n    import transformers"),
-        ("views", "import importlib\nimportlib.import_module(name)"),
-        ("cli", "from blr_analysis import demo"),
-    ],
-)
-def test_what_the_rule_allows(module: str, source: str) -> None:
-    assert complaints(source, f"{PACKAGE}.{module}", known={f"{PACKAGE}.demo"}) == []
-
-
-@pytest.mark.parametrize(
     ("module", "source", "word"),
     [
         ("likelihoods", "from blr_analysis.task import Task", "not below"),

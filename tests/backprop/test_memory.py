@@ -8,7 +8,6 @@ import pytest
 import torch
 from allocations import peak_bytes
 from models import randomised, seeded
-from oracles import relative
 from parts import Graph, graph, normal
 from readings import example
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from blr_analysis import sensitivity
 from blr_analysis.backprop import engine
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.errors import InputError
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
@@ -161,30 +159,6 @@ def test_a_tiny_budget_still_takes_one_example(monkeypatch) -> None:
     q = posterior_for(task, "diag")
     call = lambda: sensitivity(task, q, memory_budget=1, progress=False)  # noqa: E731
     assert sizes_of(monkeypatch, call) == [1] * 16
-
-
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "attention", "layer_without_a_rule"])
-@pytest.mark.parametrize("structure", ["diag", "kron"])
-def test_results_do_not_depend_on_the_chunks(name: str, structure: str) -> None:
-    single = build(name, 16)
-    task = Task(
-        single.model.double(),
-        (single.dataset.tensors[0], single.dataset.tensors[1]),
-    )
-    q = posterior_for(task, structure)
-    whole = sensitivity(task, q, chunk_size=16, progress=False)
-    for settings in ({"chunk_size": 1}, {"chunk_size": 7}, {"memory_budget": MB}):
-        parts = sensitivity(task, q, progress=False, **settings)
-        assert relative(parts.variance, whole.variance) < 1e-12
-        assert relative(parts.self_influence, whole.self_influence) < 1e-12
-
-
-@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "many", float("nan")])
-@pytest.mark.parametrize("name", ["chunk_size", "memory_budget"])
-def test_bad_bounds_are_refused(name: str, bad: object) -> None:
-    task = build("mlp", 4)
-    with pytest.raises(InputError, match=name):
-        next(chunks(task, task.parameters(), Chunking(progress=False, **{name: bad})))
 
 
 # What is not asked about costs nothing.
