@@ -72,7 +72,7 @@ def held(target: Path) -> Iterator[Path]:
         with _worded(target):
             made += _absent(target.parents)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _clean(target.parent, beside)
+            _clean(target.parent)
             lock = _claim(beside, target)
         _HELD.add(key)
         try:
@@ -153,12 +153,10 @@ def check_room(out: Path, needed: int) -> None:
         )
 
 
-def _clean(place: Path, own: Path) -> None:
+def _clean(place: Path) -> None:
     """Remove and name what killed runs left in a folder: drafts that nobody holds."""
     removed = []
     for left in place.glob(".*.unfinished"):
-        if left == own:
-            continue
         with suppress(OSError):  # somebody writes it now (StorageError is one), or is done with it
             names = [p.name for p in left.iterdir()]
             if not names or not all(name.startswith("tmp") for name in names):

@@ -21,7 +21,7 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.merging.fates import COPIED
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.plan import SHARD, MergePlan, fit_config, reference_folder
-from blr_analysis.merging.stream import stream
+from blr_analysis.merging.stream import Outcome, Sink, stream
 from blr_analysis.progress import bar
 from blr_analysis.views import Tabular
 
@@ -125,6 +125,7 @@ def execute(
     max_shard_bytes: int = SHARD,
     documents: Documents | None = None,
     progress: bool | None = None,
+    fill: Callable[[MergePlan, Sink, Callable[[int], object]], Outcome] = stream,
 ) -> MergeReport:
     """Carry out a plan of folders: read and write piece by piece, and place the result as a whole.
 
@@ -134,6 +135,7 @@ def execute(
         max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
         documents: texts by file name to be saved beside the weights, made from the report.
         progress: a progress bar with the throughput.
+        fill: what reads, merges and writes the tensors.
 
     Raises:
         StorageError: ``out`` is not empty, the disk is full, a file changed or cannot be read.
@@ -153,7 +155,7 @@ def execute(
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
         with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
-            met = stream(plan, shards, shown.update)
+            met = fill(plan, shards, shown.update)
         change = partial(fit_config, plan, reference)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
         if plan.job.vocabulary is not None and plan.job.vocabulary.tokenizer is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
 from typing import Any
@@ -11,22 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, Sums, swept
-from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import some
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import InputError
 from blr_analysis.files import Loaded, Source
-from blr_analysis.merging.at_weights import State, at_weights, state_of
+from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.fates import OpenModel
 from blr_analysis.merging.job import MergeSettings, Weight
-from blr_analysis.merging.layers import NOISE, Moments, dense
 from blr_analysis.merging.matching import MERGEABLE
 from blr_analysis.merging.methods import CURVED, METHODS, Method
 from blr_analysis.merging.plan import MAX_MEMORY, MergePlan, make_plan
 from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.propagation import check_propagates, in_dtypes, propagated
 from blr_analysis.merging.stream import Memory, Outcome, stream
-from blr_analysis.progress import bar, track
-from blr_analysis.task import Task
+from blr_analysis.progress import bar
 
 
 @torch.no_grad()
@@ -57,22 +53,14 @@ def merged(
     count = len(models)
     alphas = one_each("weights", weights, count, 1.0)
     if tasks is not None:
-        if how.method != "fisher" or precisions is not None:
-            raise InputError('tasks= stands for precisions, with method="fisher"')
+        check_propagates(how.method, precisions)
         states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
         alphas = [float(a) for a in alphas]
         limits: Any = {"max_memory": max_memory, "threads": threads, "progress": False}
         start = merged(base, states, weights=alphas, method="linear", dtype=how.dtype, **limits)
         made = propagated(start, states, list(tasks), alphas, shrink=how.shrink, progress=progress)
-        for n, t in made.items():
-            if t.dtype in MERGEABLE:
-                made[n] = t.to(how.out_dtype or t.dtype)
-                if not bool(made[n].isfinite().all()):
-                    raise ModelError(
-                        f"the merge of {n!r} does not fit into {made[n].dtype}: give a wider "
-                        "out_dtype"
-                    )
-        return made
+        wanted = {n: how.out_dtype or t.dtype for n, t in made.items() if t.dtype in MERGEABLE}
+        return in_dtypes(made, wanted)
     given = one_each("precisions", precisions, count, None)
     numbers = one_each("n_data", n_data, count, None)
     densities = one_each("density", density, count, 1.0)
@@ -147,99 +135,3 @@ def one_each(name: str, given: Any, count: int, default: Any) -> list[Any]:
 
 def _loaded(name: str, given: Any) -> Source:
     return Loaded(name, given.state_dict() if isinstance(given, nn.Module) else given)
-
-
-def propagated(
-    start: State,
-    models: Sequence[State],
-    tasks: Sequence[Task],
-    weights: Sequence[float],
-    *,
-    shrink: float | None,
-    progress: bool | None,
-) -> dict[str, Tensor]:
-    """RegMean++: the inputs of every layer are taken after the layers below it were merged.
-
-    RegMean takes a layer's inputs in each task's own model. In the merge they come from merged
-    layers: so layer after layer, in the order in which the model runs them, the moments A_t of the
-    inputs are taken with everything below merged, and W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹ follows.
-    L layers and T tasks take L · T sweeps of forward passes that end at the layer, with its moments
-    in memory; layers that are given the same tensor (queries, keys and values) share theirs.
-
-    Args:
-        start: what the other parameters are merged to.
-        models: θ_t.
-        tasks: the data of each, any model of these names.
-        weights: α_t ≥ 0, not all 0.
-        shrink: of the off-diagonals of A; None: 1 less the part of them that is chance, which
-            moments of few examples have most of (:meth:`InputMoments.noise`).
-        progress: of the layers.
-
-    Raises:
-        InputError: not one task per model, weights below 0.
-        ModelError: two tasks run other layers.
-
-    Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
-    for model merging", 2025.
-    """
-    if len(tasks) != len(models):
-        raise InputError(f"{len(tasks)} tasks for {len(models)} models: give one each")
-    if min(weights) < 0 or not sum(weights) > 0:
-        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
-    orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
-    repeated = {key for order in orders for key in order.repeated}
-    groups, noise = _groups(orders, repeated), 0.0
-    joined = {n for group in groups for layer in group for n in layer.names}
-    merged = {n: value for n, value in start.items() if n not in joined}
-    for group in track(groups, total=len(groups), label="layers", show=progress):
-        keys = frozenset(layer.key for layer in group)
-        moments = []
-        for t, (task, model) in enumerate(zip(tasks, models, strict=True), 1):
-            sums = InputMoments() if keys & repeated else FirstMoments(layers=keys)
-            _at(task, {**model, **merged}, sums, keys)
-            if sums.moments.keys() != keys:
-                left = min(keys - sums.moments.keys())
-                raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
-            noise = max(noise, *(sums.noise(key, whole=True) for key in keys))
-            moments.append(
-                {
-                    key: Moments(
-                        a.cpu(),
-                        1 - sums.noise(key) if shrink is None else shrink,
-                        sums.looked_up(joint),
-                    )
-                    for key, (joint, a) in sums.moments.items()
-                }
-            )
-        for layer in group:
-            own = zip(weights, moments, strict=True)
-            parts = [(float(alpha), part[layer.key], False) for alpha, part in own]
-            matrices = [layer.join({n: m[n].double().cpu() for n in layer.names}) for m in models]
-            g, o, i = matrices[0].shape
-            result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
-            merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
-    if noise > NOISE:
-        warnings.warn(
-            f"of so few examples {noise:.0%} of a layer's moments is chance: take more",
-            UserWarning,
-            stacklevel=2,
-        )
-    return {n: merged[n] for n in start}
-
-
-def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
-    """Layers that are always given the same tensor together, in the order in which they run."""
-    apart = {key for order in orders for key in order.apart} | set(repeated)
-    if any(list(order.layers) != list(orders[0].layers) for order in orders):
-        apart |= set(orders[0].layers)
-    groups: list[list[Joint]] = []
-    for key, layer in orders[0].layers.items():
-        if key in apart:
-            groups.append([])
-        groups[-1].append(layer)
-    return groups
-
-
-def _at(task: Task, state: State, sums: Sums, only: Collection[str] | None = None) -> Sums:
-    with at_weights(task, state, "a model") as params:
-        return swept(task, params, sums, only=only)

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from blr_analysis.merging.in_memory import ARGUMENTS, SETTINGS, merged, one_each
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.methods import method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, SHARD, MergePlan, plan_folders
-from blr_analysis.merging.stream import WORSE, Outcome
+from blr_analysis.merging.propagation import PropagatedJob, check_propagates, stream_propagated
+from blr_analysis.merging.stream import WORSE, Outcome, stream
 from blr_analysis.task import Task
 
 State = Mapping[str, Tensor]
@@ -110,8 +112,7 @@ def merge(
         seed: of that chance; the same seed leaves the same entries, whatever the shards.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++,
-            :func:`blr_analysis.merging.in_memory.propagated`); for models in memory, method
-            "fisher" or "auto".
+            :func:`blr_analysis.merging.propagation.propagated`); method "fisher" or "auto".
         validate: tasks with data that no model was trained on, for method "auto".
         criterion: what "auto" goes by there: mean "nll" or "accuracy" of the tasks.
         out: with folders: the folder to write, new or empty.
@@ -158,7 +159,7 @@ def merge(
     on_disk = [isinstance(m, str | os.PathLike) for m in every]
     if tasks is None and any(on_disk) and not all(on_disk):
         raise InputError("give all models as folders, or all of them as state dicts")
-    if tasks is not None or not any(on_disk):
+    if not any(on_disk) or (tasks is not None and out is None):
         if out is not None or rank is not None:
             raise InputError("out= and rank= are for folders; a merge in memory is returned")
         return merged(**{k: v for k, v in given.items() if k in ARGUMENTS}, tell=_warn)
@@ -173,7 +174,15 @@ def merge(
         one_each("density", density, count, 1.0),
         strict=True,
     )
-    job = Job(
+    kind, fill = Job, stream
+    if tasks is not None:
+        check_propagates(method, precisions)
+        if rank is not None:
+            raise InputError("tasks= merge whole models: leave rank= out")
+        alphas = [float(a) for a in one_each("weights", weights, count, 1.0)]
+        how: dict[str, Any] = {"tasks": list(tasks), "weights": alphas, "progress": progress}
+        kind, fill = PropagatedJob, partial(stream_propagated, **how)
+    job = kind(
         **{k: v for k, v in given.items() if k in SETTINGS},
         members=tuple(
             Member(_folder("models", m), _path("precisions", p), a, n, d) for m, p, a, n, d in each
@@ -186,7 +195,7 @@ def merge(
 
         return write_adapter(plan_adapters(job, rank, max_memory=max_memory, threads=threads), out)
     plan = plan_folders(job, max_memory=max_memory, threads=threads)
-    return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress)
+    return execute(plan, out, max_shard_bytes=max_shard_bytes, progress=progress, fill=fill)
 
 
 def _warn(plan: MergePlan, met: Outcome) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Folder
 from blr_analysis.merging.auto import chosen_job
+from blr_analysis.merging.card import model_card
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
@@ -237,6 +240,33 @@ def test_propagated_statistics_by_hand(family: dict[str, Any], shrink: float | N
         inputs = [torch.tanh(a @ weight.mT + bias) for a in inputs]
     half = merge(None, family["models"], **how, out_dtype=torch.bfloat16)
     assert all(torch.equal(t, merged[n].to(torch.bfloat16)) for n, t in half.items())
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+def test_propagated_statistics_of_folders(
+    family: dict[str, Any], tmp_path: Path, out_dtype: torch.dtype | None
+) -> None:
+    """The same numbers as in memory, with a model at a time; the card says how."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, state in zip(folders, family["models"], strict=True):
+        folder.mkdir()
+        save_file(state, folder / "model.safetensors")
+        (folder / "config.json").write_text('{"dtype": "float64"}')
+    how: dict[str, Any] = {"tasks": family["tasks"], "weights": [1.0, 2.0], "out_dtype": out_dtype}
+    report = merge(None, folders, **how, method="fisher", out=tmp_path / "out")
+    memory = merge(None, family["models"], **how, method="fisher")
+    written = Folder.open(tmp_path / "out").tensors()
+    assert all(torch.equal(written[n], t) for n, t in memory.items())
+    assert "A_t" in model_card(report)
+    assert (tmp_path / "out" / "config.json").is_file()
+    chosen = merge(None, folders, tasks=family["tasks"], method="auto", out=tmp_path / "auto")
+    in_memory = merge(None, family["models"], tasks=family["tasks"], method="auto")
+    assert chosen.choice.name == in_memory.choice.name
+    written = Folder.open(tmp_path / "auto").tensors()
+    assert all(torch.equal(written[n], t) for n, t in in_memory.items())
+    for more, word in (({"rank": 2}, "rank"), ({"precisions": [None, None]}, "precisions")):
+        with pytest.raises(InputError, match=word):
+            merge(None, folders, **how, **more, method="fisher", out=tmp_path / "no")
 
 
 class Branched(nn.Module):

@@ -1,0 +1,191 @@
+"""Merging by statistics of inputs that are taken behind merged layers, as RegMean++ does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, Sums, swept
+from blr_analysis.backprop.matrices import Joint
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.merging.at_weights import State, at_weights
+from blr_analysis.merging.job import Job
+from blr_analysis.merging.layers import NOISE, Moments, dense
+from blr_analysis.merging.methods import METHODS, Method
+from blr_analysis.merging.plan import MergePlan, plan_folders
+from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
+from blr_analysis.progress import track
+from blr_analysis.task import Task
+
+
+def propagated(
+    start: State,
+    models: Sequence[State],
+    tasks: Sequence[Task],
+    weights: Sequence[float],
+    *,
+    shrink: float | None,
+    progress: bool | None,
+) -> dict[str, Tensor]:
+    """RegMean++: the inputs of every layer are taken after the layers below it were merged.
+
+    RegMean takes a layer's inputs in each task's own model. In the merge they come from merged
+    layers: so layer after layer, in the order in which the model runs them, the moments A_t of the
+    inputs are taken with everything below merged, and W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹ follows.
+    L layers and T tasks take L · T sweeps of forward passes that end at the layer, with its moments
+    in memory; layers that are given the same tensor (queries, keys and values) share theirs.
+
+    Args:
+        start: what the other parameters are merged to.
+        models: θ_t.
+        tasks: the data of each, any model of these names.
+        weights: α_t ≥ 0, not all 0.
+        shrink: of the off-diagonals of A; None: 1 less the part of them that is chance, which
+            moments of few examples have most of (:meth:`InputMoments.noise`).
+        progress: of the layers.
+
+    Raises:
+        InputError: not one task per model, weights below 0.
+        ModelError: two tasks run other layers.
+
+    Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
+    for model merging", 2025.
+    """
+    if len(tasks) != len(models):
+        raise InputError(f"{len(tasks)} tasks for {len(models)} models: give one each")
+    if min(weights) < 0 or not sum(weights) > 0:
+        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
+    orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
+    repeated = {key for order in orders for key in order.repeated}
+    groups, noise = _groups(orders, repeated), 0.0
+    joined = {n for group in groups for layer in group for n in layer.names}
+    merged = {n: value for n, value in start.items() if n not in joined}
+    for group in track(groups, total=len(groups), label="layers", show=progress):
+        keys = frozenset(layer.key for layer in group)
+        moments = []
+        for t, (task, model) in enumerate(zip(tasks, models, strict=True), 1):
+            sums = InputMoments() if keys & repeated else FirstMoments(layers=keys)
+            _at(task, {**model, **merged}, sums, keys)
+            if sums.moments.keys() != keys:
+                left = min(keys - sums.moments.keys())
+                raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
+            noise = max(noise, *(sums.noise(key, whole=True) for key in keys))
+            moments.append(
+                {
+                    key: Moments(
+                        a.cpu(),
+                        1 - sums.noise(key) if shrink is None else shrink,
+                        sums.looked_up(joint),
+                    )
+                    for key, (joint, a) in sums.moments.items()
+                }
+            )
+        for layer in group:
+            own = zip(weights, moments, strict=True)
+            parts = [(float(alpha), part[layer.key], False) for alpha, part in own]
+            matrices = [layer.join({n: m[n].double().cpu() for n in layer.names}) for m in models]
+            g, o, i = matrices[0].shape
+            result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
+            merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
+    if noise > NOISE:
+        warnings.warn(
+            f"of so few examples {noise:.0%} of a layer's moments is chance: take more",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {n: merged[n] for n in start}
+
+
+def check_propagates(method: str, precisions: object) -> None:
+    """Raise :class:`InputError` where tasks cannot stand for precisions."""
+    if method != "fisher" or precisions is not None:
+        raise InputError('tasks= stands for precisions, with method="fisher"')
+
+
+def in_dtypes(made: State, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """The numbers of a merge in the dtypes that are asked for.
+
+    Raises:
+        ModelError: they do not fit.
+    """
+    cast = {n: t.to(dtypes.get(n, t.dtype)) for n, t in made.items()}
+    for n, t in cast.items():
+        if t.is_floating_point() and not bool(t.isfinite().all()):
+            raise ModelError(
+                f"the merge of {n!r} does not fit into {t.dtype}: give a wider out_dtype"
+            )
+    return cast
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropagatedJob(Job):
+    """A merge of folders by statistics that are taken on the way."""
+
+    @property
+    def row(self) -> Method:
+        """The average, but for the layers."""
+        formula = "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t"
+        return replace(METHODS["linear"], name="fisher", formula=f"{formula} / Σ α_t")
+
+
+@dataclass(frozen=True)
+class Stored(Mapping[str, Tensor]):
+    """A model of a plan, every tensor read when it is looked at."""
+
+    plan: MergePlan
+    k: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        item = next(i for i in self.plan.items if i.name == name)
+        return self.plan.parts[self.k].source.tensor(item.reads[self.k])
+
+    def __iter__(self) -> Iterator[str]:
+        return (item.name for item in self.plan.items)
+
+    def __len__(self) -> int:
+        return len(self.plan.items)
+
+
+@torch.inference_mode(False)
+def stream_propagated(
+    plan: MergePlan,
+    sink: Sink,
+    tell: Callable[[int], object],
+    *,
+    tasks: Sequence[Task],
+    weights: Sequence[float],
+    progress: bool | None,
+) -> Outcome:
+    """:func:`propagated` in the place of :func:`blr_analysis.merging.stream.stream`: one model at a
+    time, and the merged one, are in memory."""
+    first = plan_folders(replace(plan.job, out_dtype=None))
+    start = Memory(first.items, dict.fromkeys((i.name for i in first.items), torch.device("cpu")))
+    met = stream(first, start, tell)
+    models = [Stored(first, k) for k in range(len(first.parts))]
+    shrink = plan.settings.shrink
+    made = propagated(start.tensors, models, tasks, weights, shrink=shrink, progress=progress)
+    for name, values in in_dtypes(made, {i.name: i.spec.dtype for i in plan.items}).items():
+        sink.put(name, 0, values.cpu().reshape(-1))
+    return met
+
+
+def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
+    """Layers that are always given the same tensor together, in the order in which they run."""
+    apart = {key for order in orders for key in order.apart} | set(repeated)
+    if any(list(order.layers) != list(orders[0].layers) for order in orders):
+        apart |= set(orders[0].layers)
+    groups: list[list[Joint]] = []
+    for key, layer in orders[0].layers.items():
+        if key in apart:
+            groups.append([])
+        groups[-1].append(layer)
+    return groups
+
+
+def _at(task: Task, state: State, sums: Sums, only: Collection[str] | None = None) -> Sums:
+    with at_weights(task, state, "a model") as params:
+        return swept(task, params, sums, only=only)
