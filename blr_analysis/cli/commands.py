@@ -372,12 +372,16 @@ def what_if_(
         typer.Option(
             help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
             "replay: a short training with and without, from first weights; auto: posterior for "
-            "one example, off a minimum for up to 1 % of the data, else one of the others."
+            "one example, off a minimum for up to 1 % of the data, else (and with --passes or "
+            "--converge) one of the others."
         ),
     ] = Solver.auto,
     passes: Passes = None,
     converge: Annotated[
-        bool, typer.Option("--converge", help="Descend until nothing is left to gain.")
+        bool,
+        typer.Option(
+            "--converge", help="Descend until nothing is left to gain, or --passes are spent."
+        ),
     ] = False,
     out: Out = None,
 ) -> None:

@@ -35,7 +35,6 @@ DOUBLINGS = 2  # … and as often, at most, its passes are doubled until it is
 MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there solver="auto" takes one step, off the minimum
 SETTLED = 1e-8  # of the first decrement: what a descent for so few may leave
-LEAST_PASSES = 8  # with fewer a descent is not worth its start
 TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
 FEWEST = 32  # examples for a replay
@@ -100,7 +99,7 @@ def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> So
         raise InputError("passes= bounds solver='cg' and 'replay'; solver='posterior' makes none")
     if solver in ("replay", "retrain") and steps is not None:
         raise InputError(f"steps= belongs to solver='cg'; {solver!r} takes passes= or train=")
-    if solver in ("cg", "replay") and passes is not None and passes < 2:
+    if passes == 1 and solver in ("auto", "cg", "replay"):
         raise InputError(f"solver={solver!r} needs passes of at least 2: one to start, one to move")
     return SolverPlan(solver, steps, passes)
 
@@ -168,7 +167,7 @@ class GroupSolver:
         solver = plan.solver
         if solver == "auto":
             if plan.steps is not None or not self._drifts([*shares, *labels]):
-                solver = "cg" if (plan.passes or PASSES) >= LEAST_PASSES else "posterior"
+                solver = "cg"
             elif (note := self.no_replay) == "":
                 solver = "replay"
             else:

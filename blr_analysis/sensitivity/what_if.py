@@ -105,7 +105,8 @@ def what_if(
             quasi-Newton moves after each; "converge": moves until nothing is left to gain,
             which is retraining by another name. Of a fitted model of the rule, with EM or
             messages: None: until they rest, 2,000 steps or ten seconds; K: that many.
-        passes: at most about that many passes over the changed data. Of "cg": default 60 where
+        passes: at most about that many passes over the changed data, at least 2; with "auto" a
+            descent or a replay makes them, also for a single example. Of "cg": default 60 where
             ``steps`` is None, no bound else; ``result.error`` says what one more step would
             change. Of "replay": spent on finding the size of the steps and on two trainings;
             default 6, doubled up to twice where the training stays far from the model's loss.

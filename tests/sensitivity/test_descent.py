@@ -219,8 +219,15 @@ def test_auto_says_what_it_picked() -> None:
     assert large.solver == "cg" and 0 < large.passes <= 13
     assert not large.converged and large.error is not None and large.error > 0
     assert "cg, 12 passes, not converged: one more step" in repr(large)
-    cheap = blr.what_if(task, q, remove=range(100), passes=5, **settings)
-    assert cheap.solver == "posterior"
+    for remove, how in (
+        (range(100), {"passes": 5}),  # what is asked for is made
+        (range(100), {"passes": 5, "steps": "converge"}),
+        ([3], {"passes": 2}),
+    ):
+        few = blr.what_if(task, q, remove=remove, **how, **settings)
+        assert few.solver == "cg" and 0 < few.passes <= how["passes"] + 1
+    with pytest.raises(InputError, match="at least 2"):
+        blr.what_if(task, q, remove=[3], passes=1, **settings)
     several = blr.what_if(task, q, remove=[3], steps=2, **settings)
     assert several.solver == "cg"
 
