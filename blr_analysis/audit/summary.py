@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -185,7 +184,9 @@ def loo_section(
         columns["accuracy"] = [f"{accuracy:.1%}" for _, accuracy in rows]
     lead = "From the training data alone: the mean loss, in nats, of each example when left out."
     if isinstance(loo, SequenceLeaveOneOut):
-        columns["perplexity"] = [f"{math.exp(nll):.4g}" for nll, _ in rows]
+        found = [loo.perplexity_before, loo.perplexity]
+        found += [on_test.perplexity] if isinstance(on_test, SequenceEvaluation) else []
+        columns["perplexity"] = [f"{value:.4g}" for value in found]
         lead = "From the training data alone: the mean loss of a token, its text left out, in nats."
     parts: list[RenderableType] = [grid(columns)]
     if on_test is not None:

@@ -93,12 +93,13 @@ class SequenceEvaluation(Evaluation):
 
 
 def perplexity(losses: Tensor, tokens: Tensor) -> float:
-    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence.
+    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence; inf where that
+    is beyond float64.
 
     >>> perplexity(torch.tensor([0.0, math.log(9.0)]), torch.tensor([1, 1]))
     3.0
     """
-    return math.exp(loss_per_token(losses, tokens))
+    return float((losses.double().sum() / tokens.sum()).exp())
 
 
 def loss_per_token(losses: Tensor, tokens: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
+from blr_analysis.audit.summary import loo_section
 from blr_analysis.backprop import outer
 from blr_analysis.backprop.engine import QUIET, chunks, predict
 from blr_analysis.backprop.loss import evaluated
@@ -35,6 +37,7 @@ from blr_analysis.posterior import Posterior, laplace
 from blr_analysis.posterior.structures import Diagonal, Kronecker
 from blr_analysis.sensitivity import sequences as sequences_module
 from blr_analysis.task import Task
+from blr_analysis.terminal import as_text
 
 influence_module = sys.modules["blr_analysis.sensitivity.influence.influence"]
 N, PRIOR, EXACT = 8, 0.7, 1e-10
@@ -494,6 +497,8 @@ def test_units() -> None:
     assert f"{loo.perplexity:.4g}" in repr(loo)
     assert f"{scores.perplexity:.4g}" in repr(scores)
     assert scores.variance is None and not hasattr(loo, "leverage")
+    hopeless = replace(loo, losses=1e6 * loo.losses)
+    assert hopeless.perplexity == math.inf and "inf" in as_text(loo_section(hopeless, None))
 
 
 def test_ivon_gives_a_posterior_of_sequences() -> None:
