@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from commands import run
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import index as commands
+from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
+from blr_analysis.files import held
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
 
@@ -359,20 +362,69 @@ def test_a_query_names_the_model_that_the_index_was_made_with(
     loaded.model.save_pretrained(other)
     code, _, err = run(capsys, *asked)
     assert code != 0 and "weights" in err
+    load_model(model).model.save_pretrained(other)
+    loaded.tokenizer.add_tokens(["another"])  # which no text had
+    loaded.tokenizer.save_pretrained(other)
+    assert run(capsys, *asked)[0] == 0
+    words = json.loads((other / "tokenizer.json").read_text())
+    ids = words["model"]["vocab"]
+    ids["good"], ids["dull"] = ids["dull"], ids["good"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    code, _, err = run(capsys, *asked)
+    assert code == 2 and f"the tokenizer of '{other}' is not the index's" in err
+    about = json.loads((place / commands.SOURCE).read_text())
+    del about["tokenizer"]
+    (place / commands.SOURCE).write_text(json.dumps(about))  # of an earlier version
+    assert run(capsys, *asked)[0] == 0
+
+
+def test_a_place_for_an_index_is_looked_at_before_the_work(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, fits = tmp_path / "index", []
+    argv = ("index", model, model / "data.jsonl", "--prior-precision", 1.0, "--out")
+    assert run(capsys, *argv, place)[0] == 0
+    plain = blr.fit_laplace
+    monkeypatch.setattr(
+        "blr_analysis.posterior.fit_laplace", lambda *a, **k: fits.append(1) or plain(*a, **k)
+    )
+    other = tmp_path / "other"
+    loaded = load_model(model)
+    loaded.tokenizer.save_pretrained(other)
+    with torch.no_grad():
+        next(loaded.model.parameters()).mul_(1.05)
+    loaded.model.save_pretrained(other)
+    (tmp_path / "file").touch()
+    for where, way, word in (
+        (tmp_path / "file", argv, "is no folder"),
+        (other, argv, "is not empty"),
+        (place, (argv[0], other, *argv[2:]), "an index with another model: name"),
+        (place, (*argv[:2], model / "asked.jsonl", *argv[3:]), "another number of examples, data:"),
+        (place, (*argv[:-1], "--rank", 7, "--out"), "another rank"),
+    ):
+        for how in ((), ("--dry-run",)):
+            code, out, err = run(capsys, *way, where, *how)
+            assert code == 2 and word in err and not out, err
+    with held(tmp_path / "new"):  # by a run that began before
+        argv_held = [*map(str, argv), str(tmp_path / "new")]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(main, argv_held).result() == 2
+    assert "another run is writing" in capsys.readouterr().err and not fits
+    assert run(capsys, *argv, place)[0] == 0 and fits  # the same again
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "the", "answer": ""}], "row 1 .* no answer"),
-        ([{"prompt": 4, "answer": " book"}], "row 1 .* has 4 for its prompt: write it as text"),
+        ([{"prompt": "the", "answer": ""}], "line 1 .* no answer"),
+        ([{"prompt": 4, "answer": " book"}], "line 1 .* has 4 for its prompt: write it as text"),
         ([{"prompt": 4, "answer": 5}], "has 4"),
         ([{"text": 12345}], "12345 for its text: write it as text"),
-        ([{"text": "the book"}, {"source": "a"}], "row 2 .* no text"),
+        ([{"text": "the book"}, {"source": "a"}], "line 2 .* no text"),
         ([{"messages": 4}], "no list of messages"),
         ([{"prompt": " ".join(["the"] * 16), "answer": " book"}], "17 tokens"),
         ([{"text": "the"}], "leaves nothing to predict"),
-        ([{"text": "the book"}, {"text": " "}], "row 2 .* an empty one"),
+        ([{"text": "the book"}, {"text": " "}], "line 2 .* an empty one"),
         ([{"text": " ".join(["the"] * 40)}], "max_length"),
         ([{"other": "the"}], "no column of a usual name"),
         ([{"messages": "the"}], "no list of messages"),

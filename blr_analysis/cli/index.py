@@ -4,6 +4,7 @@ What only these commands need is imported inside of them."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,30 +84,37 @@ def index(
     was.
     """
     from blr_analysis import ranks
-    from blr_analysis.files import drafted
+    from blr_analysis.files import drafted, held
+    from blr_analysis.huggingface.tokens import ids_known_by
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import build_cost
+    from blr_analysis.sensitivity.influence.index import build_cost, check_place
 
     texts = TextOptions.of(task, data, base, text, max_length)
     way, say = Way(posterior, fit, prior_precision, initial=initial).checked(texts), Teller()
     if way.fit in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {way.fit}")
-    ours, _ = tasks_of(task, None, texts, say)
     if texts is not None and posterior is None and prior_precision is None:
         way = replace(way, prior_precision=RETRIEVAL)
-    if dry_run:
-        show_forecast(build_cost(ours, way.stages(ours), rank))
-        return
-    q = way.posterior_of(ours, say)
-    say("indexing")
-    built = Index.build(ours, q, out, rank=rank)
-    about = {"model": data and Path(task), "data": data or Path(task), "base": base}
-    about = {n: p and str(p.expanduser().absolute()) for n, p in about.items()}
-    if not ranks.first():
-        return
-    with drafted(out / SOURCE) as draft:
-        record = {**about, "text": text, "max_length": max_length}
-        draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    out = out.expanduser()
+    with held(out) if ranks.first() and not dry_run else nullcontext():
+        ours, _ = tasks_of(task, None, texts, say)
+        check_place(out, ours, rank, at_model=posterior is None)
+        if dry_run:
+            show_forecast(build_cost(ours, way.stages(ours), rank))
+            return
+        q = way.posterior_of(ours, say)
+        say("indexing")
+        built = Index.build(ours, q, out, rank=rank)
+        if not ranks.first():
+            return
+        about = {"model": data and Path(task), "data": data or Path(task), "base": base}
+        record: dict[str, Any] = {n: p and str(p.expanduser().absolute()) for n, p in about.items()}
+        record |= {"text": text, "max_length": max_length}
+        if texts is not None:
+            tokenizer = ours.dataset.tokenizer
+            record["tokenizer"] = ids_known_by(tokenizer, built.examples["text"])
+        with drafted(out / SOURCE) as draft:
+            draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
     say("done")
     _say_rough(say, built)
     pairs(
@@ -189,6 +197,7 @@ def query(
     from blr_analysis.checks import printable
     from blr_analysis.huggingface.models import load_language_model
     from blr_analysis.huggingface.questions import language_task
+    from blr_analysis.huggingface.tokens import ids_known_by
     from blr_analysis.posterior.stationarity import check_weights
     from blr_analysis.sensitivity import Index
 
@@ -210,6 +219,13 @@ def query(
             "ask SCRIPT.py:TASK"
         )
     loaded = load_language_model(about["model"], base=about.get("base"))
+    if known := about.get("tokenizer"):  # which indexes of earlier versions do not say
+        own = ids_known_by(loaded.tokenizer, opened.examples["text"], known["tokens"])
+        if own != known:
+            raise InputError(
+                f"the tokenizer of {about['model']!r} is not the index's: it makes other ids of "
+                "the same texts; put the one of the training there, or name its folder (--model)"
+            )
     task = language_task(loaded, questions, text=text, max_length=max_length)
     check_weights(task, opened.posterior)
     say_cut(Teller(), task, questions, max_length)

@@ -258,5 +258,5 @@ def _worded(target: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(
-            f"cannot write {str(target)!r}: {error}. Name a place with room; nothing was changed."
+            f"cannot write {str(target)!r}: {error}. Name a place with room; what was there stays."
         ) from error

@@ -7,8 +7,9 @@ several or none are there, the error says which columns the file has.
 from __future__ import annotations
 
 import csv
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import pandas as pd
 from blr_analysis.checks import path_of, some
 from blr_analysis.errors import DataError, StorageError
 
+LINE = "line of the file"  # what the index of a table holds whose rows are lines
 ENCODING = "utf-8-sig"  # with or without the mark that spreadsheets put first
 TEXT_NAMES = (
     ("text",),
@@ -45,19 +47,17 @@ class Texts:
         texts: one text, or a pair, per example.
         labels: as they stand in the file; None where none were asked for.
         columns: the names of the text columns and, where asked for, of the label.
+        places: where each example stands.
     """
 
     path: Path
     texts: list[tuple[str, ...]]
     labels: list[Any] | None
     columns: tuple[str, ...]
+    places: list[str]
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    def place(self, i: int) -> str:
-        """Where example ``i`` stands: rows count from 1, without header and blank lines."""
-        return f"row {i + 1} of {str(self.path)!r}"
 
 
 def read_texts(
@@ -108,12 +108,28 @@ def read_texts(
         list(zip(*values, strict=True)),
         labels,
         columns if label is None or not labelled else (*columns, label),
+        places_of(table, repr(str(place))),
     )
-    for i, row in enumerate(texts.texts):
-        for value in row:
+    for at, row in zip(texts.places, texts.texts, strict=True):
+        for name, value in zip(columns, row, strict=True):
             if not isinstance(value, str):
-                raise DataError(f"{texts.place(i)} has {value!r} where its text should be")
+                empty = value is None or value != value
+                raise DataError(
+                    f"{at} has {f'no {name}' if empty else f'{value!r} for its {name}'}"
+                )
     return texts
+
+
+def places_of(table: pd.DataFrame, where: str) -> list[str]:
+    """Where each row stands: its line, as an editor counts them; of other files the row, from 1
+    and without a header.
+
+    >>> places_of(pd.DataFrame({"text": ["a"]}), "the dataset")
+    ['row 1 of the dataset']
+    """
+    if table.index.name == LINE:
+        return [f"line {number} of {where}" for number in table.index]
+    return [f"row {i + 1} of {where}" for i in table.index]
 
 
 def class_indices(texts: Texts, label2id: Mapping[str, int], classes: int) -> list[int]:
@@ -127,7 +143,7 @@ def class_indices(texts: Texts, label2id: Mapping[str, int], classes: int) -> li
         index = _class_index(label, label2id)
         if index is None or not 0 <= index < classes:
             raise DataError(
-                f"{texts.place(i)} has the label {label!r}: expected 0 … {classes - 1} or one of "
+                f"{texts.places[i]} has the label {label!r}: expected 0 … {classes - 1} or one of "
                 f"{some(list(label2id))}"
             )
         indices.append(index)
@@ -169,24 +185,54 @@ def _separated(path: Path, sep: str, quoting: int) -> pd.DataFrame:
     if short.any():
         row = int(short.argmax()) + 1
         raise DataError(f"row {row} of {str(path)!r} has fewer fields than its header")
-    return rows.set_axis(names, axis=1)
+    return rows.set_axis(names, axis=1).reset_index(drop=True)
 
 
-def _json(path: Path, lines: bool) -> pd.DataFrame:
-    how: Any = {"dtype": False, "convert_axes": False}  # as they stand
-    if tuple(map(int, pd.__version__.split(".")[:2])) < (3, 1):  # which dtype=False tells all
-        how["convert_dates"] = False
-    return pd.read_json(path, lines=lines, encoding=ENCODING, **how)
+def _jsonl(path: Path) -> pd.DataFrame:
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in _numbered(path):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            said = f"{error.msg}, column {error.colno}"
+            raise DataError(f"line {number} of {str(path)!r} is no JSON: {said}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} of {str(path)!r} is no object: {{name: value, ...}}")
+        rows[number] = row
+    return pd.DataFrame(list(rows.values()), index=pd.Index(list(rows), name=LINE))
+
+
+def _json(path: Path) -> pd.DataFrame:
+    content = json.loads(path.read_text(encoding=ENCODING))
+    return pd.DataFrame(content).reset_index(drop=True)
 
 
 def _lines(path: Path) -> pd.DataFrame:
+    rows = dict(_numbered(path))
+    index = pd.Index(list(rows), name=LINE)
+    return pd.DataFrame({"text": [line.rstrip("\n") for line in rows.values()]}, index=index)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, counted from 1 with those that are."""
     with open(path, encoding=ENCODING) as file:
-        return pd.DataFrame({"text": [line.rstrip("\n") for line in file if line.strip()]})
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _not_in_utf8(path: Path) -> int:
+    """The first line that cannot be decoded."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
-    ".jsonl": partial(_json, lines=True),
-    ".json": partial(_json, lines=False),
+    ".jsonl": _jsonl,
+    ".json": _json,
     ".csv": partial(_separated, sep=",", quoting=csv.QUOTE_MINIMAL),
     ".tsv": partial(_separated, sep="\t", quoting=csv.QUOTE_NONE),
     ".parquet": pd.read_parquet,
@@ -229,11 +275,12 @@ def read_file(path: Path) -> pd.DataFrame:
         return read(path)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{str(path)!r} is not in UTF-8 ({error.reason}); convert it: iconv -f LATIN1 -t UTF-8"
+            f"line {_not_in_utf8(path)} of {str(path)!r} is not in UTF-8 ({error.reason}); convert "
+            "it: iconv -f LATIN1 -t UTF-8"
         ) from error
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-    except (ValueError, TypeError, AttributeError) as error:  # pandas' and pyarrow's faults
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:  # pandas', pyarrow's
         said = " ".join(str(error).split())[:200]
         raise DataError(f"{str(path)!r} is no {path.suffix} that can be read: {said}") from error
 

@@ -18,7 +18,7 @@ from blr_analysis import ranks
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
-from blr_analysis.huggingface.data import Texts, class_indices, read_rows, read_texts
+from blr_analysis.huggingface.data import Texts, class_indices, places_of, read_rows, read_texts
 from blr_analysis.huggingface.diagonals import check_kind, fisher_diagonal
 from blr_analysis.huggingface.models import (
     Pretrained,
@@ -339,7 +339,8 @@ def _read(
     answers = () if table is None else answer_columns(table)
     if table is not None and answers:
         values = zip(*(table[name].tolist() for name in answers), strict=True)
-        texts = Texts(Path(path_of(data)).expanduser(), list(values), None, answers)
+        places = places_of(table, where)
+        texts = Texts(Path(path_of(data)).expanduser(), list(values), None, answers, places)
     else:
         texts = read_texts(data, text=text, label=label, labelled=labelled)
     labels = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.data import read_rows, text_columns
+from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.tokens import IGNORED, Tokens, read_length
 from blr_analysis.task import Task
@@ -73,14 +73,13 @@ def read_tokens(
     columns, encode = _reader(loaded, table, where, text)
     rows, shown, cut = [], [], 0
     each = zip(*(table[c].tolist() for c in columns), strict=True)
-    for i, values in zip(table.index, each, strict=True):
-        place = f"row {i + 1} of {where}"
+    for place, values in zip(places_of(table, where), each, strict=True):
         words, row, start = encode(values, place)
         _check(loaded, row, start, max_length, place)
         cut += max_length is not None and len(row["input_ids"]) > max_length
         rows.append({n: ids[:max_length] for n, ids in row.items()})
         shown.append(words)
-    return columns, Tokens(rows, loaded.pad_id, max_length, cut), shown
+    return columns, Tokens(rows, loaded.pad_id, max_length, cut, loaded.tokenizer), shown
 
 
 def answer_columns(table: Any) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from blr_analysis.task import Task
 
 IGNORED = -100
 BATCH = 8
+KNOWN_BY = 256  # texts whose ids tell tokenizers apart
 AT_ONCE = 1000  # texts that the tokenizer is given together
 Rows = list[dict[str, Any]]
 
@@ -32,12 +35,14 @@ class Tokens:
         pad_id: what fills up short rows.
         max_length: tokens that are kept of a row; None: all.
         cut: how many rows were longer.
+        tokenizer: of a language model, what made the ids.
     """
 
     rows: Rows
     pad_id: int
     max_length: int | None = None
     cut: int = 0
+    tokenizer: Any = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,6 +84,18 @@ class Tokens:
         )
 
 
+def ids_known_by(
+    tokenizer: Any, texts: Sequence[str], size: int | None = None
+) -> dict[str, int | str]:
+    """What tells a tokenizer from another: the sha256 of its first ``size`` tokens (None: of all)
+    and of the ids of some texts. Tokens that are added later count for nothing."""
+    size = len(tokenizer) if size is None else size
+    ids = tokenizer(list(texts[:KNOWN_BY]), verbose=False)["input_ids"] if texts else []
+    names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    digest = hashlib.sha256(json.dumps([names, ids]).encode()).hexdigest()
+    return {"tokens": size, "sha256": digest}
+
+
 def encode(
     texts: Texts,
     loaded: Pretrained,
@@ -114,7 +131,7 @@ def encode(
         count = len(row["input_ids"])
         if count < 1 + causal:
             raise DataError(
-                f"{texts.place(i)} has {count} token(s), which leaves nothing to predict; drop it"
+                f"{texts.places[i]} has {count} token(s), which leaves nothing to predict; drop it"
             )
         # 0 stands where a class must: whoever gives none uses none
         row["labels"] = row["input_ids"] if causal else labels[i] if labels else 0

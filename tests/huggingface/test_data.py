@@ -79,13 +79,13 @@ def test_every_format_says_the_same(write: Callable[[Path], None], tmp_path: Pat
 def test_plain_text_is_a_text_per_line(tmp_path: Path) -> None:
     found = read_texts(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
     assert found.texts == [("one",), (" two ",)]
-    assert found.place(1).startswith("row 2 of")
+    assert found.places[1].startswith("line 4 of")
 
 
 def test_a_quoted_line_break_is_text(tmp_path: Path) -> None:
     found = read_texts(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'), labelled=True)
     assert found.texts == [("a\nb",), ("c",)]
-    assert found.place(1).startswith("row 2 of")
+    assert found.places[1].startswith("row 2 of")
 
 
 def test_pairs_by_their_usual_names_and_by_hand(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_labels_by_name_and_number(tmp_path: Path) -> None:
 def test_labels_out_of_range_are_named(label: object, tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 0}, {"text": "b", "label": label}]
     path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=r"row 2 of .*label .*0 … 2 .*'pos'"):
+    with pytest.raises(DataError, match=r"line 2 of .*label .*0 … 2 .*'pos'"):
         class_indices(read_texts(path, labelled=True), {"pos": 2}, 3)
 
 
@@ -141,16 +141,18 @@ BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
     ("d.csv", "text,label\na,b,1\n", DataError, "2 fields in line 2, saw 3"),
     ("d.csv", "text,label\na,1\nb\n", DataError, "row 2 .* fewer fields"),
     ("d.csv", 'text,label\n"a,1\n', DataError, "no .csv"),
-    ("d.csv", "text,label\nna\u00efve,1\n".encode("latin-1"), DataError, "not in UTF-8.*iconv"),
-    ("d.jsonl", b'{"text": "\xe9"}', DataError, "not in UTF-8"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n{"text": ', DataError, "no .jsonl"),
     (
-        "d.jsonl",
-        '{"text": "a", "label": 1}\n{"label": 1}',
+        "d.csv",
+        "text,label\nna\u00efve,1\n".encode("latin-1"),
         DataError,
-        "row 2 .* has nan where its text",
+        "line 2 .* not in UTF-8.*iconv",
     ),
-    ("d.jsonl", '{"text": 5, "label": 1}', DataError, "has 5 where its text"),
+    ("d.jsonl", b'\n{"text": "\xe9"}', DataError, "line 2 .* not in UTF-8"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"text": ', DataError, "line 3 .* no JSON: .* 10"),
+    ("d.jsonl", '\n{"text": "a"}\n["a"]', DataError, "line 3 .* no object"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"label": 1}', DataError, "line 3 .* has no text"),
+    ("d.jsonl", '{"text": 5, "label": 1}', DataError, "line 1 .* has 5 for its text"),
+    ("d.json", '[{"text": "a"},\n{"text": ]', DataError, "line 2 column 10"),
     ("d.parquet", "PAR1 no", DataError, "no .parquet"),
 ]
 
@@ -218,7 +220,7 @@ def test_the_labels_of_a_language_model_are_its_ids(llama: Path, tmp_path: Path)
 
 def test_texts_that_a_language_model_cannot_score(llama: Path, tmp_path: Path) -> None:
     loaded = load_model(llama)
-    with pytest.raises(DataError, match=r"row 2 .* 1 token"):
+    with pytest.raises(DataError, match=r"line 2 .* 1 token"):
         encode(read_texts(written(tmp_path / "d.txt", "a film\na\n")), loaded)
     pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na,b\n"))
     with pytest.raises(DataError, match="reads one text"):

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import check_room, drafted, held
+from blr_analysis.files import check_free, check_room, drafted, held
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior import Forecast, Stage
@@ -53,6 +53,7 @@ from blr_analysis.task import Task
 
 FORMAT, VERSION = "blr_analysis.index", 4
 CONFIG, PLAN = "index_config.json", "index_plan.json"
+NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of what a plan says
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 TOGETHER = 2**22  # numbers of what is kept that are made at once
@@ -141,29 +142,16 @@ class Index:
         positive_int("rank", rank)
         one_of("dtype", dtype, tuple(DTYPES))
         place = Path(path_of(path)).expanduser()
-        described = {
-            "format": FORMAT,
-            "version": VERSION,
-            "posterior": fingerprint(q),
-            "n_data": task.n_data,
-            "rank": rank,
-            "dtype": dtype,
-            "likelihood": task.likelihood.recorded,
-            "last_loss": _last_loss(task, q),
-        }
-        if ranks.first():
-            described["data"] = task.examples.sha256(task.metadata)
-        chunking = Chunking(memory_budget=memory_budget, progress=False)
         leads = ranks.first()
+        described: dict[str, Any] = {"posterior": fingerprint(q)}
+        described |= _described(task, rank, dtype, q.mean, data=leads)
+        chunking = Chunking(memory_budget=memory_budget, progress=False)
         shared(task, q.mean)  # refuses ranks that differ
         own = training_errors(task, q)
         described["averaged"] = own is not None
         own = own or loss_gradient
         compression = Compression.of(q, rank, DTYPES[dtype])
-        with held(place) if leads else nullcontext():
-            if leads:
-                place.mkdir(parents=True, exist_ok=True)
-                _claim(place, described)
+        with held(place) if leads else nullcontext(), _claimed(place, described, leads):
             ranks.wait()
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
@@ -391,12 +379,36 @@ def fingerprint(q: Posterior) -> str:
     return digest.hexdigest()
 
 
-def _last_loss(task: Task, q: Posterior) -> float:
-    """What tells these training data from others: the loss of the last example."""
-    last = torch.tensor([task.n_data - 1])
-    with torch.no_grad(), task.evaluation():
-        outputs, targets = task.run(task.fetch(last), q.mean, last)
-    return float(task.likelihood.at(last).nll(outputs, targets))
+def check_place(path: Path, task: Task, rank: int, *, at_model: bool) -> None:
+    """Raise :class:`StorageError` where :meth:`Index.build` could not write, before a posterior is
+    fitted; ``at_model``: at the weights that the model has."""
+    if (path / PLAN).is_file():
+        mean = task.parameters() if at_model else None
+        _check_claim(path, _described(task, rank, "float16", mean, data=ranks.first()))
+    else:
+        _check_claim(path, {})
+
+
+def _described(
+    task: Task, rank: int, dtype: str, mean: Mapping[str, Tensor] | None, *, data: bool
+) -> dict[str, Any]:
+    """What tells an index from others, without its posterior."""
+    described = {
+        "format": FORMAT,
+        "version": VERSION,
+        "n_data": task.n_data,
+        "rank": rank,
+        "dtype": dtype,
+        "likelihood": task.likelihood.recorded,
+    }
+    if data:
+        described["data"] = task.examples.sha256(task.metadata)
+    if mean is not None:  # the loss of the last example, which tells models apart
+        last = torch.tensor([task.n_data - 1])
+        with torch.no_grad(), task.evaluation():
+            outputs, targets = task.run(task.fetch(last), dict(mean), last)
+        described["last_loss"] = float(task.likelihood.at(last).nll(outputs, targets))
+    return described
 
 
 def _files(n_data: int) -> dict[str, Tensor]:
@@ -415,22 +427,45 @@ def _stored(place: Path, n_data: int, rows: Tensor) -> dict[str, Tensor]:
     return {n: torch.cat([kept[n] for kept in each]) for n in each[0]}
 
 
-def _claim(place: Path, described: dict[str, Any]) -> None:
-    """Raise :class:`StorageError` unless the folder is empty or holds this very index."""
-    if (place / PLAN).is_file():
-        before = _read_json(place / PLAN)
-        differs = [n for n, value in described.items() if before.get(n) != value]
-        if differs:
-            if differs == ["data"] and "data" not in before:
-                what = "an index of an earlier version, which does not say of what data"
-            else:
-                what = f"an index with another {', '.join(differs)}"
-            raise StorageError(f"{str(place)!r} holds {what}: name a new folder.")
+@contextmanager
+def _claimed(place: Path, described: dict[str, Any], leads: bool) -> Iterator[None]:
+    """The folder says whose index it will hold; not where the work ended before a file was whole.
+
+    Raises:
+        StorageError: it holds something else.
+    """
+    if not leads:
+        yield
         return
-    foreign = sorted(p.name for p in place.iterdir())
-    if foreign:
-        raise StorageError(f"{str(place)!r} holds {foreign[0]}, no index: name a new folder.")
-    _write_json(place / PLAN, described)
+    _check_claim(place, described)
+    place.mkdir(parents=True, exist_ok=True)
+    if not (place / PLAN).is_file():
+        _write_json(place / PLAN, described)
+    try:
+        yield
+    except BaseException:
+        if not any(place.glob(f"{STEM}-*")):
+            (place / PLAN).unlink(missing_ok=True)
+            with suppress(OSError):
+                place.rmdir()
+        raise
+
+
+def _check_claim(place: Path, described: dict[str, Any]) -> None:
+    """Raise :class:`StorageError` unless the folder is new, empty or holds this very index."""
+    if not (place / PLAN).is_file():
+        return check_free(place)
+    before = _read_json(place / PLAN)
+    differs = [n for n, value in described.items() if before.get(n) != value]
+    if differs == ["data"] and "data" not in before:
+        what = "an index of an earlier version, which does not say of what data"
+    elif differs:
+        if "data" in differs and "last_loss" in differs:
+            differs.remove("last_loss")  # which may be theirs alone
+        what = f"an index with another {', '.join(NAMES.get(n, n) for n in differs)}"
+    else:
+        return None
+    raise StorageError(f"{str(place)!r} holds {what}: name a new folder.")
 
 
 def _projected(
