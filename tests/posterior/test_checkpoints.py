@@ -315,6 +315,19 @@ def test_a_lightning_checkpoint(tmp_path: Path, prefix: str) -> None:
         read(tmp_path / "two.ckpt", model)
 
 
+def test_of_two_networks_in_one_file_the_given_one(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.Adam)
+    both = {"student.": model, "teacher.": Tiny()}
+    weights = {p + n: v for p, net in both.items() for n, v in net.state_dict().items()}
+    content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+    torch.save(content, tmp_path / "last.ckpt")
+    for net in both.values():
+        mean = read(tmp_path / "last.ckpt", net).mean
+        assert all(torch.equal(mean[name], p) for name, p in net.named_parameters())
+    with pytest.raises(ModelError, match=r"student.*teacher.*load"):
+        read(tmp_path / "last.ckpt", Tiny())
+
+
 @pytest.mark.parametrize(
     "keys", [("model_state_dict", "optimizer_state_dict"), ("model", "optimizer")]
 )

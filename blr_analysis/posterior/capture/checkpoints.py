@@ -96,6 +96,8 @@ def from_checkpoint(
     * a file saved with ``torch.save(optimizer.state_dict(), path)``.
 
     The mean is the checkpoint's weights; with the optimizer's state alone it is the model's own.
+    Of several networks of the same names and shapes in one file (student and teacher, a moving
+    average) it is the one whose weights the model has.
     Files are read with ``weights_only=True`` and nothing else. A saved state numbers its
     parameters; the names follow from the model and are believed only if group sizes, weight
     decays, every shape and the total agree. A different order with the very same shapes cannot
@@ -117,7 +119,8 @@ def from_checkpoint(
         StorageError: files are missing, truncated, or hold more than tensors and containers.
         OptimizerError: an unknown optimizer, one in half precision, or one that does not fit
             the model in exactly one way.
-        ModelError: the weights are not this model's, or not finite.
+        ModelError: the weights are not this model's, or not finite; the file holds several such
+            networks and the model has the weights of none.
 
     Example:
         >>> import tempfile, torch
@@ -179,7 +182,7 @@ def _values(saved: Saved, model: nn.Module) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in parameters.items()}
     tied = tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
-    prefix = _prefix(aliases, saved.weights)
+    prefix = _prefix(aliases, parameters, saved.weights)
     result, wrong = {}, []
     for name, p in parameters.items():
         key = next((prefix + a for a in aliases[name] if prefix + a in saved.weights), None)
@@ -198,16 +201,41 @@ def _values(saved: Saved, model: nn.Module) -> dict[str, Tensor]:
     return result
 
 
-def _prefix(aliases: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> str:
-    """What the checkpoint puts before every name, such as ``model.`` or ``_orig_mod.``."""
+def _prefix(
+    aliases: Mapping[str, Sequence[str]],
+    parameters: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+) -> str:
+    """What the checkpoint puts before every name, such as ``model.`` or ``_orig_mod.``; of several
+    networks with these names and shapes, before the one whose weights the model has, else nothing.
+
+    Raises:
+        ModelError: several, none of them has, and all have something before their names.
+    """
     first, *_ = aliases.values()
-    prefixes = {
-        key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")
-    }
-    for prefix in sorted(prefixes, key=len):
-        if all(any(prefix + a in weights for a in names) for names in aliases.values()):
-            return prefix
-    return ""
+    ends = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
+    held: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for prefix in sorted(ends):
+        keys = [
+            next((prefix + a for a in n if prefix + a in weights), "") for n in aliases.values()
+        ]
+        if all(keys):
+            pairs = zip(parameters.values(), keys, strict=True)
+            held[prefix] = [(p, weights[key]) for p, key in pairs]
+    alike = {k: ps for k, ps in held.items() if all(p.shape == w.shape for p, w in ps)} or held
+    if len(alike) > 1:
+        own = [k for k, ps in alike.items() if not any(p.is_meta for p, _ in ps) and _equal(ps)]
+        if not own and "" not in alike:
+            raise ModelError(
+                f"the checkpoint holds several such networks, {some(list(alike))}: load the "
+                "weights of the trained one into the model"
+            )
+        return own[0] if own else ""
+    return next(iter(alike), "")
+
+
+def _equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return all(torch.equal(p.detach(), w.to(p)) for p, w in pairs)
 
 
 @dataclass(frozen=True)
