@@ -159,7 +159,7 @@ class Prior:
 
     def within(self, record: Mapping[str, Any]) -> Prior:
         """As it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
-        return self / float((record.get("calibration") or {}).get("scale", 1.0))
+        return self / scale_of(record)
 
     @property
     def smallest(self) -> float:
@@ -234,3 +234,8 @@ def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
     ]
     more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
     return "; ".join(lines[:MOST]) + more
+
+
+def scale_of(record: Mapping[str, Any]) -> float:
+    """τ, what calibration multiplied all variances with; 1 where there was none."""
+    return float((record.get("calibration") or {}).get("scale", 1.0))

@@ -30,6 +30,7 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.data import distinct_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior, made_of
+from blr_analysis.posterior.prior import scale_of
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity.corrections import (
     bound_of,
@@ -183,12 +184,11 @@ def calibrate(
     rise = estimate.rise(exact.outputs)
     usable = _usable(exact, rise, estimate(1.0))
     scale = matching(estimate, weight, rise, usable)
-    earlier = float(q.record.get("calibration", {}).get("scale", 1.0))
     unchecked = None
     if kind != "descent" and not (rest := stationarity(task, q)).near:
         unchecked = rest.verdict
     calibration = {
-        "scale": scale * earlier,
+        "scale": scale * scale_of(q.record),
         "correction": word,
         "kind": kind,
         "unchecked": unchecked,

@@ -74,10 +74,11 @@ def exact_structure(task: Task) -> str | None:
     return "full" if size <= DENSE and rows * size**2 <= AFFORDABLE else None
 
 
-def fitted_to(q: Posterior) -> bool:
-    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that."""
+def fitted_to(q: Posterior, *, scaled: bool = False) -> bool:
+    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that;
+    ``scaled``: or was, before it was calibrated."""
     fitted = q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
-    return fitted and not q.record.keys() & {"calibration", "expected"}
+    return fitted and "expected" not in q.record and (scaled or "calibration" not in q.record)
 
 
 def laplace_of(task: Task, q: Posterior) -> bool:
@@ -94,7 +95,7 @@ def at_weights(task: Task, q: Posterior) -> bool:
 def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
     """The same Laplace posterior with the whole Gauss–Newton matrix, for a model at the minimum
     that is small enough; None else. (Off the minimum it is no nearer to retraining.)"""
-    if q.structure == "full" or not laplace_of(task, q):
+    if q.structure == "full" or not (fitted_to(q, scaled=True) and at_weights(task, q)):
         return None
     structure = exact_structure(task)
     if structure is None or not stationarity(task, q).near:

@@ -26,6 +26,7 @@ from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.prior import scale_of
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import (
     HIGH,
@@ -188,7 +189,8 @@ def leave_one_out(
         return sequence_leave_one_out(task, q, correction, chunking, scores)
     likelihood, approximate = task.likelihood, ""
     before, targets, after, levers, used = _moved(task, q, correction, chunking, scores)
-    high = int((levers > HIGH).sum()) if correction == "auto" else 0
+    apart = levers / scale_of(q.record)  # a scale for all hides the few where first order fails
+    high = int((apart > HIGH).sum()) if correction == "auto" else 0
     if high and (exact := exactly(task, q, chunking)) is not None:
         approximate = f"of the whole curvature: {high} leverages under {q.structure} above {HIGH}"
         q = exact
