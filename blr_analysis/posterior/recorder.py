@@ -147,8 +147,8 @@ class KroneckerRecorder:
         self._batch = len(inputs[0]) if record else 0
         self._watched = (record or after) and not self.accumulates
         if record and not self._recorded and not self._checks:
-            self._checks = [
-                p.register_hook(lambda g, name=name: self._gradients.update({name: g.detach()}))
+            self._checks = [  # copies: clipping overwrites gradients in place
+                p.register_hook(lambda g, name=name: self._gradients.update({name: g.clone()}))
                 for name, p in self._parameters.items()
             ]
 

@@ -245,6 +245,16 @@ def test_bad_input_is_named() -> None:
         blr.Posterior.from_recorder(recorder, model, **get)
 
 
+def test_clipping_is_no_penalty() -> None:
+    model, x, y = example("mlp")
+    recorder = blr.KroneckerRecorder(model, every=1)
+    cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _ = recorder.factors
+
+
 def test_layers_that_take_no_part_and_weights_used_elsewhere_are_named() -> None:
     model, x, y = example("mlp")
     unused = nn.ModuleDict({"used": model, "spare": nn.Linear(4, 3).double()})
