@@ -36,6 +36,17 @@ from blr_analysis.likelihoods import Likelihood
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
 LEVELS = 256  # steps of a dtype that a column must span
+WORDS = (
+    "string",
+    "large_string",
+    "null",
+    "time",
+    "date",
+    "duration",
+    "decimal",
+    "binary",
+    "large_bi",
+)
 REPEATS = 8  # examples that are read twice to find out whether the data stand still
 
 
@@ -135,8 +146,10 @@ class Examples:
             dataset, rows = dataset.dataset, own if rows is None else own[rows]
         if not isinstance(dataset, TensorDataset) or self.collate is not default_collate:
             return None
-        if rows is not None and len(rows) and int(rows.max()) >= len(dataset):
-            return None  # one by one, to name the example that is not there
+        if rows is not None and len(rows):
+            rows = torch.where(rows < 0, rows + len(dataset), rows)
+            if not 0 <= int(rows.min()) <= int(rows.max()) < len(dataset):
+                return None  # one by one, to name the example that is not there
         return dataset, rows
 
     def _item(self, index: int) -> Any:
@@ -219,7 +232,10 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     x = torch.from_numpy(frame[numbers].to_numpy(dtype=real, copy=True))
     y, classes = _labels(frame[target], real)
     for name in numbers if classes or not y.is_floating_point() else [*numbers, target]:
-        _check_told_apart(name, frame[name].to_numpy(dtype=np.float64, na_value=np.nan), real)
+        column = frame[name]
+        own = {"i": np.int64, "u": np.uint64}.get(column.dtype.kind, np.float64)
+        own = np.float64 if column.isna().any() else own
+        _check_told_apart(name, column.to_numpy(dtype=own, na_value=np.nan), real)
     examples = replace(
         read_data((x, y)),
         columns=tuple(map(str, numbers)),
@@ -249,26 +265,54 @@ def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     """A column to predict, words as the numbers of their classes, and the words."""
     missing = column.index[column.isna()]
     if len(missing):
-        raise DataError(f"row {missing[0]!r} of the DataFrame has no {column.name}; drop it")
+        raise DataError(f"row {missing[0]!r} has no {column.name}; drop it")
     kind, classes = column.dtype.kind, ()
     if kind not in "biuf":
+        _check_spelled_apart(column)
         coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
         column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
     y = column.to_numpy(dtype=real if kind == "f" else np.int64, copy=True)
     return torch.from_numpy(y), classes
 
 
+def _check_spelled_apart(column: Any) -> None:
+    """Refuse labels that are one word and two values: 1 and "1"."""
+    known: dict[str, Any] = {}
+    for value in column.unique() if hasattr(column, "cat") else column:
+        first = known.setdefault(str(value), value)
+        if isinstance(first, str) != isinstance(value, str):
+            raise DataError(
+                f"{column.name}: {first!r} and {value!r} read alike; make them one type"
+            )
+
+
 def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[Any]]]:
-    """Columns of words are metadata; the others go to the model, as tensors."""
-    kinds = {name: getattr(data.features[name], "dtype", "") for name in data.column_names}
-    words = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
-    label = target or next((n for n in ("labels", "label") if n in kinds), None)
+    """Columns of words, times and nothing are metadata; the others go to the model, as tensors."""
+    names = list(data.column_names)
+    label = target or next((n for n in ("labels", "label") if n in names), None)
+    words = [name for name in names if not _of_numbers(data.features[name])]
+    aside = [n for n in names if n != label and (n in words or (n == "labels" and target))]
     classes = getattr(data.features.get(label), "names", None)
-    rows = data.remove_columns(words).with_format("torch")
-    if label not in (None, "labels"):
+    rows = data.remove_columns(aside)
+    if label in words:
+        y, classes = _labels(data.select_columns([label]).to_pandas()[label], np.float32)
+        rows = rows.remove_columns([label]).add_column("labels", y.numpy())
+    elif label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
-    examples = replace(read_data(rows), classes=None if classes is None else tuple(classes))
-    return examples, {name: list(data[name]) for name in words}
+    examples = read_data(rows.with_format("torch"))
+    examples = replace(examples, classes=None if classes is None else tuple(classes))
+    return examples, {name: list(data[name]) for name in aside}
+
+
+def _of_numbers(feature: Any) -> bool:
+    """Whether a column of this kind can become tensors: numbers, lists of them, images."""
+    if isinstance(feature, Mapping):
+        return all(map(_of_numbers, feature.values()))
+    if isinstance(feature, (list, tuple)):
+        return all(map(_of_numbers, feature))
+    if hasattr(feature, "feature"):
+        return _of_numbers(feature.feature)
+    return not str(getattr(feature, "dtype", "")).startswith(WORDS)
 
 
 def _examples(data: Any) -> Examples:
@@ -284,6 +328,8 @@ def _examples(data: Any) -> Examples:
     lists = several and len(data) == 2 and all(type(part) is list for part in data)
     if lists and not any(hasattr(leaf, "__array__") for leaf in tree_leaves(data)):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
+    if isinstance(data, Subset) and torch.as_tensor(data.indices).dtype == torch.bool:
+        raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
     unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
     if unfit or not hasattr(data, "__getitem__"):
         raise _not_indexed(data)

@@ -139,6 +139,7 @@ def test_samplers_that_change_the_training_set(sampler: str) -> None:
         ({"train": WHOLE, "test": WHOLE}, "got dict; .* take one split"),
         ([], "hold no examples"),
         (Subset(WHOLE, []), "hold no examples"),
+        (Subset(WHOLE, torch.ones(10) > 0), r"mask\.nonzero"),
         ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
         ((torch.zeros(5, 4), torch.tensor(1)), "same length"),
         ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),

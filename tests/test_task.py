@@ -172,6 +172,8 @@ def test_parts_of_tensors_are_read_as_tensors_and_faults_named() -> None:
         rows = torch.tensor([5, 0, 4])[torch.tensor(chosen, dtype=torch.long)]
         got = examples.batch(torch.tensor(chosen, dtype=torch.long))
         assert torch.equal(got[0], x[rows]) and torch.equal(got[1], y[rows])
+    last = read_data(Subset(TensorDataset(x, y), [-2, -1]))
+    assert torch.equal(last.batch(torch.arange(2))[1], y[8:])
     with pytest.raises(DataError, match="example 1"):
         read_data(Subset(TensorDataset(x, y), [0, 10])).batch(torch.tensor([1]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import warnings
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ def test_labels_that_are_numbers_stay_themselves(labels: Any) -> None:
     assert y.tolist() == list(labels)
 
 
+def test_labels_that_read_alike_are_refused() -> None:
+    with pytest.raises(DataError, match="1 and '1' read alike"):
+        of(FRAME.assign(label=[1, "1", 2, "2"] * 6), nn.Linear(3, 4))
+
+
 def test_masks_have_the_index_of_the_frame() -> None:
     shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
     cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
@@ -129,6 +135,8 @@ def test_a_frame_is_read_in_the_models_dtype(model: nn.Module) -> None:
     frame = FRAME.assign(c=far, label=FRAME.index % 2)
     with pytest.warns(UserWarning, match="24 values of the column 'c' become 1 "):
         of(frame, model)
+    with pytest.warns(UserWarning, match="24 values of the column 'c' become 1 "):
+        of(frame.assign(c=2**60 + np.arange(24)), copy.deepcopy(model).double())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         of(FRAME, model)
@@ -180,6 +188,16 @@ def test_datasets(model: nn.Module) -> None:
     same(blr.Task(Dictionary(model), named, target="animal"), blr.Task(model, (X, Y)))
     with pytest.raises(DataError, match="'train'"):
         blr.Task(model, data)
+    spelled = data["train"].remove_columns("label").add_column("kind", ["ab"[k] for k in Y])
+    coded = blr.Task(Dictionary(model), spelled, target="kind")
+    same(coded, blr.Task(model, (X, Y)))
+    assert coded.examples.classes == ("a", "b") and list(coded.metadata) == ["text"]
+    aside = {"labels": [0] * 24, "none": [None] * 24, "tags": [["a"], ["a", "b"]] * 12}
+    aside |= {"when": [datetime.datetime(2020, 1, 1)] * 24}
+    more = datasets.Dataset.from_dict({**columns, **aside})
+    task = blr.Task(Dictionary(model), more, target="label")
+    same(task, blr.Task(model, (X, Y)))
+    assert set(task.metadata) == {"text", *aside}
     words = [
         data["train"].cast_column("label", datasets.ClassLabel(names=names))
         for names in (["cat", "dog"], ["dog", "cat"])
