@@ -320,9 +320,10 @@ def test_a_dry_run_counts_what_the_run_then_does(
         assert code == 0 and not place.exists(), err
         said = float(out.split("passes")[1].split()[0])
         ran.clear()
-        code, _, err = run(capsys, *argv, *options, "--out", place)
+        code, out, err = run(capsys, *argv, *options, "--out", place)
         assert code == 0, err
-        found = 0 if options else 1  # the gradient of the loss is summed without records
+        assert ("averaged" in out) == (not options)
+        found = 0 if options else 3  # without records: the loss, the training's time, first outputs
         assert sum(ran) / N == pytest.approx(said - found, rel=0.05)
         assert "rough" in err
         shutil.rmtree(place)

@@ -100,7 +100,8 @@ def index(
         ours, _ = tasks_of(task, None, texts, say)
         check_place(out, ours, rank, at_model=posterior is None)
         if dry_run:
-            show_forecast(build_cost(ours, way.stages(ours), rank))
+            found = way.posterior is not None or way.finds(ours)
+            show_forecast(build_cost(ours, way.stages(ours), rank, found=found))
             return
         q = way.posterior_of(ours, say)
         say("indexing")

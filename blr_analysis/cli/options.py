@@ -185,6 +185,11 @@ class Way:
             raise InputError("--initial belongs to --fit; a saved posterior knows its own")
         return self
 
+    def finds(self, task: Task) -> bool:
+        """Whether a fit finds δ."""
+        named = task.prior_precision if self.prior_precision is None else self.prior_precision
+        return named is None or named == RETRIEVAL
+
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
         from blr_analysis.posterior import Stage, fit_stages
@@ -192,8 +197,7 @@ class Way:
 
         if self.posterior is not None:
             return []
-        retrieves = self.prior_precision == RETRIEVAL
-        found = retrieves or (self.prior_precision is None and task.prior_precision is None)
+        retrieves, found = self.prior_precision == RETRIEVAL, self.finds(task)
         halves = [Stage("halves of texts", min(task.n_data, TEXTS), 2.0, rotated=True)]
         return fit_stages(task, str(self.fit), found=found) + halves * retrieves
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.sensitivity.influence import averaged
 from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
 from blr_analysis.sensitivity.tokens import token_influence
 
@@ -82,8 +83,11 @@ def by_hand(weights: Tensor, words: Tensor, targets: Tensor) -> Tensor:
     return gradients.flatten(1)
 
 
-def test_of_tokens_and_in_an_index(texts: tuple[nn.Module, Tensor, Tensor], tmp_path: Path) -> None:
+def test_of_tokens_and_in_an_index(
+    texts: tuple[nn.Module, Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, *data = texts
+    monkeypatch.setattr(averaged, "CACHED", 1)  # token by token
     task = blr.Task(model, (data[0], data[1]), likelihood="tokens")
     q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", progress=False)
     weights = model.table.weight.detach()

@@ -35,7 +35,11 @@ from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
-from blr_analysis.sensitivity.influence.averaged import averaged_errors, training_errors
+from blr_analysis.sensitivity.influence.averaged import (
+    averaged_errors,
+    averaging_stages,
+    training_errors,
+)
 from blr_analysis.sensitivity.influence.blocks import Cotangent, loss_gradient, loss_terms, pieces
 from blr_analysis.sensitivity.influence.compressed import Compressed, Compression, Roots, whitened
 from blr_analysis.sensitivity.influence.results import (
@@ -147,7 +151,7 @@ class Index:
         described |= _described(task, rank, dtype, q.mean, data=leads)
         chunking = Chunking(memory_budget=memory_budget, progress=False)
         shared(task, q.mean)  # refuses ranks that differ
-        own = training_errors(task, q)
+        own = training_errors(task, q, progress=progress)
         described["averaged"] = own is not None
         own = own or loss_gradient
         compression = Compression.of(q, rank, DTYPES[dtype])
@@ -354,13 +358,15 @@ class Index:
         return exact.gather(0, places.view_as(names))
 
 
-def build_cost(task: Task, fit: Sequence[Stage], rank: int) -> Forecast:
-    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any."""
+def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> Forecast:
+    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any; ``found``:
+    under a δ that was found, off the minimum."""
     n = task.n_data
     columns = min(PROBE[1], n // 2)
     pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
     stages = [
         *fit,
+        *(averaging_stages(task) if found else []),
         Stage("index", n, rotated=True),
         Stage("error", pairs, rotated=True),
     ]

@@ -174,7 +174,7 @@ def influence(
     question = _Question(
         measure, normalize, expected, solver, projection, generator, memory_budget, folder
     )
-    works = question.works(task, posterior, test_task)
+    works = question.works(task, posterior, test_task, progress)
     n_test = works[-1].test_task.n_data
     _check_room(task.n_data, n_test, next(iter(works[-1].q.mean.values())).element_size())
     matrix: Tensor | None = None
@@ -228,7 +228,7 @@ def top_influence(
     question = _Question(
         measure, normalize, expected, solver, projection, generator, memory_budget, folder
     )
-    works = question.works(task, posterior, test_task)
+    works = question.works(task, posterior, test_task, progress)
     check_k(k, task.n_data)
     blocks: dict[int, Best] = {}
     for piece in _mean(works, progress):
@@ -251,7 +251,9 @@ class _Question:
     memory_budget: int | None
     folder: str | os.PathLike[str] | None
 
-    def works(self, task: Task, posterior: Any, test_task: Any) -> list[_Work]:
+    def works(
+        self, task: Task, posterior: Any, test_task: Any, progress: bool | None
+    ) -> list[_Work]:
         """One for each posterior, which share the memory; arguments checked."""
         qs = all_fitted(task, posterior)
         where = check_test(test_task, task, "test_task")
@@ -280,7 +282,8 @@ class _Question:
             q, own = given, None
             if self.solver == "auto" and len(qs) == 1:
                 q, note = whole(task, given, memory_budget)
-                own = training_errors(task, given) if self.expected is None else None
+                if self.expected is None:
+                    own = training_errors(task, given, progress=progress)
                 note = "; ".join(filter(None, (note, AVERAGED if own else "")))
             averaged = q.record.get("expected", False) if self.expected is None else self.expected
             if own is None:
