@@ -40,6 +40,7 @@ BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
 HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
 TILE = 2**18  # numbers of gradients that are made and used at once, so that they stay in the cache
 PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
+HASHED = 2**16  # entries of a table that tells most blocks apart
 CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
 
 Roots = Mapping[str, tuple[int, Tensor]]  # of every matrix: place of its first number, ±Σ^½
@@ -253,14 +254,17 @@ def in_common(kept: Mapping[str, Tensor], asked: Compressed) -> Tensor:
     """v_iᵀ v_j of the blocks that both keep, ``[n, M]``."""
     (m, each), values = asked.places.shape, []
     places, order = asked.places.flatten().sort()
-    theirs = asked.blocks.flatten(0, 1)
+    theirs, asked_for = asked.blocks.flatten(0, 1), torch.zeros(HASHED, dtype=torch.bool)
+    asked_for[places // BLOCK % HASHED] = True
     for some in slices(len(kept["places"]), PAIRED // (m * each * BLOCK)):
         at = kept["places"][some].flatten()
+        hits = asked_for[(at // BLOCK).remainder_(HASHED)].nonzero().squeeze(1)  # or nearly so
+        at = at[hits]
         first = torch.searchsorted(places, at)
         count = torch.searchsorted(places, at, right=True) - first
         ours = torch.repeat_interleave(count)  # every pair of equal places
         nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
-        other = order[first[ours] + nth]
+        other, ours = order[first[ours] + nth], hits[ours]
         mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
         products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
         sums = products.new_zeros((some.stop - some.start) * m)
