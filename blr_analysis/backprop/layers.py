@@ -125,10 +125,18 @@ def _positions(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), 1, -1, tensor.shape[-1])
 
 
+def _columns(call: Call, grads: list[Tensor]) -> list[Tensor]:
+    """Output gradients as ``[B, 1, T, D]``; where that is another shape alone, it is found once."""
+    first = call.fold(_positions(call.gradient(grads[0])))
+    if call.output_axis == Axis() and first.dtype == grads[0].dtype:
+        return [g.reshape(first.shape) for g in grads]
+    return [first, *(call.fold(_positions(call.gradient(g))) for g in grads[1:])]
+
+
 def linear(call: Call, grads: list[Tensor]) -> list[Term]:
     """z = W a + b at every position."""
     a = call.fold(_positions(call.x))
-    d = [call.fold(_positions(call.gradient(g))) for g in grads]
+    d = _columns(call, grads)
     shape = (d[0].shape[-1], a.shape[-1])
     return _outer(call, MatrixShape(1, *shape, shape), a, d)
 
@@ -136,7 +144,7 @@ def linear(call: Call, grads: list[Tensor]) -> list[Term]:
 def transposed_linear(call: Call, grads: list[Tensor]) -> list[Term]:
     """Hugging Face ``Conv1D``: z = a W + b with W stored ``[I, O]``."""
     a = call.fold(_positions(call.x))
-    d = [call.fold(_positions(call.gradient(g))) for g in grads]
+    d = _columns(call, grads)
     rows, columns = d[0].shape[-1], a.shape[-1]
     return _outer(call, MatrixShape(1, rows, columns, (columns, rows), True), a, d)
 

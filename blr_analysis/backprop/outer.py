@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from blr_analysis.backprop.terms import (
     Term,
     TermCost,
     Tree,
+    added,
+    added_bmm,
     by_rows,
     rank_one,
     slices,
@@ -77,6 +80,22 @@ class Outer(Term):
     def part(self, chosen: slice) -> Outer:
         return Outer(self.joint, self.inputs[chosen], [d[chosen] for d in self.grads])
 
+    def divided(self, size: int) -> Iterator[Outer]:
+        """Every column is cut once: a slice each takes longer than what is made of it."""
+        each = (self.inputs, *self.grads)
+        for a, *d in zip(*(x.split(max(1, size)) for x in each), strict=True):
+            part = Outer(self.joint, a, d)
+            vars(part)["alike"] = self.alike
+            yield part
+
+    @cached_property
+    def alike(self) -> Tensor | None:
+        """The columns ``[K, g, O]`` of one position where autograd expands what all examples have
+        alike: unit rows, of the layer that gives the outputs."""
+        if self.positions > 1 or any(d.stride(0) for d in self.grads):
+            return None
+        return torch.cat([d[:1] for d in self.grads]).squeeze(2)
+
     def columns(self, chosen: slice) -> Outer:
         return replace(self, grads=self.grads[chosen])
 
@@ -119,12 +138,12 @@ class Outer(Term):
             g[self.bias] = self._bias_grads().movedim(2, 1).flatten(2)
         return g
 
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+    def gram(self, variance: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
         weight = None if self.weight is None else self.layout.matrix(variance[self.weight])
         bias = None
         if self.bias is not None:
             bias = variance[self.bias].reshape(self.layout.groups, self.layout.rows)
-        return weighted_gram(self, weight, bias)
+        return weighted_gram(self, weight, bias, into)
 
     def square_sum(self) -> Tree:
         shapes = {n: self.joint.shapes[n] for n in self.names}
@@ -222,8 +241,8 @@ class Outer(Term):
             return turned
         return Dense({basis.key: turned.movedim(2, 1)})
 
-    def rotated_gram(self, basis: Basis, variance: Tensor) -> Tensor:
-        return rotated_gram(self, basis, variance)
+    def rotated_gram(self, basis: Basis, variance: Tensor, into: Tensor | None = None) -> Tensor:
+        return rotated_gram(self, basis, variance, into)
 
     def matrices(self) -> Tensor:
         """G_c = Σ_t d_ct a_tᵀ for every column, ``[B, g, K, O, I]``."""
@@ -271,7 +290,9 @@ class Outer(Term):
         return right, left
 
 
-def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def weighted_gram(
+    term: Outer, weight: Tensor | None, bias: Tensor | None, into: Tensor | None = None
+) -> Tensor:
     """⟨G_c ∘ σ², G_c'⟩ with σ² ``[g, O, I]`` and a bias variance ``[g, O]``, by the cheaper form.
 
     * one position: s_o = Σ_i σ²_oi a_i² + σ²_o, then Σ_o d_co s_o d_c'o;
@@ -280,10 +301,10 @@ def weighted_gram(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Te
     """
     t, k = term.positions, len(term.grads)
     if t == 1:
-        return _one_position_gram(term, _row_scale(term, weight, bias))
+        return _one_position_gram(term, _row_scale(term, weight, bias), into=into)
     if weight is not None and _few_positions(t, k, weight.shape[-1]):
-        return _position_gram(term, weight, bias)
-    total = term.inputs.new_zeros(len(term.inputs), k, k)
+        return added(into, _position_gram(term, weight, bias))
+    total = term.inputs.new_zeros(len(term.inputs), k, k) if into is None else into
     if weight is not None:
         for examples, rows, part in _blocks(term):
             total[examples] += flat_gram(part, weight[:, rows].unsqueeze(1))
@@ -329,23 +350,26 @@ def _of_rows(term: Outer, rows: slice) -> Outer:
     return Outer(replace(term.joint, bias=None), term.inputs, grads)
 
 
-def _one_position_gram(term: Outer, scale: Tensor, left: Tensor | None = None) -> Tensor:
+def _one_position_gram(
+    term: Outer, scale: Tensor, left: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """Σ_o (d_c U)_o s_o (d_c' U)_o from s ``[B, g, O]``, which is overwritten, and U ``[O, O]``."""
-    # Autograd expands what all examples have alike: of the layer that gives the outputs, unit rows.
-    same = all(d.stride(0) == 0 for d in term.grads)
-    columns = [d[:1] for d in term.grads] if same else term.grads  # [B or 1, g, 1, O] each
-    if same and scale.shape[1] == 1:
-        rows = torch.cat(columns)[:, 0, 0]  # [K, O]
+    if term.alike is not None and scale.shape[1] == 1:
+        rows = term.alike[:, 0]  # [K, O]
         unit = _is_identity(rows)
         if left is None and unit:
-            return torch.diag_embed(scale.squeeze(1))
+            if into is None:
+                return torch.diag_embed(scale.squeeze(1))
+            into.diagonal(dim1=1, dim2=2).add_(scale.squeeze(1))
+            return into
         turned = rows if left is None else left if unit else rows @ left
         half = turned * scale.sqrt_()
-        return torch.bmm(half, half.mT)
+        return added_bmm(into, half, half.mT)
+    columns = term.grads if term.alike is None else [d[:1] for d in term.grads]
     scale = scale.unsqueeze(2)
     if len(columns) == 1:
         d = columns[0] if left is None else columns[0] @ left
-        return (d.square() * scale).sum((1, 2, 3)).view(-1, 1, 1)
+        return added(into, (d.square() * scale).sum((1, 2, 3)).view(-1, 1, 1))
     root = scale.sqrt_()
     half = root.new_empty(len(columns), *root.shape)
     start = 0
@@ -354,7 +378,7 @@ def _one_position_gram(term: Outer, scale: Tensor, left: Tensor | None = None) -
         torch.mul(part, root, out=half[start : start + len(part)])
         start += len(part)
     half = half.transpose(0, 1).flatten(2)
-    return torch.bmm(half, half.mT)
+    return added_bmm(into, half, half.mT)
 
 
 def _together(columns: list[Tensor]) -> Iterator[Tensor]:
@@ -396,7 +420,7 @@ def _by_rows(
     return products
 
 
-def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
+def rotated_gram(term: Outer, basis: Basis, variance: Tensor, into: Tensor | None = None) -> Tensor:
     """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
     if term.positions == 1 and term.weight is not None and len(basis.right) == 1:
         right, i = basis.right[0], term.inputs.shape[-1]
@@ -408,16 +432,17 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor) -> Tensor:
 
         rows = term.inputs.reshape(-1, i)
         scale = _by_rows(rows, variance[0], TURNED, squared).unsqueeze(1)
-        return _one_position_gram(term, scale, None if basis.left is None else basis.left[0])
+        left = None if basis.left is None else basis.left[0]
+        return _one_position_gram(term, scale, left, into)
     b, k = term.n_examples, term.n_columns
     some = max(1, STACKED // (k * term.grads[0][0].numel()))
     if k > 1 and term.positions > 1 and some < b:
         parts = (term.part(examples) for examples in slices(b, some))
-        return torch.cat([rotated_gram(part, basis, variance) for part in parts])
+        return added(into, torch.cat([rotated_gram(part, basis, variance) for part in parts]))
     turned = rotated(term, basis)
     if isinstance(turned, Outer):
-        return weighted_gram(turned, variance, None)
-    return flat_gram(turned, variance.unsqueeze(1))
+        return weighted_gram(turned, variance, None, into)
+    return added(into, flat_gram(turned, variance.unsqueeze(1)))
 
 
 def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:

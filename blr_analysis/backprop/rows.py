@@ -15,7 +15,17 @@ from torch import Tensor
 
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
-from blr_analysis.backprop.terms import HELD, Apart, Dense, Term, TermCost, Tree, by_rows, slices
+from blr_analysis.backprop.terms import (
+    HELD,
+    Apart,
+    Dense,
+    Term,
+    TermCost,
+    Tree,
+    added_bmm,
+    by_rows,
+    slices,
+)
 
 
 @dataclass(frozen=True)
@@ -104,10 +114,10 @@ class Rows(Term):
         index = self.ids[:, None, :, None].expand_as(d)
         return {self.name: table.scatter_add(2, index, d)}
 
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
+    def gram(self, variance: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
         scale = variance[self.name][self.ids]  # [B, T, O]
         d = self.stacked()
-        return torch.bmm((d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
+        return added_bmm(into, (d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
 
     def square_sum(self) -> Tree:
         squares = {self.name: self.grads[0].new_zeros(self.shape)}

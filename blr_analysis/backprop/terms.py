@@ -67,6 +67,10 @@ class Term(ABC):
         """The same for some of the examples."""
         return Dense({n: g[chosen] for n, g in self.jacobian().items()})
 
+    def divided(self, size: int) -> Iterator[Term]:
+        """The same for at most ``size`` examples at a time."""
+        return (self.part(chosen) for chosen in slices(self.n_examples, size))
+
     def columns(self, chosen: slice) -> Term:
         """The same for some of the columns."""
         return Dense({n: g[:, chosen] for n, g in self.jacobian().items()})
@@ -93,10 +97,12 @@ class Term(ABC):
         columns = self.jacobian().values()
         return TermCost(column=sum(c[:, 0].numel() for c in columns) / self.n_examples)
 
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
-        """⟨G_ic ∘ σ², G_ic'⟩, ``[B, K, K]``."""
-        flat = {n: g.reshape(*g.shape[:2], -1) for n, g in self.jacobian().items()}
-        return total([torch.bmm(g * variance[n].flatten(), g.mT) for n, g in flat.items()])
+    def gram(self, variance: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
+        """⟨G_ic ∘ σ², G_ic'⟩, ``[B, K, K]``, added to ``into`` where that is given."""
+        for name, g in self.jacobian().items():
+            flat = g.reshape(*g.shape[:2], -1)
+            into = added_bmm(into, flat * variance[name].flatten(), flat.mT)
+        return total([]) if into is None else into
 
     def square_sum(self) -> Tree:
         """Σ_i Σ_c G_ic ∘ G_ic."""
@@ -175,9 +181,9 @@ class Term(ABC):
             joint = basis.left.mT.unsqueeze(1) @ joint
         return Dense({basis.key: (joint @ basis.right.unsqueeze(1)).movedim(2, 1)})
 
-    def rotated_gram(self, basis: Basis, variance: Tensor) -> Tensor:
+    def rotated_gram(self, basis: Basis, variance: Tensor, into: Tensor | None = None) -> Tensor:
         """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
-        return self.rotated(basis).gram({basis.key: variance})
+        return self.rotated(basis).gram({basis.key: variance}, into)
 
 
 @dataclass(frozen=True)
@@ -243,8 +249,10 @@ class Apart(Term):
     def jacobian(self) -> Tree:
         return _by_name([part.jacobian() for part in self.parts])
 
-    def gram(self, variance: Mapping[str, Tensor]) -> Tensor:
-        return total([part.gram(variance) for part in self.parts])
+    def gram(self, variance: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
+        for part in self.parts:
+            into = part.gram(variance, into)
+        return total([]) if into is None else into
 
     def square_sum(self) -> Tree:
         return _by_name([part.square_sum() for part in self.parts])
@@ -331,8 +339,8 @@ def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
     if examples <= size:
         yield list(terms)
         return
-    for chosen in slices(examples, size):
-        yield [term.part(chosen) for term in terms]
+    for some in zip(*(term.divided(size) for term in terms), strict=True):
+        yield list(some)
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
@@ -350,6 +358,16 @@ def total(parts: Iterable[Tensor]) -> Tensor:
     if result is None:
         raise ModelError("no trainable parameter of the posterior takes part in the model")
     return result
+
+
+def added(into: Tensor | None, share: Tensor) -> Tensor:
+    """The share itself, or ``into`` with it added."""
+    return share if into is None else into.add_(share)
+
+
+def added_bmm(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """The same of a product of matrices."""
+    return torch.bmm(left, right) if into is None else into.baddbmm_(left, right)
 
 
 def slices(n: int, size: int) -> Iterator[slice]:

@@ -155,6 +155,10 @@ def test_gram(made: tuple[Term, Tree]) -> None:
     j = flat(truth, 2)
     expected = torch.einsum("bkp,p,blp->bkl", j, flat(variance, 0), j)
     assert relative(term.gram(variance), expected) < EXACT
+    into = normal(*expected.shape, seed=9)
+    expected = expected + into
+    assert relative(term.gram(variance, into), expected) < EXACT
+    torch.testing.assert_close(into, expected)  # in its place
 
 
 @pytest.mark.parametrize("r", [1, 3, 40])
@@ -176,6 +180,9 @@ def test_products_and_combinations(made: tuple[Term, Tree], r: int, room: int | 
 def test_parts_and_precision(made: tuple[Term, Tree]) -> None:
     term, truth = made
     same(term.part(slice(1, 3)).jacobian(), {n: g[1:3] for n, g in truth.items()})
+    sizes = range(0, term.n_examples, 2)
+    for start, part in zip(sizes, term.divided(2), strict=True):
+        same(part.jacobian(), {n: g[start : start + 2] for n, g in truth.items()})
     single = term.cast(torch.float32).jacobian()
     assert all(g.dtype == torch.float32 for g in single.values())
     for name, g in truth.items():
@@ -223,6 +230,8 @@ def test_rotation(made: tuple[Term, Tree]) -> None:
     variance = normal(g, o, i, seed=9).exp()
     expected = torch.einsum("bkgoi,goi,blgoi->bkl", turned, variance, turned)
     assert relative(term.rotated_gram(basis, variance), expected) < EXACT
+    into = normal(*expected.shape, seed=9)
+    assert relative(term.rotated_gram(basis, variance, into.clone()), expected + into) < EXACT
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("dense", "rows", *TIED)])

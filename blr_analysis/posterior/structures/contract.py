@@ -306,10 +306,13 @@ class Spectral(Structure):
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
         variance = self.basis_variance()
-        return total(
-            term.gram(variance) if basis is None else term.rotated_gram(basis, variance[basis.key])
-            for term, basis in self.paired(terms)
-        )
+        sums: Tensor | None = None
+        for term, basis in self.paired(terms):
+            if basis is None:
+                sums = term.gram(variance, sums)
+            else:
+                sums = term.rotated_gram(basis, variance[basis.key], sums)
+        return total([]) if sums is None else sums
 
     def logdet(self) -> Tensor:
         parts = [s.double().log().sum() for s in self.values.values()]

@@ -248,7 +248,10 @@ class LowRank(Structure):
             exact = [t.cast(torch.float64) for t in part]
             t = products(exact, self.basis, dtype=torch.float64, scale=variance)
             t = t @ self.whitened.turn
-            whole = total([term.gram(variance) for term in exact])
+            whole: Tensor | None = None
+            for term in exact:
+                whole = term.gram(variance, whole)
+            assert whole is not None
             grams.append((whole - (t * (c / (1 + c))) @ t.mT).to(like))
         return torch.cat(grams)
 
