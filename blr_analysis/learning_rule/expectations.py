@@ -177,6 +177,16 @@ class HessianEstimate:
     method: str = ""
     estimate: Callable[[Tensors, Tensors, Mapping[str, Any]], Tensors] | None = None
 
+    def gap(
+        self, hess: Tensors, evidence: Tensors, precision: Tensors, group: Mapping[str, Any]
+    ) -> Tensors:
+        """h − ĥ; of Price's estimate in one pass over memory."""
+        if self.estimate is _price:
+            ess = float(group["ess"])
+            return list(torch._foreach_addcmul(hess, evidence, precision, value=-ess))
+        assert self.estimate is not None
+        return list(torch._foreach_sub(hess, self.estimate(evidence, precision, group)))
+
 
 def _as_it_is(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     return evidence

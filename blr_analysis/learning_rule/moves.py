@@ -124,7 +124,11 @@ def step(
         if curvature.method == "gradsq" and not evidence:
             evidence = _squares(grad if move.decay == "gradient" else block.grad)
         precision = list(torch._foreach_add(block.hess, decay))
-        advance(block.hess, curvature.estimate(evidence, precision, group), precision, move, group)
+        if move.positive and move.memory == "average":
+            gap = curvature.gap(block.hess, evidence, precision, group)
+            retract(block.hess, gap, precision, 1.0 - group["beta2"])
+        else:
+            advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
     direction, factor = _direction(block, grad, move, group, count)
     if move.decay == "step" and decay:
         direction = _plus(direction, block.theta, decay / factor)
@@ -162,25 +166,20 @@ def _walk(theta: Tensors, direction: Tensors, scales: Tensors, lr: float, clip: 
     torch._foreach_add_(theta, direction, alpha=-lr)
 
 
-def advance(
-    hess: Tensors, estimate: Tensors, precision: Tensors, move: Move, group: Mapping[str, Any]
-) -> None:
-    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; with ``positive`` also + ρ²(ĥ − h)² / (2 (h + δ)); a ``"sum"``
-    is h ← h + ĥ.
-
-    ``precision`` is h + δ; it and ``estimate`` are used up.
-    """
+def advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, Any]) -> None:
+    """h ← h + ρ(ĥ − h), ρ = 1 − β₂; a ``"sum"`` is h ← h + ĥ."""
     if move.memory == "sum":
         torch._foreach_add_(hess, estimate)
-        return
-    rho = 1.0 - group["beta2"]
-    if not move.positive:
-        torch._foreach_lerp_(hess, estimate, rho)
-        return
-    torch._foreach_sub_(estimate, hess)
-    torch._foreach_div_(precision, estimate)  # its inverse times the gap: no square to overflow
-    torch._foreach_add_(hess, estimate, alpha=rho)
-    torch._foreach_addcdiv_(hess, estimate, precision, value=0.5 * rho**2)
+    else:
+        torch._foreach_lerp_(hess, estimate, 1.0 - group["beta2"])
+
+
+def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None:
+    """h ← h − ρ(h − ĥ) + ρ²(h − ĥ)² / (2 (h + δ)), from the gap h − ĥ and h + δ, which is used
+    up."""
+    torch._foreach_div_(precision, gap)  # its inverse times the gap: no square to overflow
+    torch._foreach_add_(hess, gap, alpha=-rho)
+    torch._foreach_addcdiv_(hess, gap, precision, value=0.5 * rho**2)
 
 
 def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> Tensors:
