@@ -467,7 +467,7 @@ def _compare_configs(job: Job) -> None:
                 f"{str(folder)!r} is quantised (quantization_config): merge the models "
                 "before, then quantise"
             )
-    kinds = {config["model_type"]: f for f, config in configs.items() if "model_type" in config}
+    kinds = {str(c["model_type"]): f for f, c in configs.items() if "model_type" in c}
     if len(kinds) > 1:
         listed = ", ".join(f"{str(folder)!r} ({kind})" for kind, folder in kinds.items())
         raise ModelError(f"the models are of different architectures: {listed}")

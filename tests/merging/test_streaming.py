@@ -371,6 +371,7 @@ DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
         "prior_precision=-1.0",
     ),
     "another architecture": (lambda f: config(f["models"][0], model_type="other"), "architectures"),
+    "no architecture": (lambda f: config(f["models"][0], model_type={"a": 1}), "architectures"),
     "a quantised model": (
         lambda f: config(f["models"][0], quantization_config={"bits": 4}),
         "quantised",
