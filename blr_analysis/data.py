@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from blr_analysis.checks import some
-from blr_analysis.errors import BLRError, DataError, InputError, ModelError
+from blr_analysis.errors import DataError, InputError, ModelError, told_as
 from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
@@ -85,15 +85,13 @@ class Examples:
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
         items = [self._item(int(i)) for i in indices]
-        try:
+        failed = "the collate function failed on examples"
+        with told_as(
+            DataError,
+            lambda: f"{failed} {some(indices.tolist())}",
+            "pass a DataLoader with its collate_fn",
+        ):
             return self.collate(items)
-        except (BLRError, MemoryError):
-            raise
-        except Exception as error:  # the user's own code
-            raise DataError(
-                f"the collate function failed on examples {some(indices.tolist())}: "
-                f"{_said(error)}; pass a DataLoader with its collate_fn"
-            ) from error
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
         """Of every example, each as a batch of its own, and of what describes them."""
@@ -153,15 +151,13 @@ class Examples:
         return dataset, rows
 
     def _item(self, index: int) -> Any:
-        try:
+        last = len(self) - 1
+        with told_as(
+            DataError,
+            f"the dataset failed on example {index} of {last + 1}",
+            f"each index 0 … {last} must give an example",
+        ):
             return self.dataset[index]
-        except (BLRError, MemoryError):
-            raise
-        except Exception as error:  # the user's own code
-            raise DataError(
-                f"the dataset failed on example {index} of {len(self)}: {_said(error)}; each "
-                f"index 0 … {len(self) - 1} must give an example"
-            ) from error
 
 
 def read_data(data: Any) -> Examples:
@@ -612,10 +608,6 @@ def describe(batch: Any) -> str:
     if isinstance(batch, (list, tuple)):
         return "(" + ", ".join(describe(v) for v in batch[:8]) + ")"
     return type(batch).__name__
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:

@@ -10,6 +10,9 @@ input that is wrong, says what was expected and what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class BLRError(Exception):
     """Base class of every exception of :mod:`blr_analysis`."""
@@ -49,3 +52,28 @@ class PosteriorWarning(UserWarning):
 
 class InitialPrecisionWarning(UserWarning):
     """More than half of the precision that an optimizer learned is still what it began with."""
+
+
+@contextmanager
+def told_as(
+    kind: type[BLRError], what: str | Callable[[], str], remedy: str = ""
+) -> Iterator[None]:
+    """Around code of others, the user's or a library's, which may raise anything: an error of this
+    kind, which says what failed, how, and the remedy. Ours, and want of memory, stay as they are.
+
+    >>> with told_as(InputError, "it failed on 0", "give 1"):
+    ...     1 / 0
+    Traceback (most recent call last):
+    ...
+    blr_analysis.errors.InputError: it failed on 0: ZeroDivisionError: division by zero; give 1
+    """
+    try:
+        yield
+    except (BLRError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
+            raise
+        failed = what if isinstance(what, str) else what()
+        said = f"{failed}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise kind(f"{said}; {remedy}" if remedy else said) from error

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from blr_analysis.errors import BLRError, InputError, ModelError
+from blr_analysis.errors import BLRError, InputError, ModelError, told_as
 
 WAIT = timedelta(hours=2)  # for a slower rank; one that dies is noticed at once
 _alone = False
@@ -226,13 +226,11 @@ def whole_model(model: nn.Module) -> nn.Module:
             memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if not _gathers(h))
     for module in pieces:  # which refuse to be copied as such
         memo[id(module)] = bare[module] = object.__new__(type(module).__mro__[2])
-    try:
+    with told_as(ModelError, "the sharded model cannot be copied"):
         for module, plain in bare.items():
             state = {k: v for k, v in vars(module).items() if not k.startswith("__composable_api")}
             plain.__dict__.update(copy.deepcopy(state, memo))
         return copy.deepcopy(model, memo)
-    except Exception as error:  # the user's own code
-        raise ModelError(f"the sharded model cannot be copied: {error}") from error
 
 
 def _plain(p: nn.Parameter) -> nn.Parameter:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from blr_analysis.checks import install, one_of, path_of, some
-from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.errors import InputError, ModelError, StorageError, told_as
 from blr_analysis.files import Folder, Spec
 from blr_analysis.files.headers import read_json
 from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
@@ -203,20 +203,17 @@ def _adapted(loaded: Pretrained, place: Path) -> Any:
 
     wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
     stored = Folder.open(place, stem="adapter_model").specs
-    try:
+    with told_as(StorageError, f"cannot read {CONFIG} in {str(place)!r}"):
         config = PeftConfig.from_pretrained(str(place))
-    except Exception as error:  # peft raises of every kind
-        raise StorageError(f"cannot read {CONFIG} in {str(place)!r}: {_said(error)}.") from error
-    try:
-        model = PeftModel.from_pretrained(
-            loaded.model, str(place), is_trainable=True, config=config
-        )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        elsewhere = any(sign in str(error) for sign in OTHER_BASE)
-        what = wrong if elsewhere else f"peft cannot load the adapter {str(place)!r}"
-        raise ModelError(f"{what}: {_said(error)}") from error
+    with told_as(ModelError, f"peft cannot load the adapter {str(place)!r}"):
+        try:
+            model = PeftModel.from_pretrained(
+                loaded.model, str(place), is_trainable=True, config=config
+            )
+        except (RuntimeError, ValueError) as error:
+            if any(sign in str(error) for sign in OTHER_BASE):
+                raise ModelError(f"{wrong}: {error!s:.300}") from error
+            raise
     taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
     if taken != {n: tuple(spec.shape) for n, spec in stored.items()}:
         differing = sorted(set(taken) ^ set(stored)) or sorted(taken)
@@ -278,12 +275,11 @@ def read_config(folder: Path) -> Any:
         raise StorageError(f"{str(folder)!r} is no Hugging Face model: it holds no config.json.")
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(str(folder), **OFFLINE)
-    except OSError as error:
-        raise StorageError(f"cannot read config.json: {_said(error)}.") from error
-    except Exception as error:  # transformers raises of every kind
-        raise ModelError(f"transformers cannot load {str(folder)!r}: {_said(error)}") from error
+    with told_as(ModelError, f"transformers cannot load {str(folder)!r}"):
+        try:
+            config = AutoConfig.from_pretrained(str(folder), **OFFLINE)
+        except OSError as error:
+            raise StorageError(f"cannot read config.json: {error}.") from error
     if getattr(config, "quantization_config", None):
         raise ModelError(
             f"the weights of {str(folder)!r} are quantised, without gradient: use the model before"
@@ -331,16 +327,10 @@ def _load_weights(folder: Path, kind: str) -> Any:
         "classification": AutoModelForSequenceClassification,
         "causal_lm": AutoModelForCausalLM,
     }[kind]
-    try:
+    with told_as(ModelError, f"transformers cannot load {str(folder)!r} for {kind}"):
         model, about = auto.from_pretrained(
             str(folder), use_safetensors=True, output_loading_info=True, **OFFLINE
         )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # transformers raises of every kind
-        raise ModelError(
-            f"transformers cannot load {str(folder)!r} for {kind}: {_said(error)}"
-        ) from error
     if missing := sorted(about["missing_keys"]):
         raise ModelError(
             f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use "
@@ -353,20 +343,12 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     again = "save it there: tokenizer.save_pretrained(folder)"
-    try:
+    with told_as(ModelError, f"no tokenizer can be loaded from {str(folder)!r}", again):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **OFFLINE)
-    except Exception as error:  # as above
-        raise ModelError(
-            f"no tokenizer can be loaded from {str(folder)!r} ({_said(error)}); {again}"
-        ) from error
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((folder / name).is_file() for name in files):  # transformers makes an empty one
         raise ModelError(f"{str(folder)!r} holds no tokenizer ({some(sorted(files))}); {again}")
     return tokenizer
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _check_labels(config: Any, folder: Path) -> None:

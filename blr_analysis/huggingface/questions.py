@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.tokens import IGNORED, Tokens, read_length
@@ -173,12 +173,10 @@ def _chat(loaded: Pretrained, turns: list[dict[str, Any]], first: int, place: st
         raise InputError("the tokenizer has no chat template: give prompt and answer, or text")
 
     def text(upto: int, prompt: bool = False) -> str:
-        try:
+        with told_as(DataError, f"{place}: the chat template does not take it"):
             return loaded.tokenizer.apply_chat_template(
                 turns[:upto], add_generation_prompt=prompt, tokenize=False
             )
-        except Exception as error:  # of jinja, or raised by the template
-            raise DataError(f"{place}: the chat template does not take it: {error}") from error
 
     def ids(words: str) -> Ids:
         given: Any = loaded.tokenizer(words, add_special_tokens=False, verbose=False)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import BLRError, DataError, InputError
+from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods.base import Likelihood
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -79,18 +79,12 @@ class Function(Likelihood):
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         """The losses of a batch, [B], each the same alone, with curvature somewhere."""
         of = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-        try:
+        with told_as(InputError, lambda: f"the loss {self!r} failed on {of}"):
             losses = self.loss(outputs, targets)
             of = "the CPU in float64 (use w.to(outputs) on its constants)"
             first = targets[:1].cpu()
             first = first.double() if first.is_floating_point() else first
             alone = self.loss(outputs[:1].cpu().double(), first)
-        except BLRError:
-            raise
-        except Exception as error:  # the user's own code
-            raise InputError(
-                f"the loss {self!r} failed on {of}: {type(error).__name__}: {error}"
-            ) from error
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise InputError(

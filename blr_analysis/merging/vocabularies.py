@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import install
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, told_as
 from blr_analysis.files import Owned, Scratch, Source, Spec
 from blr_analysis.files.headers import read_json
 from blr_analysis.merging.matching import INPUTS, OUTPUTS, same_bytes
@@ -260,10 +260,10 @@ def _as_read(document: Mapping[str, Any]) -> Tokens:
         from transformers import PreTrainedTokenizerFast
     except ImportError as fault:
         raise InputError(f"a union of tokenizers is read once more: {install('hf')}") from fault
-    try:
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "tokenizer.json"
-            file.write_text(json.dumps(document), encoding="utf-8")
-            return PreTrainedTokenizerFast(tokenizer_file=str(file)).get_vocab()
-    except Exception as fault:  # the library's own, of no narrower kind
-        raise InputError(f"the union is no tokenizer ({fault!s:.80}): name a model") from fault
+    with (
+        told_as(InputError, "the union is no tokenizer", "name a model"),
+        TemporaryDirectory() as folder,
+    ):
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(json.dumps(document), encoding="utf-8")
+        return PreTrainedTokenizerFast(tokenizer_file=str(file)).get_vocab()

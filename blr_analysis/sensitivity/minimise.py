@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from blr_analysis.backprop.tree import add, dot, norm, scaled
-from blr_analysis.errors import BLRError, ModelError, PosteriorError
+from blr_analysis.errors import BLRError, ModelError, PosteriorError, told_as
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures import Structure, Tree
@@ -346,13 +346,8 @@ def on_a_copy(task: Task) -> Task:
     Raises:
         ModelError: the model cannot be copied.
     """
-    try:
+    with told_as(ModelError, "the model cannot be copied", "copy.deepcopy must take it"):
         model = copy.deepcopy(task.model)
-    except Exception as error:  # the user's own code
-        raise ModelError(
-            f"the model cannot be copied ({type(error).__name__}: {error}); copy.deepcopy must "
-            "take it"
-        ) from error
     return task.under(model, task.device)
 
 

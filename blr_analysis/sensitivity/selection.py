@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import predict
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import BLRError, InputError
+from blr_analysis.errors import InputError, told_as
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.task import Task
@@ -113,15 +113,8 @@ def select(
 def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name: str) -> list[int]:
     chosen = []
     for i in range(n):
-        try:
+        with told_as(InputError, f"the function {name} failed on the row of example {i}"):
             answer = question(ExampleRow(columns, i))
-        except BLRError:
-            raise
-        except Exception as error:  # the user's own code
-            raise InputError(
-                f"the function {name} failed on the row of example {i}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         if _yes(answer, i, name):
             chosen.append(i)
     return chosen

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import BLRError, InputError
+from blr_analysis.errors import InputError, told_as
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.progress import track
 from blr_analysis.views import Plottable, Tabular
@@ -343,13 +343,8 @@ def answer(wanted: str, shape: torch.Size, function: Callable[..., Any], *given:
     ...
     blr_analysis.errors.InputError: f must be a function x -> y [N], here [2]; it gave []
     """
-    try:
+    with told_as(InputError, f"{wanted}; it raised"):
         value = function(*given)
-    except BLRError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InputError(f"{wanted}; it raised {reason}") from error
     if not isinstance(value, Tensor) or value.shape != shape:
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{wanted}, here {list(shape)}; it gave {got}")

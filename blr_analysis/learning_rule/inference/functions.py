@@ -29,7 +29,7 @@ from torch.func import vmap
 
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, share, tolerance
 from blr_analysis.checks import tolerance as check_tolerance
-from blr_analysis.errors import BLRError, InputError
+from blr_analysis.errors import InputError, told_as
 from blr_analysis.learning_rule.expectations import ESTIMATES, LOOKS, check_nodes, exact, places
 from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
@@ -185,19 +185,13 @@ def derivatives(
         <BLANKLINE>
                 [[12.]]]))
     """
-    try:
+    wanted = "loss must take a vector and return one number, differentiable by torch.func"
+    with told_as(InputError, wanted):
         values = vmap(lambda t: _values(loss, t, examples=second is not None).sum())(points)
         if second is None:
             gradients, hessians = vmap(partial(exact, loss))(points)
         else:
             gradients, hessians = second(loss, points)
-    except BLRError:
-        raise
-    except Exception as error:
-        raise InputError(
-            "loss must take a vector and return one number, differentiable by torch.func: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        ) from error
     if hessians.ndim == 2:
         hessians = torch.diag_embed(hessians)
     values, gradients, hessians = (x.to(points) for x in (values, gradients, hessians))

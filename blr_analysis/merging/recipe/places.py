@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blr_analysis.checks import install
-from blr_analysis.errors import InputError, StorageError
+from blr_analysis.errors import InputError, StorageError, told_as
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -137,14 +137,11 @@ def chat_template(text: str, folder: Path, models: Iterable[Path]) -> str | None
 def _own_template(model: Path) -> str | None:
     if not any((model / name).is_file() for name in TEMPLATES):
         return None
-    try:
+    failed = f"chat_template: auto: the tokenizer of {str(model)!r} cannot be read"
+    with told_as(InputError, failed):
         from transformers import AutoTokenizer
 
         template = AutoTokenizer.from_pretrained(model, local_files_only=True).chat_template
-    except Exception as fault:  # whatever transformers raises on damaged files
-        raise InputError(
-            f"chat_template: auto: the tokenizer of {str(model)!r} cannot be read ({fault!r:.80})"
-        ) from fault
     return template.get("default") if isinstance(template, dict) else template
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import some
-from blr_analysis.errors import ModelError, OptimizerError, StorageError
+from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.folder import read_index
 from blr_analysis.posterior.capture.assemble import (
@@ -310,14 +310,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _torch_load(path: Path) -> Any:
-    try:
+    failed = f"{str(path)!r} cannot be read with weights_only=True"
+    with told_as(StorageError, failed, "it is truncated, or holds more than tensors."):
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the bytes lead to
-        reason = str(error).strip().split("\n")[0][:300]
-        raise StorageError(
-            f"{str(path)!r} cannot be read with weights_only=True ({reason}): it is truncated, "
-            "or holds more than tensors."
-        ) from error
 
 
 def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:

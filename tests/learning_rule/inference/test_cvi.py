@@ -424,7 +424,7 @@ def squares(y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
         (lambda y, f: squares(y - y.mean(), f), "mixes examples"),
         (lambda y, f: squares(y, f).sum(), r"here \[2, 21\]; it gave \[\]"),
         (lambda y, f: None, "it gave NoneType"),
-        (lambda y, f: y[:, 5], "it raised IndexError"),
+        (lambda y, f: y[:, 5], "it raised: IndexError"),
         (lambda y, f: squares(y, f.detach()), "differentiate in f"),
         (lambda y, f: -squares(y, f), "curves upward in f at 21 of 21.*wrong sign"),
         (lambda y, f: f * torch.nan, "not finite"),
