@@ -412,12 +412,12 @@ class LatentModel(ABC):
             state = (halved if halving else plain)(attempt, state, rho)
             return state.elbo
 
-        history, converged = until_flat(
+        run = until_flat(
             elbo,
+            "ELBO",
             max_iter=max_iter,
             tol=tol,
             rounding=lambda: 4 * rounding(state),
-            what="the ELBO",
             progress=progress,
         )
 
@@ -430,14 +430,12 @@ class LatentModel(ABC):
 
         return LatentFitted(
             q=state.q,
-            history=history,
-            objective="ELBO",
+            **run,
             prior=prior,
             n_data=len(y),
             site_of=site_of,
             predictive=predictive,
             data=(x, y),
-            converged=converged,
             step=partial(_step, problem, features),
             problem=problem,
             messages=state.sites,

@@ -159,16 +159,9 @@ class GaussianMixtureEM:
             mixture = self.maximise(totals)
             return n / len(chosen) * float(log_p.sum())
 
-        history, converged = until_flat(
-            step,
-            max_iter=max_iter,
-            tol=tol,
-            n_data=n,
-            noisy=batch is not None,
-            what="the log-likelihood",
-            progress=progress,
-        )
-        if batch is not None:
+        noisy, named = batch is not None, "log-likelihood"
+        run = until_flat(step, named, n, max_iter=max_iter, tol=tol, noisy=noisy, progress=progress)
+        if noisy:
             weights, _, _ = expected(torch.arange(n, device=data.device))
 
         def site_of(chosen: Tensor) -> Natural:
@@ -179,13 +172,11 @@ class GaussianMixtureEM:
         _warn_of_collapse(mixture, totals["count"], self.floor)
         return FittedMixture(
             q=_shifted(mixture, origin),
-            history=history,
-            objective="log-likelihood",
+            **run,
             n_data=len(data),
             site_of=site_of,
             predictive=log_density,
             data=data,
-            converged=converged,
             step=partial(self._step, origin),
             model=self,
             origin=origin,
@@ -421,13 +412,8 @@ class FactorAnalysis:
             theta = self.maximise(_total(theta, y), variance)
             return value
 
-        history, converged = until_flat(
-            step,
-            max_iter=max_iter,
-            tol=tol,
-            n_data=len(y),
-            what="the log-likelihood",
-            progress=progress,
+        run = until_flat(
+            step, "log-likelihood", len(y), max_iter=max_iter, tol=tol, progress=progress
         )
 
         def site_of(chosen: Tensor) -> Sites:
@@ -436,13 +422,11 @@ class FactorAnalysis:
         w, mean, psi = theta
         return FittedFactors(
             q=_density((w, mean + origin, psi)),
-            history=history,
-            objective="log-likelihood",
+            **run,
             n_data=len(y),
             site_of=site_of,
             predictive=lambda q, new: q.log_prob(check_data(new, 1, len(origin))),
             data=data,
-            converged=converged,
             model=self,
             loadings=w,
             noise=psi,

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -273,45 +273,52 @@ def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) 
     return torch.randperm(n_data, generator=generator)[:size]
 
 
+class Run(TypedDict):
+    """What a :class:`Fitted` says of the iterations that led to it."""
+
+    history: list[float]
+    objective: str
+    converged: bool
+
+
 def until_flat(
     step: Callable[[int], float],
+    objective: str,
+    n_data: int = 1,
     *,
     max_iter: int,
     tol: float,
-    n_data: int = 1,
     rounding: Callable[[], float] = lambda: 0.0,
     noisy: bool = False,
-    what: str = "the objective",
     progress: bool | None = None,
-) -> tuple[list[float], bool]:
+) -> Run:
     """Call ``step(t)``, t = 0, 1, …, until the objective that it returns changes by at most ``tol``
     for each of ``n_data`` examples, or by rounding; warn if it never does. What is ``noisy`` never
     stands still, and all steps are made.
 
     Returns:
-        The objective after each step, and whether the last change was small enough.
+        The objective after each step, its name, and whether the last change was small enough.
     """
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     history: list[float] = []
     allowed = 0.0
-    for t in track(range(max_iter), label=what, show=progress):
+    for t in track(range(max_iter), label=objective, show=progress):
         value = step(t)
         if not (math.isfinite(value) or noisy):
-            raise InputError(f"{what} became {value} at iteration {t + 1}")
+            raise InputError(f"the {objective} became {value} at iteration {t + 1}")
         history.append(value)
         allowed = max(tol * n_data, rounding())
         if t and not noisy and abs(value - history[-2]) <= allowed:
-            return history, True
-    if noisy:
-        return history, False
-    warnings.warn(
-        f"{what} still changed by more than {allowed:g} after {max_iter} iterations: raise "
-        "max_iter or tol",
-        NotConverged,
-        stacklevel=3,
-    )
-    return history, False
+            return Run(history=history, objective=objective, converged=True)
+    if not noisy:
+        warnings.warn(
+            f"the {objective} still changed by more than {allowed:g} after {max_iter} iterations: "
+            "raise max_iter or tol",
+            NotConverged,
+            stacklevel=3,
+        )
+    return Run(history=history, objective=objective, converged=False)
 
 
 def _map(function: Callable[[Tensor], Tensor], sites: Any) -> Any:

@@ -134,11 +134,11 @@ class VariationalNewton:
             q, objective = self._step(loss, q, prior, generator)
             return float(objective)
 
-        history, converged = until_flat(
-            step, max_iter=self.max_iter, tol=self.tol, noisy=noisy, progress=progress
+        name = f"E_q[loss]/T {'− entropy' if prior is None else '+ KL(q ‖ prior)'}"
+        run = until_flat(
+            step, name, max_iter=self.max_iter, tol=self.tol, noisy=noisy, progress=progress
         )
-        wanted = "− entropy" if prior is None else "+ KL(q ‖ prior)"
-        return Fitted(q, history, f"E_q[loss]/T {wanted}", converged=converged or noisy)
+        return Fitted(q, run["history"], name, converged=run["converged"] or noisy)
 
     def _step(
         self,

@@ -135,26 +135,19 @@ class MessagePassing:
             after = {g: _toward(q[g], self.prior[g], told[g], size) for g in q}
             return n / len(chosen) * float(local.sum()) - divergence
 
-        history, converged = until_flat(
-            step,
-            max_iter=max_iter,
-            tol=tol,
-            n_data=n,
-            noisy=batch is not None,
-            what="the lower bound",
-            progress=progress,
+        noisy = batch is not None
+        run = until_flat(
+            step, "ELBO", n, max_iter=max_iter, tol=tol, noisy=noisy, progress=progress
         )
-        q = q if converged else after
+        q = q if run["converged"] else after
         return Fitted(
             q=q,
-            history=history,
-            objective="ELBO",
+            **run,
             prior=self.prior,
             n_data=n,
             site_of=lambda chosen: self.each(q, rows(data, chosen)),
             predictive=self.log_predictive,
             data=data,
-            converged=converged,
             step=self._step,
         )
 

@@ -120,9 +120,7 @@ class MeanFieldRegression:
                     site[:, j : j + 1] = state.sites[name]
             return state.elbo
 
-        history, converged = until_flat(
-            sweep, max_iter=max_iter, tol=tol, what="the ELBO", progress=progress
-        )
+        run = until_flat(sweep, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
 
         def predictive(q: DiagonalGaussian, new: Any) -> Tensor:
             x, y = self._checked(new, likelihood)
@@ -130,14 +128,12 @@ class MeanFieldRegression:
 
         return Fitted(
             q=state.q,
-            history=history,
-            objective="ELBO",
+            **run,
             prior=self.prior,
             n_data=len(y),
             site_of=indexed(sites),
             predictive=predictive,
             data=(x, y),
-            converged=converged,
             step=partial(self._step, likelihood),
         )
 

@@ -255,16 +255,12 @@ def fit_skew_normal(
         q = skew_step(q, everything, rho)
         return float(q.elbo(everything))
 
-    history, converged = until_flat(
-        step, max_iter=max_iter, tol=tol, what="the ELBO", progress=progress
-    )
+    run = until_flat(step, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
     if told is None:
-        return FittedSkewNormal(q, history, "ELBO", converged=converged)
+        return FittedSkewNormal(q=q, **run)
     return FittedSkewNormal(
-        q,
-        history,
-        "ELBO",
-        converged=converged,
+        q=q,
+        **run,
         n_data=count(data),
         site_of=lambda chosen: _sites(q, told(rows(data, chosen), q.grid()[0])),
         predictive=lambda q, new: _log_predictive(q, new, told),

@@ -137,14 +137,7 @@ class BayesianGaussianMixture:
             divergence = sum(node.kl(prior[name]).sum() for name, node in q.items())
             return float(local - divergence)
 
-        history, converged = until_flat(
-            step,
-            max_iter=max_iter,
-            tol=tol,
-            n_data=len(data),
-            what="the lower bound",
-            progress=progress,
-        )
+        run = until_flat(step, "ELBO", len(data), max_iter=max_iter, tol=tol, progress=progress)
 
         def site_of(chosen: Tensor) -> Sites:
             at = chosen.to(data.device)
@@ -152,14 +145,12 @@ class BayesianGaussianMixture:
 
         return FittedMeanField(
             q=q,
-            history=history,
-            objective="ELBO",
+            **run,
             prior=prior,
             n_data=len(data),
             site_of=site_of,
             predictive=log_predictive,
             data=data,
-            converged=converged,
             step=partial(_step, prior),
         )
 

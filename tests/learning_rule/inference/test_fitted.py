@@ -106,14 +106,15 @@ def test_what_a_model_does_not_have_is_said() -> None:
 
 def test_iterations_stop_when_the_objective_rests() -> None:
     values = [0.0, 1.0, 1.15, 1.2, 9.0]
-    history, converged = until_flat(values.__getitem__, max_iter=5, tol=0.1)
-    assert history == [0.0, 1.0, 1.15, 1.2] and converged
+    run = until_flat(values.__getitem__, "bound", max_iter=5, tol=0.1)
+    assert run["history"] == [0.0, 1.0, 1.15, 1.2] and run["converged"]
     with pytest.warns(NotConverged, match="the bound still changed by more than 0.1 after 3"):
-        history, converged = until_flat(float, max_iter=3, tol=0.1, what="the bound")
-    assert history == [0.0, 1.0, 2.0] and not converged
-    assert until_flat(lambda t: 0.0, max_iter=3, tol=0.1, noisy=True) == ([0.0] * 3, False)
-    with pytest.raises(InputError, match="the objective became nan at iteration 2"):
-        until_flat([0.0, math.nan, 1.0].__getitem__, max_iter=3, tol=0.1)
+        run = until_flat(float, "bound", max_iter=3, tol=0.1)
+    assert run["history"] == [0.0, 1.0, 2.0] and not run["converged"]
+    run = until_flat(lambda t: 0.0, "bound", max_iter=3, tol=0.1, noisy=True)
+    assert run == {"history": [0.0] * 3, "objective": "bound", "converged": False}
+    with pytest.raises(InputError, match="the bound became nan at iteration 2"):
+        until_flat([0.0, math.nan, 1.0].__getitem__, "bound", max_iter=3, tol=0.1)
 
 
 def test_the_table_says_what_each_example_did() -> None:

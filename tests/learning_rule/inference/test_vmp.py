@@ -203,7 +203,7 @@ def test_wrong_input_is_named() -> None:
         BayesianGaussianMixture(Dirichlet(torch.ones(2, 3)), model.component)
     with pytest.raises(InputError, match="component must be a Normal–Wishart"):
         BayesianGaussianMixture(model.weights, model.weights)
-    with pytest.warns(NotConverged, match="the lower bound still changed"):
+    with pytest.warns(NotConverged, match="the ELBO still changed"):
         model.fit(IRIS, start=soft(150, 3, 0), max_iter=2)
 
 
