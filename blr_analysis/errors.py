@@ -10,8 +10,11 @@ input that is wrong, says what was expected and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 class BLRError(Exception):
