@@ -178,7 +178,7 @@ def _of_a_norm(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, float]
         return {}
     n = len(next(iter(own.values())))
     generator = torch.Generator().manual_seed(0)
-    found = []
+    normalising = []
     for shape in ((4, 5, n), (4, n, 5, 5)):
         x = WIDE * torch.randn(shape, generator=generator).to(next(iter(own.values())))
         for numbers in product((0.0, 1.0), repeat=len(own)):
@@ -192,5 +192,6 @@ def _of_a_norm(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, float]
                 continue
             gaps = (y - larger, y + turned, y.square().mean() - 1)
             if y.shape == x.shape and all(float(gap.abs().max()) < CLOSE for gap in gaps):
-                found.append(values)
-    return found[0] if found and all(values == found[0] for values in found) else {}
+                normalising.append(values)
+    alike = normalising and all(values == normalising[0] for values in normalising)
+    return normalising[0] if alike else {}

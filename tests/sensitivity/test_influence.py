@@ -769,3 +769,13 @@ def test_an_influence_that_overflows() -> None:
     q = blr.Posterior(task.parameters(), tiny, prior_precision=1e-38, n_data=6)
     with pytest.raises(ModelError, match="overflows"):
         blr.influence(task, q, task, **QUIET)
+
+
+def test_pieces_make_one_matrix_block_by_block() -> None:
+    whole = normal(5, 4)
+    parts = [(rows, columns) for columns in ([0, 1, 2], [3]) for rows in ([0, 1, 2], [3, 4])]
+    pieces = [
+        blocks.Piece(torch.tensor(r), torch.tensor(c), whole[r][:, c])  # a pass for each block
+        for r, c in parts
+    ]
+    assert torch.equal(blocks.matrix_of(pieces), whole)

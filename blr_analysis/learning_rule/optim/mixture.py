@@ -102,7 +102,7 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     """Mean and precision of every parameter, also while a draw stands in the mean's place."""
     draw = optimizer._open
     means = {} if draw is None else dict(zip(draw.params, draw.means, strict=True))
-    found = []
+    gaussians = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad:
@@ -110,5 +110,5 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
                 hess = optimizer.state.get(p, {}).get("hess", start.detach())
                 precision = group["ess"] * (hess + group["weight_decay"])
                 mean: Tensor = means.get(p, p)  # type: ignore[assignment]
-                found.append((mean.detach(), precision))
-    return found
+                gaussians.append((mean.detach(), precision))
+    return gaussians

@@ -407,11 +407,11 @@ class GradientRows(KroneckerRecorder):
         """g_i ``[B, P]``, or a block of that for each column."""
         blocks = []
         for column in self.columns:
-            found: Tree = {}
+            gradients: Tree = {}
             for term in column:
                 for name, each in term.jacobian().items():
-                    found[name] = found.get(name, 0) + each.sum(1).flatten(1)
-            blocks.append(torch.cat([found[n] for n in names], 1))
+                    gradients[name] = gradients.get(name, 0) + each.sum(1).flatten(1)
+            blocks.append(torch.cat([gradients[n] for n in names], 1))
         return torch.cat(blocks)
 
 

@@ -18,7 +18,7 @@ import mmap
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,15 @@ class Piece:
     test: Tensor
     values: Tensor
     squares: Tensor | None = None
+
+
+def matrix_of(pieces: Iterable[Piece]) -> Tensor:
+    """The values of all pieces on the CPU, ``[N, M]``: the training data may pass by once for each
+    block of test examples."""
+    blocks: dict[int, list[Tensor]] = {}
+    for piece in pieces:
+        blocks.setdefault(int(piece.test[0]), []).append(piece.values.cpu())
+    return torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
 
 
 @dataclass(frozen=True)

@@ -94,12 +94,12 @@ class Compression:
         times random signs."""
         assert isinstance(q.form, Spectral)
         count = sum(s.numel() for s in q.form.values.values())
-        signs, found, start = random_signs(count), {}, 0
+        signs, roots, start = random_signs(count), {}, 0
         for name, s in q.form.values.items():
             own = signs[start : start + s.numel()].to(s).view_as(s)
-            found[name] = start, s.rsqrt().mul_(own)
+            roots[name] = start, s.rsqrt().mul_(own)
             start += s.numel()
-        return found
+        return roots
 
     def compressed(self, count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Compressed:
         """From parts of so many w, with random signs: see :func:`whitened`."""

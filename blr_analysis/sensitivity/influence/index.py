@@ -40,7 +40,13 @@ from blr_analysis.sensitivity.influence.averaged import (
     averaging_stages,
     training_errors,
 )
-from blr_analysis.sensitivity.influence.blocks import Cotangent, loss_gradient, loss_terms, pieces
+from blr_analysis.sensitivity.influence.blocks import (
+    Cotangent,
+    loss_gradient,
+    loss_terms,
+    matrix_of,
+    pieces,
+)
 from blr_analysis.sensitivity.influence.compressed import Compressed, Compression, Roots, whitened
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
@@ -346,7 +352,7 @@ class Index:
         union, places = names.unique(return_inverse=True)
         where = test_task.with_model(self._task)
         own = averaged_errors(self._task, self.posterior) if self.averaged else None
-        found = pieces(
+        exact = pieces(
             self._task,
             self.posterior,
             where,
@@ -354,8 +360,7 @@ class Index:
             indices=union,
             progress=False,
         )
-        exact = torch.cat([piece.values.cpu() for piece in found])
-        return exact.gather(0, places.view_as(names))
+        return matrix_of(exact).gather(0, places.view_as(names))
 
 
 def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> Forecast:
@@ -544,7 +549,7 @@ def _measured(
     columns = order[:count].sort().values if count else rows
     asked = _projected(task, q, compression, compression.roots(q), chunking, columns)
     estimate = compression.values(_stored(place, task.n_data, rows), asked)
-    found = pieces(
+    exact = pieces(
         task,
         q,
         task,
@@ -554,8 +559,7 @@ def _measured(
         memory_budget=chunking.memory_budget,
         progress=False,
     )
-    exact = torch.cat([piece.values.cpu() for piece in found])
-    return ProjectionError.between(estimate, exact)
+    return ProjectionError.between(estimate, matrix_of(exact))
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

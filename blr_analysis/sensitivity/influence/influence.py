@@ -43,6 +43,7 @@ from blr_analysis.sensitivity.influence.blocks import (
     chunk_size,
     loss_gradient,
     loss_terms,
+    matrix_of,
     pieces,
     preconditioned,
 )
@@ -436,11 +437,8 @@ class _Work:
         )
         numbers = [part for _, part in self._train(sketch, budget, rows, False)]
         estimate = torch.cat(numbers) @ seen[columns.to(seen.device)].mT
-        blocks: dict[int, list[Tensor]] = {}
-        for piece in self.exact(False, indices=rows, test_indices=columns):
-            blocks.setdefault(int(piece.test[0]), []).append(piece.values)
-        exact = torch.cat([torch.cat(parts) for parts in blocks.values()], dim=1)
-        return ProjectionError.between(estimate, exact)
+        exact = self.exact(False, indices=rows, test_indices=columns)
+        return ProjectionError.between(estimate.cpu(), matrix_of(exact))
 
 
 def _check_room(n_train: int, n_test: int, itemsize: int) -> None:

@@ -341,9 +341,9 @@ class Best:
 
 def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
     """One result of consecutive blocks of test examples."""
-    found = [block.sides() for block in blocks]
+    each = [block.sides() for block in blocks]
     high, helpful, low, harmful = (
-        torch.cat([block[side][part] for block in found], dim=1).mT.contiguous()
+        torch.cat([sides[side][part] for sides in each], dim=1).mT.contiguous()
         for side in (0, 1)
         for part in (0, 1)
     )
