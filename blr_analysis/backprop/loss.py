@@ -60,8 +60,30 @@ class Evaluation:
         return {f"{name}_nll": self.nll, f"{name}_accuracy": accuracy}
 
 
+class PerToken:
+    """Of losses that are summed over the tokens of each sequence.
+
+    >>> one = SequenceEvaluation(torch.tensor([0.0, math.log(9.0)]), None, torch.tensor([1, 1]))
+    >>> one.perplexity
+    3.0
+    """
+
+    losses: Tensor
+    tokens: Tensor
+
+    @property
+    def nll_per_token(self) -> float:
+        """Σ losses / Σ tokens, in nats."""
+        return float(self.losses.double().sum() / self.tokens.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """exp(Σ losses / Σ tokens); inf where that is beyond float64."""
+        return float((self.losses.double().sum() / self.tokens.sum()).exp())
+
+
 @dataclass(frozen=True, repr=False)
-class SequenceEvaluation(Evaluation):
+class SequenceEvaluation(PerToken, Evaluation):
     """Of sequences: losses summed over their tokens, the fraction of tokens that are right.
 
     Attributes:
@@ -78,33 +100,10 @@ class SequenceEvaluation(Evaluation):
         return self.losses
 
     @property
-    def nll_per_token(self) -> float:
-        return loss_per_token(self.losses, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.losses, self.tokens)
-
-    @property
     def accuracy(self) -> float | None:
         if self.correct is None:
             return None
         return float((self.correct.double() * self.tokens).sum() / self.tokens.sum())
-
-
-def perplexity(losses: Tensor, tokens: Tensor) -> float:
-    """exp(Σ losses / Σ tokens), with losses summed over the tokens of each sequence; inf where that
-    is beyond float64.
-
-    >>> perplexity(torch.tensor([0.0, math.log(9.0)]), torch.tensor([1, 1]))
-    3.0
-    """
-    return float((losses.double().sum() / tokens.sum()).exp())
-
-
-def loss_per_token(losses: Tensor, tokens: Tensor) -> float:
-    """Σ losses / Σ tokens, in nats."""
-    return float(losses.double().sum() / tokens.sum())
 
 
 class Tally:

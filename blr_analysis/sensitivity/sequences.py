@@ -17,14 +17,14 @@ its standard error by the spread of the K terms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, Chunking, chunks
-from blr_analysis.backprop.loss import loss_per_token, perplexity
+from blr_analysis.backprop.loss import PerToken
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
@@ -39,7 +39,7 @@ DRAWS = 4  # random cotangents of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceScores(NetworkScores):
+class SequenceScores(PerToken, NetworkScores):
     """What :func:`blr_analysis.sensitivity` gives on sequences; tensors on the CPU.
 
     Attributes:
@@ -65,11 +65,7 @@ class SequenceScores(NetworkScores):
 
     @property
     def loss_per_token(self) -> float:
-        return loss_per_token(self.losses, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.losses, self.tokens)
+        return self.nll_per_token
 
     def __repr__(self) -> str:
         return (
@@ -80,7 +76,7 @@ class SequenceScores(NetworkScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceLeaveOneOut(LeftOut):
+class SequenceLeaveOneOut(PerToken, LeftOut):
     """What :func:`blr_analysis.leave_one_out` gives on sequences; tensors on the CPU.
 
     Attributes:
@@ -99,20 +95,16 @@ class SequenceLeaveOneOut(LeftOut):
     likelihood: Likelihood
 
     @property
-    def nll_per_token(self) -> float:
-        return loss_per_token(self.losses, self.tokens)
-
-    @property
     def nll_per_token_before(self) -> float:
-        return loss_per_token(self.losses_before, self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.losses, self.tokens)
+        return self._before.nll_per_token
 
     @property
     def perplexity_before(self) -> float:
-        return perplexity(self.losses_before, self.tokens)
+        return self._before.perplexity
+
+    @property
+    def _before(self) -> SequenceLeaveOneOut:
+        return replace(self, losses=self.losses_before)
 
     def __repr__(self) -> str:
         return (
