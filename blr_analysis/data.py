@@ -84,7 +84,14 @@ class Examples:
             if len(indices) and bool((indices.diff() == 1).all()):
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
-        items = [self._item(int(i)) for i in indices]
+        items: list[Any] = []
+        with told_as(
+            DataError,
+            lambda: f"the dataset failed on example {int(indices[len(items)])} of {len(self)}",
+            f"each index 0 … {len(self) - 1} must give an example",
+        ):
+            for i in indices.tolist():
+                items.append(self.dataset[i])
         failed = "the collate function failed on examples"
         with told_as(
             DataError,
@@ -149,15 +156,6 @@ class Examples:
             if not 0 <= int(rows.min()) <= int(rows.max()) < len(dataset):
                 return None  # one by one, to name the example that is not there
         return dataset, rows
-
-    def _item(self, index: int) -> Any:
-        last = len(self) - 1
-        with told_as(
-            DataError,
-            f"the dataset failed on example {index} of {last + 1}",
-            f"each index 0 … {last} must give an example",
-        ):
-            return self.dataset[index]
 
 
 def read_data(data: Any) -> Examples:
