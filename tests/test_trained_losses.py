@@ -106,7 +106,9 @@ def iris(name: str) -> tuple[object, Loss, Tensor, Tensor, nn.Module]:
     return module, lambda f, y: each(f, y).sum(1), x, y, nn.Identity()
 
 
-def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tensor]:
+def left_out(
+    x: Tensor, y: Tensor, c: int, loss: Loss, delta: float = DELTA
+) -> tuple[nn.Linear, Tensor]:
     """A linear model at its minimum, and each example's true rise, trained anew without it."""
     n, d = x.shape
 
@@ -114,7 +116,7 @@ def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tenso
         return loss(x @ theta[: c * d].view(c, d).T + theta[c * d :], y)
 
     def objective(theta: Tensor, keep: Tensor) -> Tensor:
-        return keep @ losses(theta) + DELTA / 2 * theta.square().sum()
+        return keep @ losses(theta) + delta / 2 * theta.square().sum()
 
     zero, every = torch.zeros(1, c * (d + 1)).double(), torch.ones(1, n).double()
     best = minima(objective, zero, every)
@@ -166,6 +168,22 @@ def test_high_leverages_are_said_and_refined(weight: list[float]) -> None:
         total = (loo.losses - loo.losses_before).sum()
         assert float(total / rise.sum()) == pytest.approx(1, abs=off)
         assert ("refine=" in repr(loo)) is (refine is not None)
+
+
+@pytest.mark.parametrize(("first", "columns"), [(200, 10), (400, 4)])
+def test_low_leverages_that_move_far_are_refined(first: int, columns: int) -> None:
+    """120 tumours, hardly penalised: leverages say little where a logit moves by nats."""
+    x, y = (torch.tensor(t[first:][:120]) for t in datasets.load_breast_cancer(return_X_y=True))
+    x = ((x - x.mean(0)) / x.std(0))[:, :columns]
+    model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, reduction="none"), 1e-3)
+    task = blr.Task(model, (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1e-3, progress=False)
+    for refine in (0, None):
+        loo = blr.leave_one_out(task, q, refine=refine, progress=False)
+        off = abs(float((loo.losses - loo.losses_before).sum() / rise.sum()) - 1)
+        assert off > 0.05 if refine == 0 else off < 0.02
+        assert ("move far" in loo.note) is (refine == 0)
+    assert 2 < loo.correction.count("descent") < 15
 
 
 @pytest.mark.parametrize("name", LOSSES)

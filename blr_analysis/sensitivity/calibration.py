@@ -40,13 +40,17 @@ from blr_analysis.sensitivity.corrections import (
     taken,
 )
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
-from blr_analysis.sensitivity.removal import Removals, descended_removals, exact_removals
+from blr_analysis.sensitivity.removal import (
+    UNTIL_REST,
+    Removals,
+    descended_removals,
+    exact_removals,
+)
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.task import Task
 
 WAYS = ("auto", "descent", *KINDS)
 UNIFORM = 0.1  # of the probe's chances are shared out equally, whatever the estimate says
-PASSES = 40  # over the data, for each example of a descent
 AGREEING = 0.5  # |log ratio| up to which ψ is linear
 WIDEST = 64.0  # |log τ| that is searched
 HALVINGS = 70
@@ -165,7 +169,7 @@ def calibrate(
         weight = torch.full((len(chosen),), task.n_data / len(chosen), dtype=torch.float64)
     exact = None
     if kind in ("auto", "descent"):
-        exact = descended_removals(task, q, chosen, passes=PASSES, progress=progress)
+        exact = descended_removals(task, q, chosen, passes=UNTIL_REST, progress=progress)
         if kind == "auto" and float(exact.indefinite.double().mean()) > 0.5:
             exact = None
         kind = "descent" if exact is not None else "ggn"

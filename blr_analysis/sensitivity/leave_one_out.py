@@ -24,7 +24,8 @@ from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods import Gaussian, Likelihood
+from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
+from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import scale_of
 from blr_analysis.posterior.stationarity import caveat_of
@@ -38,7 +39,7 @@ from blr_analysis.sensitivity.corrections import (
     prediction_variances,
     taken,
 )
-from blr_analysis.sensitivity.removal import descended_removals
+from blr_analysis.sensitivity.removal import PASSES, UNTIL_REST, descended_removals
 from blr_analysis.sensitivity.results import LeftOut
 from blr_analysis.sensitivity.scores import Scores, fitted
 from blr_analysis.sensitivity.sequences import sequence_leave_one_out
@@ -46,7 +47,11 @@ from blr_analysis.sensitivity.sites import site_leave_one_out, sum_of_sites
 from blr_analysis.task import Task
 
 CORRECTIONS = ("auto", "cavity", "first_order")
-MOST = 32  # examples that are refined unasked
+MOST = 64  # examples that are refined unasked
+WORK = 2e10  # multiplications that they may take, some seconds
+# Where an example's outputs move by m nats, linearising is off by some m/5 of what its loss changes
+# by: examples are refined until the rest of Σ m |change| is below this part of Σ |change|.
+MOVED = 0.1
 LOOKS = 16  # examples that tell a linear model
 ROWS = 4096  # of ready scores at a time
 Known = tuple[Tensor, Tensor, Tensor, Likelihood]
@@ -145,9 +150,11 @@ def leave_one_out(
             the data each: rows "descent". For a model at the minimum of its own objective;
             examples of another keep their estimate. Calibrate the posterior first, so that the
             rows that are refined and those that are not are of one scale. None refines, with
-            ``correction="auto"`` and the structure "full", the examples of leverages above 0.5
-            (at most 32), where a linearisation is rough; a linear model of a Gaussian likelihood
-            has no need of it.
+            ``correction="auto"`` and the structure "full", the examples of leverages above 0.5,
+            where a linearisation is rough, and of classes and counts at a minimum those whose
+            outputs it moves far, up to where the rest hardly changes the total (at most 64 in all,
+            and seconds; ``note`` says what is left); a linear model of a Gaussian likelihood has
+            no need of it.
         chunk_size, memory_budget: see :func:`blr_analysis.sensitivity`.
 
     Returns:
@@ -196,18 +203,25 @@ def leave_one_out(
         q = exact
         before, targets, after, levers, used = _moved(task, q, correction, chunking)
     change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
+    far = _far(likelihood, q, change, after - before) & (used != WORDS.index("first_order"))
     if refine is None:
         whole = q.structure == "full" or bool(approximate)
         gaussian = isinstance(likelihood.kind, Gaussian)  # of a linear model the cavity is exact
-        curved = whole and high > 0 and not (gaussian and _affine(task, q))
-        wanted = MOST if correction == "auto" and curved else 0
-        change = change.masked_fill(~_too_high(used, levers), -1.0)
-        wanted = min(wanted, int((change >= 0).sum()))
+        curved = whole and not (gaussian and high > 0 and _affine(task, q))
+        unasked = torch.zeros_like(far)
+        if correction == "auto" and curved:
+            unasked = _too_high(used, levers)
+            room = max(0, _affordable(task, q) - int(unasked.sum()))
+            some = change.masked_fill(~far | unasked, -1.0).argsort(descending=True)[:room]
+            unasked[some[(far & ~unasked)[some]]] = True
+        change = change.masked_fill(~unasked, -1.0)
+        wanted = min(MOST, int(unasked.sum()))
     else:
         wanted = refine
+    passes = PASSES if refine else UNTIL_REST
     if wanted:
         rows = change.argsort(descending=True, stable=True)[:wanted].sort().values
-        alone = descended_removals(task, q, rows, progress=progress)
+        alone = descended_removals(task, q, rows, passes=passes, progress=progress)
         done = rows[~alone.indefinite]
         after[done] = torch.cat(alone.outputs)[~alone.indefinite]
         if refine and len(done) < refine:
@@ -228,9 +242,30 @@ def leave_one_out(
         likelihood=likelihood,
         metadata=task.metadata,
         note="; ".join(
-            filter(None, (caveat_of(q), _averaged(task, q), approximate, _rough(q, used, levers)))
+            filter(
+                None, (caveat_of(q), _averaged(task, q), approximate, _rough(q, used, levers, far))
+            )
         ),
     )
+
+
+def _far(likelihood: Likelihood, q: Posterior, change: Tensor, moves: Tensor) -> Tensor:
+    """Which examples' outputs, logits or log-rates, move so far without them that linearising
+    mistakes the total, at a model's minimum, ``[N]``."""
+    far = torch.zeros(len(change), dtype=torch.bool)
+    here = q.stationarity is not None and q.stationarity.near
+    if not here or not isinstance(likelihood.kind, Classes | Bernoulli | Poisson):
+        return far
+    order = (rough := change * moves.norm(dim=-1)).argsort(stable=True)
+    least = rough[order].cumsum(0) <= MOVED * change.sum()
+    far[order[~least]] = True
+    return far
+
+
+def _affordable(task: Task, q: Posterior) -> int:
+    """How many examples may be left out unasked."""
+    size = sum(m.numel() for m in q.mean.values())
+    return min(MOST, int(WORK / (6 * UNTIL_REST * task.n_data * size)))
 
 
 def _affine(task: Task, q: Posterior) -> bool:
@@ -259,7 +294,7 @@ def _too_high(used: Tensor, levers: Tensor) -> Tensor:
     return cavity & (levers > HIGH)
 
 
-def _rough(q: Posterior, used: Tensor, levers: Tensor) -> str:
+def _rough(q: Posterior, used: Tensor, levers: Tensor, far: Tensor) -> str:
     """What to do about them."""
     count = int(((used == WORDS.index("first_order")) & (levers > HIGH)).sum())
     elsewhere = q.stationarity is not None and not q.stationarity.near
@@ -268,8 +303,14 @@ def _rough(q: Posterior, used: Tensor, levers: Tensor) -> str:
             f"{count} leverages above {HIGH}, where first order is far off: "
             "structure='full' or 'lowrank', or calibrate"
         )
-    count = int(_too_high(used, levers).sum())
-    return f"{count} leverages above {HIGH}, rough one by one: refine={count}" if count else ""
+    high, done = _too_high(used, levers), used == WORDS.index("descent")
+    rest = high | (far & ~done)
+    if not bool(rest.any()):
+        return ""
+    said = f"{int(high.sum())} leverages above {HIGH}" if bool(high.any()) else ""
+    if bool((rest & ~high).any()):
+        said += " and " * bool(said) + f"{int((rest & ~high).sum())} that move far"
+    return f"{said}, rough one by one: refine={int((rest | done).sum())}"
 
 
 def _moved(

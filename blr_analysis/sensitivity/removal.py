@@ -36,6 +36,7 @@ from blr_analysis.task import Task
 
 HELD = 512 * 2**20  # bytes of vectors over the parameters, where the user names no bound
 PASSES = 12  # over the data, for each example of a descent
+UNTIL_REST = 40  # of one that is to come to rest
 ENOUGH = 1e-4  # of the first decrement, in the whole curvature: the rest is 1e-3 of a rise
 LITTLE = 1e-6  # the same in a posterior's precision, which may see some directions badly
 ROUGH = 0.3  # of the first move's length: a descent that is that near has converged for a scale

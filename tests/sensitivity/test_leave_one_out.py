@@ -277,9 +277,10 @@ def counts() -> Retrained:
 
 def test_breast_cancer_with_the_full_posterior(cancer: Retrained) -> None:
     loo = cancer.loo("full", "auto")
-    assert loo.correction == ["descent" if lever > 0.5 else "cavity" for lever in loo.leverage]
+    far = [loo.correction[int(i)] for i in (loo.leverage > 0.5).nonzero()]
+    assert far and set(far) == {"descent"} < set(loo.correction)
     assert cancer.total("full", "cavity") == pytest.approx(1.012, abs=2e-3)
-    assert cancer.total("full", "auto") == pytest.approx(0.989, abs=2e-3)
+    assert cancer.total("full", "auto") == pytest.approx(1, abs=2e-3)
     assert cancer.rank("full", "auto") > 0.9999
     assert cancer.pearson("full", "auto") > 0.99
     assert loo.nll == pytest.approx(float(cancer.losses.mean()), rel=5e-3)
