@@ -19,12 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, default_collate
 
-from blr_analysis.backprop.engine import predict
+from blr_analysis.backprop.engine import QUIET, chunks, predict
+from blr_analysis.backprop.loss import loss_and_gradient
+from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.tree import add
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.laplace import curvature_root, fit_laplace
 from blr_analysis.posterior.prior import Prior
+from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.curvature import cg
 from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.sensitivity.objective import with_labels
 from blr_analysis.sensitivity.scores import sensitivity
@@ -69,8 +74,10 @@ def adapt(
     """Let a model learn new data with what its posterior knows of the old, and ``memory`` of them.
 
     The old data are needed once more, to choose the memory and take its sites out (one sweep);
-    after that only the memory is. The precision carried on is diagonal. Out of a "full" or "diag"
-    posterior the memory is taken exactly; out of others its curvature's diagonal in their basis is.
+    after that only the memory is. The precision carried on is the diagonal of S − S_M. Out of a
+    "full" or "diag" posterior the memory is taken in its own structure, out of others whole, the
+    mean by conjugate gradients; where S − S_M is not positive, since they are not exact, the
+    memory's diagonal in their basis is taken, and ``caveat`` says so.
 
     Args:
         task: the model and the data that it learned last.
@@ -104,21 +111,26 @@ def adapt(
     scores = sensitivity(task, posterior, progress=progress)
     deviation = scores.self_influence if scores.deviation is None else scores.deviation
     kept = deviation.reshape(task.n_data, -1).abs().sum(1).topk(memory).indices
-    cavity = what_if(
-        task,
-        posterior,
-        remove=kept,
-        solver="posterior",
-        evaluate=task.subset(kept),
-        progress=progress,
-    ).posterior
+    own, rough = posterior.structure in ("diag", "full"), ""
+    found = None if own else _without(task, posterior.on(task), kept)
+    if found is None:
+        cavity = what_if(
+            task,
+            posterior,
+            remove=kept,
+            solver="posterior",
+            evaluate=task.subset(kept),
+            progress=progress,
+        ).posterior
+        found = dict(cavity.mean), {n: cavity.precision(n) for n in cavity.mean}
+        rough = "" if own else f"memory out of {posterior.structure}: rough"
+    around, precision = found
     remembered = shown = task.subset(kept)
-    around = cavity.mean
     if targets == "predictions":
-        around = posterior.mean
+        around = dict(posterior.mean)
         said = task.likelihood.mean(predict(remembered, posterior.mean, progress=progress)[0])
         shown = with_labels(remembered, dict(enumerate(said)))
-    prior = Prior({n: cavity.precision(n) for n in cavity.mean}, dict(around))
+    prior = Prior(dict(precision), dict(around))
     start = fit_laplace(
         shown, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
@@ -136,5 +148,26 @@ def adapt(
     q = fit_laplace(
         joint, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
-    exact = posterior.structure in ("diag", "full")
-    return Adapted(joint, q, kept, "" if exact else f"memory out of {posterior.structure}: rough")
+    return Adapted(joint, q, kept, rough)
+
+
+def _without(task: Task, q: Posterior, kept: Tensor) -> tuple[Tree, Tree] | None:
+    """m + (S − S_M)⁻¹ Σ_{i∈M} J_iᵀ e_i and the diagonal of S − S_M, S_M whole; None where that is
+    not positive."""
+    share, slope = Curvature(task, q.mean, indices=kept), loss_and_gradient(task, q.mean, kept)[0]
+    solved = cg(
+        lambda v: add(q.precision_product(v), -1.0, share.product(v, progress=False)),
+        slope,
+        preconditioner=q,
+        tolerance=10 * torch.finfo(next(iter(slope.values())).dtype).eps ** 0.75,
+        progress=False,
+    )
+    precision = {n: q.precision(n).clone() for n in q.mean}
+    for chunk in chunks(task, q.mean, QUIET, indices=kept):
+        for term in chunk.terms(curvature_root(chunk)):
+            for name, squares in term.square_sum().items():
+                precision[name] -= squares
+    positive = all(bool((p > 0).all()) for p in precision.values())
+    if not positive or bool(solved.indefinite.any()) or not bool(solved.converged.all()):
+        return None
+    return add(dict(q.mean), 1.0, solved.x), precision

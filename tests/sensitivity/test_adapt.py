@@ -44,23 +44,35 @@ def test_twice_new_data_is_all_data_at_once(targets: str) -> None:
     assert torch.equal(model.weight, ridge(*parts[0])[0])
 
 
-def test_out_of_kron_the_memory_is_taken_roughly() -> None:
-    """S − Q diag(Qᵀ S_M Q) Qᵀ, Q the eigenvectors of S: its diagonal goes on, with a word."""
+@pytest.mark.parametrize("structure", ["kron", "lowrank"])
+def test_out_of_other_structures_the_memory_is_taken_whole(structure: str) -> None:
+    """S is exact here, so that S − S_M is: its mean, and its diagonal, go on."""
     g = torch.Generator().manual_seed(0)
     x, new = torch.randn(2, 30, 3, generator=g).double().unbind()
     y = torch.randn(30, 1, generator=g).double()
     model = torch.nn.Linear(3, 1, bias=False).double()
+    S = x.mT @ x + DELTA * torch.eye(3)
+    model.weight.data = torch.linalg.solve(S, x.mT @ y).mT
     task, more = (blr.Task(model, (part, y), likelihood="gaussian") for part in (x, new))
-    q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, progress=False)
     step = adapt(task, q, more, memory=5, progress=False)
-    S, kept = x.mT @ x + DELTA * torch.eye(3), x[step.memory]
-    Q = torch.linalg.eigh(S)[1]
-    cavity = S - Q @ torch.diag((kept @ Q).square().sum(0)) @ Q.mT
-    expected = cavity.diagonal() + kept.square().sum(0) + new.square().sum(0)
-    torch.testing.assert_close(step.posterior.precision("weight")[0], expected)
-    assert "kron" in repr(step)
-    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
-    assert not adapt(task, q, more, memory=5, progress=False).caveat
+    kept, told = x[step.memory], y[step.memory]
+    cavity = S - kept.mT @ kept
+    around, D = torch.linalg.solve(cavity, x.mT @ y - kept.mT @ told), cavity.diagonal().diag()
+    expected = D + kept.mT @ kept + new.mT @ new
+    mean = torch.linalg.solve(expected, D @ around + kept.mT @ told + new.mT @ y)
+    torch.testing.assert_close(step.posterior.precision("weight")[0], expected.diagonal())
+    torch.testing.assert_close(step.posterior.mean["weight"], mean.mT, rtol=1e-3, atol=1e-4)
+    assert not step.caveat
+
+
+def test_a_memory_that_kron_holds_too_little_of_is_taken_roughly() -> None:
+    """Two outputs share one factor, so that S − S_M is not positive: said."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 3, generator=g).double() * torch.linspace(0.1, 9, 24)[:, None]
+    task = blr.Task(torch.nn.Linear(3, 3).double(), (x, torch.arange(24) % 3))
+    q = blr.fit_laplace(task, structure="kron", prior_precision=1e-3, progress=False)
+    assert "kron" in repr(adapt(task, q, task, memory=22, progress=False))
 
 
 def test_a_memory_is_part_of_the_data() -> None:
