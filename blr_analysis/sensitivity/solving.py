@@ -120,6 +120,7 @@ class Moved:
         note: why not to trust it, in one line.
         alone: whether a replay saw one class only.
         relabelled: whether it saw new labels.
+        drifting: whether a descent shows more of the training that goes on than of the change.
     """
 
     posterior: Posterior
@@ -133,6 +134,7 @@ class Moved:
     note: str = ""
     alone: bool = False
     relabelled: bool = False
+    drifting: bool = False
 
 
 class GroupSolver:
@@ -196,7 +198,8 @@ class GroupSolver:
         descent = self._descended(data, preconditioner, SETTLED * short)
         there = descent.point.params
         moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)
-        return Moved(moved, floored, "cg", descent.passes, descent=descent)
+        drifting = self._drifts([*shares, *labels])
+        return Moved(moved, floored, "cg", descent.passes, descent=descent, drifting=drifting)
 
     def _descended(self, data: Objective, preconditioner: Posterior, enough: float) -> Descent:
         plan, budget = self.plan, self.chunking.memory_budget

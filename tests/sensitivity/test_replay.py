@@ -363,8 +363,11 @@ def test_a_training_that_cannot_be_replayed_is_not() -> None:
     whole = blr.what_if(task, q, remove=Y[TRAIN] == 3, solver="posterior", progress=False)
     most = 3 * max(float(result.before.losses.max()), np.log(10))  # of any example
     assert result.interval[1] >= float(whole.after.losses.clamp(max=most).mean()) - 1e-5
+    gone = Y[TRAIN] == 3
+    named = blr.what_if(task, q, remove=gone, solver="cg", passes=8, progress=False)
+    assert named.interval[0] <= named.before.nll <= named.interval[1]  # most of it is training
     with pytest.raises(InputError, match="replay"):
-        blr.what_if(task, q, remove=Y[TRAIN] == 3, solver="replay", progress=False)
+        blr.what_if(task, q, remove=gone, solver="replay", progress=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
