@@ -28,7 +28,7 @@ from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import scale_of
-from blr_analysis.posterior.stationarity import caveat_of
+from blr_analysis.posterior.stationarity import caveat_of, stationarity
 from blr_analysis.sensitivity.corrections import (
     HIGH,
     WORDS,
@@ -203,7 +203,11 @@ def leave_one_out(
         q = exact
         before, targets, after, levers, used = _moved(task, q, correction, chunking)
     change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
-    far = _far(likelihood, q, change, after - before) & (used != WORDS.index("first_order"))
+    far = torch.zeros_like(levers, dtype=torch.bool)
+    linearised = used != WORDS.index("first_order")
+    counts = isinstance(likelihood.kind, Classes | Bernoulli | Poisson)
+    if counts and bool(linearised.any()) and stationarity(task, q).near:
+        far = _far(change, (after - before).norm(dim=-1)) & linearised
     if refine is None:
         whole = q.structure == "full" or bool(approximate)
         gaussian = isinstance(likelihood.kind, Gaussian)  # of a linear model the cavity is exact
@@ -249,14 +253,11 @@ def leave_one_out(
     )
 
 
-def _far(likelihood: Likelihood, q: Posterior, change: Tensor, moves: Tensor) -> Tensor:
+def _far(change: Tensor, moved: Tensor) -> Tensor:
     """Which examples' outputs, logits or log-rates, move so far without them that linearising
-    mistakes the total, at a model's minimum, ``[N]``."""
+    mistakes the total, ``[N]``."""
     far = torch.zeros(len(change), dtype=torch.bool)
-    here = q.stationarity is not None and q.stationarity.near
-    if not here or not isinstance(likelihood.kind, Classes | Bernoulli | Poisson):
-        return far
-    order = (rough := change * moves.norm(dim=-1)).argsort(stable=True)
+    order = (rough := change * moved).argsort(stable=True)
     least = rough[order].cumsum(0) <= MOVED * change.sum()
     far[order[~least]] = True
     return far
