@@ -371,9 +371,9 @@ def what_if_(
         Solver,
         typer.Option(
             help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
-            "replay: a short training with and without, from first weights; auto: posterior for "
-            "one example, off a minimum for up to 1 % of the data, else (and with --passes or "
-            "--converge) one of the others."
+            "replay: a short training with and without, from first weights; auto: posterior where "
+            "it holds, for up to 1 % of the data, else (and with --passes or --converge) one of "
+            "the others."
         ),
     ] = Solver.auto,
     passes: Passes = None,

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.backprop.tree import add, scaled
+from blr_analysis.backprop.tree import add, dot, scaled
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.posterior.gaussian import Posterior, made_of
@@ -23,7 +23,16 @@ from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import bar
 from blr_analysis.sensitivity.first_weights import Start, may_be_tuned, start_of
 from blr_analysis.sensitivity.minimise import Descent, descend
-from blr_analysis.sensitivity.objective import Objective, Share, changed, relabelled, share, step
+from blr_analysis.sensitivity.objective import (
+    Objective,
+    Point,
+    Share,
+    changed,
+    relabelled,
+    share,
+    step,
+    whole,
+)
 from blr_analysis.sensitivity.replay import Replay, enough, prepare
 from blr_analysis.task import Task
 
@@ -33,7 +42,10 @@ REPLAY_PASSES = 6  # of "replay": where nobody says how many, and its training c
 REACHED = 0.75  # of the way from the first weights' loss to the model's is near …
 DOUBLINGS = 2  # … and as often, at most, its passes are doubled until it is
 MOST_PASSES = 10_000  # of steps="converge"
-FEW = 0.01  # of the data: up to there solver="auto" takes one step, off the minimum
+FEW = 0.01  # of the data: up to there solver="auto" may take one step
+REACH = 0.005  # nats that a step promises: a tenth of a posterior standard deviation, no more
+TRUST = 0.1  # of what a step promises: as near must be what it gains
+FAR = "the loss on the changed data does not fall as the step promises"
 SETTLED = 1e-8  # of the first decrement: what a descent for so few may leave
 TOLERANCE = 1e-6  # of the linear system of steps=1
 HALVINGS = 10  # of the posterior's one step, where it overshoots
@@ -69,13 +81,9 @@ class SolverPlan:
     passes: int | None
 
     def short(self, change: Change, n_data: int) -> bool:
-        """Whether the posterior's one step may do, by the size of the change."""
-        if self.solver != "auto":
-            return self.solver == "posterior"
-        if change.labels and change.count > 1:  # wrong by nats: a step for each leads far out
-            return False
+        """Whether the posterior's one step may do unasked, by the size of the change."""
         asked = self.steps is not None or self.passes is not None  # for a certain length
-        return not asked and change.count <= max(1, FEW * n_data)
+        return self.solver == "auto" and not asked and change.count <= max(1, FEW * n_data)
 
 
 def checked_plan(solver: str, steps: int | str | None, passes: int | None) -> SolverPlan:
@@ -161,26 +169,26 @@ class GroupSolver:
             shares.append((-1, share(task, q, change.leaving, self.chunking)))
         if change.new is not None:
             shares.append((1, share(change.new, q, None, self.chunking)))
-        labels = [(1, relabelled(task, q, change.labels, self.chunking))] if change.labels else []
-        note = ""
+        if change.labels:
+            shares.append((1, relabelled(task, q, change.labels, self.chunking)))
+        data = changed(
+            task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
+        )
+        note, solver = "", plan.solver
         short = plan.short(change, task.n_data)
-        if short and not (plan.solver == "auto" and self._descends(change, [*shares, *labels])):
-            return self._one_step(change, [*shares, *labels])
-        solver = plan.solver
+        if short and (rough := self._rough(change, shares, data)) is not None:
+            return self._one_step(shares, data, note=rough)
         if solver == "auto":
-            if plan.steps is not None or not self._drifts([*shares, *labels]):
+            if plan.steps is not None or not self._drifts(shares):
                 solver = "cg"
             elif (note := self.no_replay) == "":
                 solver = "replay"
             else:
                 solver = "posterior"
         if solver == "posterior":
-            return self._one_step(change, [*shares, *labels], note=note)
+            return self._one_step(shares, data, note=note)
         still = [(sign, replace(part, gradient=scaled(q.mean, 0.0))) for sign, part in shares]
         preconditioner, floored = step(q, still)
-        data = changed(
-            task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
-        )
         if solver == "replay":
             if self.no_replay:
                 raise InputError(f"solver='replay': {self.no_replay}")
@@ -272,24 +280,73 @@ class GroupSolver:
         )
         return first - last >= REACHED * (first - model)
 
-    def _descends(self, change: Change, changes: list[tuple[int, Share]]) -> bool:
-        """Whether a few examples of a model at its minimum are several all the same: they may be
-        the whole of a class, whose loss one step mistakes by nats."""
-        unknown = self.task.likelihood.is_sequence and self.q.stationarity is None
-        return change.count > 1 and not unknown and not self._drifts(changes)
+    def _rough(
+        self, change: Change, changes: list[tuple[int, Share]], data: Objective
+    ) -> str | None:
+        """What to say of the posterior's one step; None where it should not be taken.
+
+        It is trusted where it is next to nothing in the posterior's own measure, or where the loss
+        on the changed data falls by what its quadratic promises,
+
+            F^G(m) + ⟨∇F(m), d⟩ − F^G(m + d) ≈ −½ ⟨g_G, d⟩,     d = −(S ∓ S_G)⁻¹ g_G
+
+        with ∇F(m) what training left over, which is no part of the change."""
+        several = bool(change.labels) and change.count > 1
+        drifts = (several or not self._unknown) and self._drifts(changes)
+        if several and drifts:
+            return None
+        move = add(step(self.q, changes)[0].mean, -1.0, dict(self.q.mean))
+        promised = -0.5 * dot(self._pull(changes), move)
+        if promised <= REACH:
+            return ""
+        start = self._whole
+        try:
+            fall = self._before(change, data) - data.value(add(start.params, 1.0, move))
+        except BLRError:  # the model breaks down this far out
+            fall = -math.inf
+        gain = fall + dot(start.gradient, move)
+        if abs(gain - promised) <= TRUST * promised:
+            return ""
+        if drifts or self._unknown:
+            return "" if gain >= 0 else FAR
+        return None
+
+    @cached_property
+    def _unknown(self) -> bool:
+        """Whether nobody has looked how far a model of sequences is from its minimum."""
+        return self.task.likelihood.is_sequence and self.q.stationarity is None
+
+    @cached_property
+    def _whole(self) -> Point:
+        """The objective of the data as they are, at the posterior's mean."""
+        return whole(self.task, self.q.prior).at(dict(self.q.mean))
+
+    def _before(self, change: Change, data: Objective) -> float:
+        """The objective of the changed data there, by forward passes over what changes alone."""
+        left = torch.cat(
+            [change.leaving, torch.tensor(list(change.labels or {}), dtype=torch.long)]
+        )
+        new = replace(data, parts=data.parts[len(left) < self.task.n_data :])
+        gone = replace(data, parts=((self.task, left),))
+        mean = self._whole.params
+        return self._whole.value + new.value(mean) - gone.value(mean)
 
     def _drifts(self, changes: list[tuple[int, Share]]) -> bool:
         """Whether a descent would show more of the training that goes on than of the change; one
         answer for all changes of a model that is far from its minimum."""
         if not stationarity(self.task, self.q).near:
             return True
+        return drifts(self.task, self.q, self._pull(changes))
+
+    def _pull(self, changes: list[tuple[int, Share]]) -> Tree:
+        """The gradient of the changes."""
         pull = scaled(self.q.mean, 0.0)
         for sign, part in changes:
             pull = add(pull, sign, part.gradient)
-        return drifts(self.task, self.q, pull)
+        return pull
 
     def _one_step(
-        self, change: Change, changes: list[tuple[int, Share]], *, note: str = ""
+        self, changes: list[tuple[int, Share]], data: Objective, *, note: str = ""
     ) -> Moved:
         """The posterior's step. Of a group that it is too rough for (``note`` says why nothing
         better was done) it is halved until the loss on the changed data does not rise."""
@@ -298,9 +355,7 @@ class GroupSolver:
         if not note:
             return Moved(moved, floored, "posterior")
         move = add(moved.mean, -1.0, dict(q.mean))
-        data = changed(
-            self.task, q.prior, leaving=change.leaving, added=change.new, labels=change.labels
-        ).sampled(SEEN)
+        data = data.sampled(SEEN)
         here = data.value(dict(q.mean))
 
         def rises(size: float) -> bool:

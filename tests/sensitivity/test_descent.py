@@ -8,10 +8,18 @@ from functools import cache
 import pytest
 import torch
 from oracles import relative
-from oracles_retraining import flat, leave_one_out_weights, retrained, trained, with_ones, without
+from oracles_retraining import (
+    flat,
+    leave_one_out_weights,
+    retrained,
+    standardised,
+    trained,
+    with_ones,
+    without,
+)
 from parts import normal
 from scipy.stats import pearsonr
-from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -326,8 +334,49 @@ def test_a_rare_class_is_more_than_one_step(structure: str) -> None:
     truth = nn.functional.cross_entropy(without(x[y == 2]), y[y == 2]).item()
     assert result.solver == "cg"
     assert result.nll == pytest.approx(truth, rel=1e-2)
-    alone = blr.what_if(task, q, remove=[300], evaluate=test, progress=False)
-    assert alone.solver == "posterior"
+
+
+@pytest.mark.parametrize("change", ["relabel", "add", "remove"])
+def test_one_example_that_leads_far_is_more_than_one_step(change: str) -> None:
+    """A wrong label, or one that is gone and was alone, moves a fit of little prior by much."""
+    (x, y), delta = standardised(load_wine), 0.01
+    task = blr.Task(trained("categorical", x, y, delta, 3), (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
+    near, *_, far = blr.sensitivity(task, q, progress=False).deviation.argsort().tolist()
+    weights, labels, wrong = torch.ones(1, len(y)), y.clone(), (y[far] + 1) % 3
+    asked: dict = {change: [far]}
+    if change == "relabel":
+        labels[far], asked = wrong, {"relabel": {far: int(wrong)}}
+    elif change == "add":
+        asked = {"add": blr.Task(task.model, (x[[far]], wrong[None]))}
+        x, labels, weights = (
+            torch.cat([x, x[[far]]]),
+            torch.cat([y, wrong[None]]),
+            torch.ones(1, 179),
+        )
+    else:
+        weights[0, far] = 0
+    truth = retrained("categorical", x, labels, weights, delta, 3)[0]
+    result = blr.what_if(task, q, **asked, progress=False)
+    assert result.solver == "cg" and relative(flat(result.parameters), truth) < 0.02
+    one = blr.what_if(task, q, **asked, solver="posterior", progress=False)
+    assert relative(flat(one.parameters), truth) > 0.1
+    small = blr.what_if(task, q, remove=[near], progress=False)
+    assert (small.solver, small.passes) == ("posterior", 0.0)
+
+
+def test_off_the_minimum_one_example_that_leads_far_is_said() -> None:
+    x, y = standardised(load_wine)
+    model = trained("categorical", x, y, 0.01, 3)
+    with torch.no_grad():
+        model.weight *= 1.5
+    task = blr.Task(model, (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.01, progress=False)
+    wrong = {3: int(y[3] + 1) % 3}
+    result = blr.what_if(task, q, relabel=wrong, progress=False)
+    assert result.solver == "posterior" and result.damping < 1 and "fall" in repr(result)
+    data = changed(task, q.prior, leaving=torch.tensor([], dtype=torch.long), labels=wrong)
+    assert data.value(result.parameters) <= data.value(q.mean) * (1 + 1e-6)
 
 
 # Examples left out by a descent, against exact retraining.
