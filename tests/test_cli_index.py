@@ -343,8 +343,15 @@ def test_dry_runs_write_nothing(
             "time",
             "memory",
             "disk",
+            *["besides"][: argv[0] == "audit"],
         }
         assert not list(tmp_path.iterdir())
+    said = []
+    for more in ((), ("--by", "source", "--passes", 50), ("--test", model / "asked.jsonl")):
+        _, out, _ = run(capsys, "audit", model, model / "data.jsonl", "--dry-run", *more)
+        said.append(float(out.split("passes")[1].split()[0]))
+    groups_and_test = [passes - said[0] for passes in said[1:]]
+    assert groups_and_test == pytest.approx([2 * 50, len(ASKED) / N], abs=0.011)
 
 
 def test_a_query_names_the_model_that_the_index_was_made_with(

@@ -59,7 +59,7 @@ def test_it_writes_what_the_library_gives(here: Path, capsys: pytest.CaptureFixt
     assert set(found) == set(expected)
     assert all(torch.equal(found[n], expected[n]) for n in expected)
     assert "6 tensors merged, 0 copied" in out
-    assert "0 numbers in 0 tensors had no positive precision" in out
+    assert "had no positive precision" not in out  # there are none
     assert re.search(r"3\.62 kB read, 604 B written in \d+\.\d s, [\d.e-]+ GB/s", out)
     assert "written to merged: model.safetensors" in out
     assert "recipe.yml, line 3: base_precision: taken from" in err

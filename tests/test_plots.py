@@ -548,3 +548,5 @@ def test_bars_too_low_to_be_seen_say_their_number() -> None:
 def test_groups_can_be_named() -> None:
     assert names_of(plot_what_if(each_table(2), names=["cat", "dog"])) == ["cat", "dog"]
     assert names_of(plot_what_if(each_table(2), names={1: "dog"})) == ["0", "dog"]
+    (long,) = names_of(plot_what_if(each_table(1), names=["a name of\n" + 40 * "x"]))
+    assert long == "a name of " + 13 * "x" + "…"  # the bars keep their room

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
@@ -164,9 +165,31 @@ def _passes(
 ) -> tuple[int | None, str]:
     """Over the data, for each group that is taken out, and the same in words."""
     if passes is None and stationarity(task, posterior).near:
-        passes = min(20, max(5, DESCENTS // len(groups_by(by, task, posterior))))
+        passes = descent_passes(len(groups_by(by, task, posterior)))
     more = "" if passes else ", more where that stays far from the model"
     return passes, f"about {passes or REPLAY_PASSES} passes over the data for each{more}"
+
+
+def descent_passes(groups: int) -> int:
+    """Over the data, for each of so many groups of a model near its minimum."""
+    return min(20, max(5, DESCENTS // groups))
+
+
+def groups_of(task: Task, by: str | None) -> int:
+    """How many groups an audit takes out, as far as the data alone tell; of predictions as many as
+    there are classes."""
+    if by is None or (by == AUTO and task.likelihood.is_sequence):
+        return 0
+    if by in task.metadata:
+        return len(set(task.metadata[by]))
+    rows = torch.arange(task.n_data).split(task.batch_size)
+    with torch.no_grad(), task.evaluation():
+        each = [task.run(task.fetch(i), task.parameters(), i)[1].cpu() for i in rows]
+    targets = torch.cat(each)
+    found = len(targets.unique(dim=0))
+    several = targets.ndim == 2 and targets.shape[1] > 1
+    auto = task.likelihood.is_classification and not several and 2 <= found <= MOST_GROUPS
+    return found if by != AUTO or auto else 0
 
 
 def influence_column(table: pd.DataFrame) -> str:

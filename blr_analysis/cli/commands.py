@@ -189,7 +189,8 @@ def audit(
     way = Way(posterior, fit, prior_precision, calibrate, initial)
     texts = TextOptions.of(task, data, base, text, max_length)
     if dry_run:
-        show_forecast(audit_forecast(task, way, texts))
+        cost = audit_forecast(task, way, texts, test, column, passes)
+        show_forecast(cost, besides="tables, pictures and report.html on disk")
         return
     with job(
         task, way, test, out, check=lambda ours: check_column(column, ours), texts=texts
@@ -480,18 +481,17 @@ def algorithms(
     from blr_analysis.tables import write_table
 
     table = table1()
-    if name is not None:
-        table = table.query("algorithm == @wanted", local_dict={"wanted": row(name).algorithm})
+    chosen = None if name is None else table["algorithm"] == row(name).algorithm
     if out is not None:
         files = write_table(table, out, "table1")
         say = Teller()
         for file in files:
             say(f"wrote {file}")
-    if name is None:
+    if chosen is None:
         columns = {column: table[column] for column in SHOWN}
         show(grid({**columns, "posterior": table["through"].replace(SHORT)}))
     else:
-        show(_one(table.iloc[0]))
+        show(_one(table[chosen].iloc[0]))
 
 
 def _one(entry: Any) -> Table:

@@ -292,6 +292,8 @@ class TextOptions:
             InputError: a model without data, or options of texts beside a script.
         """
         if data is not None:
+            if ".py:" in task and not Path(task).expanduser().exists():
+                raise InputError(f"{task!r} brings its own data: leave {str(data)!r} out")
             return cls(data, base, text, length)
         if Path(task).expanduser().is_dir():
             raise InputError(f"{task!r} is a model: name what it was trained on, MODEL DATA")
@@ -354,27 +356,43 @@ def job(
         yield Inputs(ours, theirs, way.posterior_of(ours, say), folder, say)
 
 
-def audit_forecast(task: str, way: Way, texts: TextOptions | None) -> Forecast:
-    """What the analyses of an audit cost, groups that are taken out apart."""
+def audit_forecast(
+    task: str,
+    way: Way,
+    texts: TextOptions | None,
+    test: str | None,
+    by: str | None,
+    passes: int | None,
+) -> Forecast:
+    """What the analyses of an audit cost: groups with as many passes as are asked for, or as many
+    as a model at its minimum gets."""
+    from blr_analysis.audit import check_column
+    from blr_analysis.audit.findings import descent_passes, groups_of
     from blr_analysis.backprop.engine import n_outputs
     from blr_analysis.posterior import Forecast, Stage
     from blr_analysis.sensitivity.sequences import DRAWS
 
     way = way.checked(texts)
-    ours, _ = tasks_of(task, None, texts, Teller())
+    ours, theirs = tasks_of(task, test, texts, Teller())
+    check_column(by, ours)
     size = sum(p.nbytes for p in ours.parameters().values())
     n, some = ours.n_data, min(ours.n_data, 256)
     outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())
     stages = [*way.stages(ours), Stage("sensitivity", n, outputs, rotated=way.fit == "kron")]
     if not ours.likelihood.is_sequence:
         stages.append(Stage("leave one out", n, outputs, rotated=way.fit == "kron"))
+    if theirs is not None:
+        stages.append(Stage("test data", theirs.n_data))
+    if groups := groups_of(ours, by):
+        each = passes or descent_passes(groups)
+        stages.append(Stage("groups taken out", groups * each * n))
     if not any(stage.name == "gradient of the loss" for stage in stages):
         stages += [Stage("stationarity", n), Stage("gradients of some", some)]
     return Forecast.of(ours, stages, disk=2 * size)
 
 
-def show_forecast(cost: Forecast) -> None:
-    """Passes, time, memory and disk, a line each."""
+def show_forecast(cost: Forecast, *, besides: str = "") -> None:
+    """Passes, time, memory and disk, a line each; and what is not counted."""
     hours, rest = divmod(round(cost.seconds), 3600)
     pairs(
         {
@@ -382,6 +400,7 @@ def show_forecast(cost: Forecast) -> None:
             "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
             "memory": f"about {cost.memory / 2**30:.1f} GiB",
             "disk": f"{cost.disk / 2**20:,.1f} MiB",
+            **({"besides": besides} if besides else {}),
         }
     )
 

@@ -13,9 +13,12 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import typer
+from tqdm import tqdm
 
 from blr_analysis.cli.commands import app
 from blr_analysis.errors import BLRError, InputError
@@ -42,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "" in arguments:  # which typer takes for the current folder
             raise InputError("an argument is empty: name a value, or leave it out")
-        with _together(arguments):
+        with _together(arguments), warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _warn
             code = app(arguments, prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()
         return _said_if_interrupted(code if isinstance(code, int) else 0)
@@ -87,6 +92,11 @@ def _silent() -> Iterator[None]:
         contextlib.redirect_stderr(nowhere),
     ):
         yield
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """One line; where in the code it was raised says nothing here."""
+    tqdm.write(f"warning: {_one_line(str(message))}", file=sys.stderr)
 
 
 def _unread() -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import pandas as pd
 import torch
@@ -80,6 +81,9 @@ def matches(text: str, table: pd.DataFrame) -> pd.Series:
     [True, False]
     >>> matches("target > 1 or target == 0", pd.DataFrame({"target": [0, 1, 2]})).tolist()
     [True, False, True]
+    >>> table = pd.DataFrame({"when": pd.date_range("2020-01-04", periods=2)})
+    >>> matches("when=2020-01-05", table).tolist(), matches("when != '2020-01-05'", table).tolist()
+    ([False, True], [True, False])
 
     Raises:
         UndefinedVariableError: a name that is no column.
@@ -87,8 +91,9 @@ def matches(text: str, table: pd.DataFrame) -> pd.Series:
     """
     simple = _EQUALS.fullmatch(text)
     query = text if simple is None else f"`{simple[1]}` == {_literal(table, *simple.groups())}"
+    query, dates = _dated(query, table)
     try:
-        rows = table.eval(query, engine="python", local_dict={}, global_dict={})
+        rows = table.eval(query, engine="python", local_dict=dates, global_dict={})
     except UndefinedVariableError:
         raise
     except Exception as error:  # whatever pandas makes of the user's expression
@@ -96,6 +101,28 @@ def matches(text: str, table: pd.DataFrame) -> pd.Series:
     if not isinstance(rows, pd.Series) or not pd.api.types.is_bool_dtype(rows):
         raise InputError(f"cannot read the selection {text!r}: {HOW}")
     return rows
+
+
+def _dated(query: str, table: pd.DataFrame) -> tuple[str, dict[str, Any]]:
+    """The query with the words that a column of dates shall equal as dates: pandas compares them
+    as words, which no date equals."""
+    dates: dict[str, Any] = {}
+    for column in (c for c in table if pd.api.types.is_datetime64_any_dtype(table[c])):
+
+        def date(found: re.Match[str], column: Any = column) -> str:
+            try:
+                day = pd.Timestamp(found[2][1:-1])
+            except ValueError:
+                raise InputError(f"column {column!r} holds dates, not {found[2]}") from None
+            zone = table[column].dt.tz
+            name = f"date_{len(dates)}"
+            dates[name] = day.tz_localize(zone) if zone and day.tzinfo is None else day
+            return f"{found[1]}@{name}"
+
+        name = re.escape(str(column))
+        words = "'[^']*'|\"[^\"]*\""
+        query = re.sub(rf"((?:`{name}`|(?<![\w`]){name})\s*[=!]=\s*)({words})", date, query)
+    return query, dates
 
 
 def _literal(table: pd.DataFrame, column: str, value: str) -> str:

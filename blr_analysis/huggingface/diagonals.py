@@ -30,6 +30,7 @@ from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
 from blr_analysis.posterior import curvature_root, drawn_labels
+from blr_analysis.posterior.laplace import check_finite
 from blr_analysis.progress import bar
 from blr_analysis.task import Task
 
@@ -96,6 +97,7 @@ def fisher_diagonal(
     if not params:
         raise ModelError("the model has no trainable parameters; set requires_grad on some")
     task.check_parameters(params)
+    check_finite(params)
     total = {name: torch.zeros_like(p) for name, p in params.items()}
     if kind == "squared_minibatch":
         assert batch_size is not None

@@ -121,9 +121,8 @@ def outcome(report: MergeReport) -> list[str]:
             f"average (from {min(report.gap_ratios):.2g} to {max(report.gap_ratios):.2g})"
             + (BETTER if mean > WORSE else BALANCED if max(report.gap_ratios) > WORSE else "")
         )
-    if plan.method.uses_precisions:
-        total = report.fallback_total
-        share = f" ({total / entries:.2g} of all)" if total and entries else ""
+    if plan.method.uses_precisions and (total := report.fallback_total):
+        share = f" ({total / entries:.2g} of all)" if entries else ""
         said.append(
             f"{total:,} numbers{share} in {_count(len(report.fallback), 'tensor')} had no positive "
             "precision to weigh by, and were merged by task arithmetic"

@@ -151,6 +151,12 @@ def name_of(value: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
         return str(value)
 
 
+def shortened(text: str, most: int = 24) -> str:
+    """Somebody's word as a tick label, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def curve(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
     """A curve of values where they are finite: [K] bool."""
     values = as_array(values)

@@ -10,7 +10,15 @@ from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import MEASURES, SKY, as_array, axes_or_new, name_of, paired_bars
+from blr_analysis.plots._canvas import (
+    MEASURES,
+    SKY,
+    as_array,
+    axes_or_new,
+    name_of,
+    paired_bars,
+    shortened,
+)
 
 __all__ = ["plot_what_if"]
 
@@ -67,7 +75,7 @@ def plot_what_if(
         before, after, known = before[keep], after[keep], known[keep]
     ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     _draw(ax, before, after, known)
-    shown = [name_of(group, names) for group in groups]
+    shown = [shortened(name_of(group, names)) for group in groups]
     long = sum(map(len, shown)) > 60 or max(map(len, shown)) > 12
     tilt = {"rotation": 45, "ha": "right"} if long else {}
     ax.set_xticks(range(len(shown)), shown, **tilt)

@@ -412,13 +412,18 @@ def _checked(
     if not params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
     task.check_parameters(params)
-    for name, p in params.items():
-        if not bool(torch.isfinite(p).all()):
-            raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
+    check_finite(params)
     shapes = {n: tuple(p.shape) for n, p in params.items()}
     checked = Prior.read(prior, shapes, positive=True).placed(params)
     KINDS[structure].check_fit(sum(p.numel() for p in params.values()), rank, tolerance)
     return checked
+
+
+def check_finite(params: Mapping[str, Tensor]) -> None:
+    """Raise :class:`ModelError` where a weight is NaN or inf."""
+    for name, p in params.items():
+        if not bool(torch.isfinite(p).all()):
+            raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
 
 
 def expected_errors(task: Task, q: Posterior, chunking: Chunking) -> Tensor:

@@ -172,7 +172,7 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     except BLRError:  # the analysis will say it better
         return
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
-    said = _differs(known, seen)
+    said = differs(known, seen)
     if not said and own_weights and _distance(task, q) > APART:
         said = (
             "the model's weights are not the posterior's mean, where the analysis runs: load the "
@@ -184,7 +184,8 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
         warnings.warn(said, PosteriorWarning, stacklevel=5)
 
 
-def _differs(known: Any, seen: dict[str, list[float]]) -> str:
+def differs(known: Any, seen: dict[str, list[float]]) -> str:
+    """What is said of other data than a posterior's; "" of its own."""
     for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
         count, tried = apart(known, seen, what), len(seen[what])
         if 2 * count > tried:

@@ -27,7 +27,16 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from blr_analysis.memory_map import REGIONS, VARIANCES, MemoryMap
-from blr_analysis.plots._canvas import BLUE, GREY, LOOKS, MEASURES, ORANGE, AxisScale, choose_scale
+from blr_analysis.plots._canvas import (
+    BLUE,
+    GREY,
+    LOOKS,
+    MEASURES,
+    ORANGE,
+    AxisScale,
+    choose_scale,
+    shortened,
+)
 from blr_analysis.plots.memory import CROWD
 
 CELLS = (72, 44)
@@ -170,9 +179,7 @@ def training_chart(table: pd.DataFrame) -> dict[str, Any]:
 
 def plain_label(text: str) -> str:
     """Somebody's word as a tick label: short, and never taken for a formula."""
-    text = " ".join(text.split())
-    text = text if len(text) <= 28 else text[:27] + "…"
-    return text.replace("$$", "$\u200b$").replace("\\", "\\\u200b")
+    return shortened(text, 28).replace("$$", "$\u200b$").replace("\\", "\\\u200b")
 
 
 def _note(scale: AxisScale) -> str:

@@ -36,7 +36,8 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
     try:
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise InputError(f"cannot read decisions from {str(path)!r}: {error}") from error
+        said = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read decisions from {str(path)!r}: {said}") from error
     if not {"index", "action", "label"} <= set(table):
         raise InputError(f"{str(path)!r} needs columns index, action, label; it has {list(table)}")
     remove: list[int] = []

@@ -230,7 +230,12 @@ def leave_one_out(
         after[done] = torch.cat(alone.outputs)[~alone.indefinite]
         if refine and len(done) < refine:
             said = f"{refine - len(done)} of {refine} examples keep their estimate"
-            said += ": the model is too far from its minimum for a descent"
+            near = stationarity(task, q).near
+            said += (
+                ": their pull is too small to be told from what is left of its training"
+                if near
+                else ": the model is too far from its minimum for a descent"
+            )
             warnings.warn(said, RuntimeWarning, stacklevel=3)
         used[done] = WORDS.index("descent")
     return LeaveOneOut(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from importlib import import_module
 
 import pytest
 import torch
@@ -434,6 +435,18 @@ def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
         fine = blr.leave_one_out(task, q, refine=5, progress=False)
     assert "descent" not in fine.correction
     assert torch.equal(fine.logits, rough.logits)
+
+
+def test_examples_that_hardly_pull_keep_their_estimates_at_a_minimum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = normal(25, 3), normal(25, seed=1)
+    task = blr.Task(trained("gaussian", x, y, 1.0), (x, y), likelihood="gaussian")
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    removal = import_module("blr_analysis.sensitivity.removal")
+    monkeypatch.setattr(removal, "drifts", lambda *_: True)
+    with pytest.warns(RuntimeWarning, match="2 of 2 examples keep .* pull is too small"):
+        blr.leave_one_out(task, q, refine=2, progress=False)
 
 
 @pytest.mark.parametrize("refine", [-1, 21, 1.5, True, "all"])

@@ -296,6 +296,8 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
         blr.Index.open(tmp_path / "i").top(task, 2, refine=4)
     with pytest.raises(PosteriorError, match="'gram', not 'lowrank'"):
         blr.Index.build(task, posterior(task, "lowrank"), tmp_path / "j")
+    with pytest.raises(PosteriorError, match="examples differ"):
+        blr.Index.open(tmp_path / "i", task=task.subset(range(task.n_data)[::-1]))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").touch()
     with pytest.raises(StorageError, match=r"notes\.txt"):

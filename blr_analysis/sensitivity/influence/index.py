@@ -33,6 +33,8 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior import Forecast, Stage
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.stationarity import differs
+from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.influence.averaged import (
@@ -190,7 +192,7 @@ class Index:
 
         Raises:
             StorageError: nothing there, an index that is not complete or is damaged.
-            PosteriorError: the task does not belong to its posterior.
+            PosteriorError: the task does not belong to its posterior, or has other data.
         """
         place = Path(path_of(path)).expanduser()
         if not (place / CONFIG).is_file():
@@ -205,6 +207,10 @@ class Index:
         if fingerprint(q) != about["posterior"]:
             raise StorageError(f"{str(place)!r} holds a posterior that is not its index's.")
         if task is not None:
+            known = q.record.get("fingerprint")
+            seen = fingerprint_of(task, q.on(task).mean) if known else {}
+            if known and (said := differs(known, seen)):
+                raise PosteriorError(said)
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
         kept = [about[n] for n in ("n_data", "numbers", "signs", "averaged", "sums", "blocks")]
