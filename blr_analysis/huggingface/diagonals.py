@@ -29,8 +29,7 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
-from blr_analysis.posterior import curvature_root, drawn_labels
-from blr_analysis.posterior.laplace import check_finite
+from blr_analysis.posterior import check_finite, curvature_root, drawn_labels
 from blr_analysis.progress import bar
 from blr_analysis.task import Task
 

@@ -2,7 +2,13 @@
 
 from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
 from blr_analysis.posterior.gaussian import Posterior, predict
-from blr_analysis.posterior.laplace import curvature_root, drawn_labels, fit_kept, fit_laplace
+from blr_analysis.posterior.laplace import (
+    check_finite,
+    curvature_root,
+    drawn_labels,
+    fit_kept,
+    fit_laplace,
+)
 from blr_analysis.posterior.precision_files import (
     FACTORED,
     read_precision_record,
@@ -22,6 +28,7 @@ __all__ = [
     "Prior",
     "Stage",
     "check_dtype",
+    "check_finite",
     "curvature_root",
     "drawn_labels",
     "fit_kept",
