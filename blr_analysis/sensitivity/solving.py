@@ -206,7 +206,7 @@ class GroupSolver:
         descent = self._descended(data, preconditioner, SETTLED * short)
         there = descent.point.params
         moved = made_of(preconditioner, there, solver="cg", passes=descent.passes)
-        drifting = self._drifts([*shares, *labels])
+        drifting = self._drifts(shares)
         return Moved(moved, floored, "cg", descent.passes, descent=descent, drifting=drifting)
 
     def _descended(self, data: Objective, preconditioner: Posterior, enough: float) -> Descent:
