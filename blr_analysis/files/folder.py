@@ -15,7 +15,7 @@ from blr_analysis.errors import StorageError
 from blr_analysis.files.headers import (
     AGAIN,
     Header,
-    Stored,
+    Located,
     parse_json,
     read_header,
     read_json,
@@ -24,7 +24,7 @@ from blr_analysis.files.headers import (
 from blr_analysis.files.source import Scratch, Source, Spec
 
 PIECES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
-Piece = tuple[Path, Stored, list[int]]  # its first entry's place in the whole
+Piece = tuple[Path, Located, list[int]]  # its first entry's place in the whole
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

@@ -45,7 +45,7 @@ AGAIN = "Copy or save it again."
 
 
 @dataclass(frozen=True)
-class Stored:
+class Located:
     """Where one tensor lies: the byte of the file at which it begins."""
 
     spec: Spec
@@ -56,7 +56,7 @@ class Stored:
 class Header:
     """A file's tensors, in the order of their bytes, and its metadata."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, Located]
     metadata: dict[str, str]
     size: int
     modified_ns: int
@@ -144,13 +144,13 @@ def reading(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
 
 
-def _placed(entries: dict[str, Any], first: int, size: int, path: Path) -> dict[str, Stored]:
+def _placed(entries: dict[str, Any], first: int, size: int, path: Path) -> dict[str, Located]:
     spans = [(*_span(name, entry, path), name) for name, entry in entries.items()]
     tensors, end = {}, 0
     for spec, start, stop, name in sorted(spans, key=lambda span: span[1:3]):
         if start != end:
             raise _damaged(path, f"{name!r} begins at byte {start} of the data, not at {end}")
-        tensors[name] = Stored(spec, first + start)
+        tensors[name] = Located(spec, first + start)
         end = stop
     if first + end != size:
         what = "truncated" if first + end > size else "longer than its tensors"
