@@ -176,8 +176,10 @@ class GroupSolver:
         )
         note, solver = "", plan.solver
         short = plan.short(change, task.n_data)
-        if short and (rough := self._rough(change, shares, data)) is not None:
-            return self._one_step(shares, data, note=rough)
+        if short:
+            taken = step(q, shares)
+            if (rough := self._rough(change, shares, data, taken[0])) is not None:
+                return self._one_step(taken, data, note=rough)
         if solver == "auto":
             if plan.steps is not None or not self._drifts(shares):
                 solver = "cg"
@@ -186,7 +188,7 @@ class GroupSolver:
             else:
                 solver = "posterior"
         if solver == "posterior":
-            return self._one_step(shares, data, note=note)
+            return self._one_step(step(q, shares), data, note=note)
         still = [(sign, replace(part, gradient=scaled(q.mean, 0.0))) for sign, part in shares]
         preconditioner, floored = step(q, still)
         if solver == "replay":
@@ -281,7 +283,11 @@ class GroupSolver:
         return first - last >= REACHED * (first - model)
 
     def _rough(
-        self, change: Change, changes: list[tuple[int, Share]], data: Objective
+        self,
+        change: Change,
+        changes: list[tuple[int, Share]],
+        data: Objective,
+        taken: Posterior,
     ) -> str | None:
         """What to say of the posterior's one step; None where it should not be taken.
 
@@ -295,7 +301,7 @@ class GroupSolver:
         drifts = (several or not self._unknown) and self._drifts(changes)
         if several and drifts:
             return None
-        move = add(step(self.q, changes)[0].mean, -1.0, dict(self.q.mean))
+        move = add(taken.mean, -1.0, dict(self.q.mean))
         promised = -0.5 * dot(self._pull(changes), move)
         if promised <= REACH:
             return ""
@@ -346,12 +352,12 @@ class GroupSolver:
         return pull
 
     def _one_step(
-        self, changes: list[tuple[int, Share]], data: Objective, *, note: str = ""
+        self, taken: tuple[Posterior, float], data: Objective, *, note: str = ""
     ) -> Moved:
         """The posterior's step. Of a group that it is too rough for (``note`` says why nothing
         better was done) it is halved until the loss on the changed data does not rise."""
         q = self.q
-        moved, floored = step(q, changes)
+        moved, floored = taken
         if not note:
             return Moved(moved, floored, "posterior")
         move = add(moved.mean, -1.0, dict(q.mean))
