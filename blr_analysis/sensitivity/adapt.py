@@ -130,7 +130,7 @@ def adapt(
         around = dict(posterior.mean)
         said = task.likelihood.mean(predict(remembered, posterior.mean, progress=progress)[0])
         shown = with_labels(remembered, dict(enumerate(said)))
-    prior = Prior(dict(precision), dict(around))
+    prior = Prior({**precision}, dict(around))
     start = fit_laplace(
         shown, structure="diag", prior_precision=prior, initial=around, progress=progress
     )
