@@ -76,6 +76,10 @@ class InputMoments:
         size = float(total.square().sum()) if whole else off
         return min(1.0, max(0.0, (fourth / count - off) / (count - 1) / size)) if off else 0.0
 
+    def singular(self, key: str) -> bool:
+        """Whether A is of fewer rows than it has columns."""
+        return float(self.spread[key][1]) < self.moments[key][1].shape[-1]
+
     def looked_up(self, joint: Joint) -> Tensor | None:
         """How often each row of a table was, ``[1, O, 1]``, that is a layer's matrix as well; None
         beside a bias, which no row of an embedding has."""

@@ -100,10 +100,12 @@ def outcome(report: MergeReport) -> list[str]:
     if averaged := sum(item.fate == AVERAGED for item in plan.items):
         said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
     if report.solves:
-        shrink, power, _ = plan.family
-        each = [p.measured(k) for p in plan.held for k in report.solves if k in p.layers]
-        least = min(each, default=1.0) if shrink is None else shrink
-        shrunk = f"{'as measured, from ' if shrink is None and least < 1 else ''}{least:.4g}"
+        few = [k for k in report.solves if plan.family(k)[0] is None]
+        least = min((p.measured(k) for p in plan.used for k in few), default=1.0)
+        shrink, power = plan.settings.shrink, plan.settings.power
+        shrunk = (
+            f"as measured, from {least:.4g}" if few else f"{1.0 if shrink is None else shrink:g}"
+        )
         worst = max(solved.residual for solved in report.solves.values())
         most = max(solved.iterations for solved in report.solves.values())
         said.append(
@@ -179,7 +181,9 @@ def report_json(report: MergeReport) -> str:
             )
         ],
         "delta": plan.delta,
-        **dict(zip(("shrink", "power", "damping"), plan.family, strict=True)),
+        "shrink": job.shrink,
+        "power": float(job.power),
+        "damping": job.damping,
         "layers": {name: asdict(solved) for name, solved in report.solves.items()},
         "lambda": repr(job.scale) if callable(job.scale) else job.scale,
         "seed": job.seed,

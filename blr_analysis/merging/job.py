@@ -62,7 +62,7 @@ class MergeSettings:
         dtype: in which the formula is computed, float32 or float64.
         out_dtype: in which the merged tensors are written; None: each as in the base.
         shrink, power, damping: of precisions with factors, see :mod:`blr_analysis.merging.layers`
-            (shrink None: as measured, 1 less the part of the off-diagonals that is chance);
+            (shrink None: 1, or as measured where moments are singular or taken on the way);
             ``power`` also of diagonals, every number of them.
         trust: take precisions that were recorded for other weights.
         scale: λ of task arithmetic and of methods that leave a part of θ_t − θ_0 out, a number or a

@@ -9,8 +9,9 @@ where H_0 is no part of the method the average Σ α W / Σ α. Of structure "gr
 matrix for all rows; of "kron" H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ, a sum of Kronecker products,
 solved by conjugate gradients with the average factors as preconditioner. Of one family:
 
-* shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A; left out, 1 less the
-  part of them that is chance, which "gram" measures: all but 1 of thousands of rows, less of few;
+* shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A; left out, 1,
+  or where each "gram" is of fewer rows than inputs, and no H_0 holds what they leave out, 1 less
+  the part of them that is chance;
 * power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues;
 * damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is next to
   singular in a network that is sure of its data, and a sum of such H, turned against each other, is

@@ -97,8 +97,8 @@ def merge(
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
         shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9. None:
-            1 less the part of them that is chance, which "gram" and ``tasks`` measure: moments of
-            few examples, the singular ones among them, have most of it.
+            1; with ``tasks``, and where each model's moments of a layer ("gram") are of fewer rows
+            than inputs and there is no H_0, 1 less the part of them that is chance, as measured.
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
             0.5 puts half way, in logarithms, between the average and the Fisher average.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,

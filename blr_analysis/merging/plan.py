@@ -85,11 +85,13 @@ class MergePlan(Tabular):
         """Of the arithmetic."""
         return self.settings.dtype
 
-    @property
-    def family(self) -> tuple[float | None, float, float | None]:
-        """Shrink (None: as measured), power and damping of precisions with factors."""
-        how = self.settings
-        return how.shrink, float(how.power), how.damping
+    def family(self, key: str) -> tuple[float | None, float, float | None]:
+        """Shrink (None: as measured), power and damping of a layer's precisions with factors.
+        Measured is where all of its moments are singular, and no H_0 holds what they leave out."""
+        how, based = self.settings, self.base_precision is not None or self.delta
+        singular = not based and all(p.chance.get(key) for p in self.used)
+        shrink = 1.0 if how.shrink is None and not singular else how.shrink
+        return shrink, float(how.power), how.damping
 
     @property
     def held(self) -> list[StoredPrecision]:
@@ -108,7 +110,7 @@ class MergePlan(Tabular):
         said = []
         for p in self.used:
             if p.noise > NOISE:
-                shrunk = self.settings.shrink is None and any(p.chance.values())
+                shrunk = any(self.family(key)[0] is None for key in p.chance)
                 then = ", and shrunk as measured: take more" if shrunk else ": take more, or shrink"
                 said.append(
                     f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is "

@@ -50,7 +50,7 @@ class StoredPrecision:
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
         noise: the largest part of a layer's moments, of "gram", that is chance.
-        chance: that of their off-diagonals, by layer.
+        chance: that of their off-diagonals, by layer, where there were fewer rows than inputs.
     """
 
     source: Source

@@ -299,10 +299,10 @@ def _merge_layer(plan: MergePlan, key: str, sink: Sink, scratch: Scratch) -> Sol
     parts: list[Part] = []
     for part, alpha, kind in zip(plan.parts, items[key].weights, items[key].curved, strict=True):
         own = part.precision if kind == OWN else None
-        h = None if own is None else own.factors(key, *plan.family)
+        h = None if own is None else own.factors(key, *plan.family(key))
         parts.append((alpha, h, kind == BASE))
     first = plan.base_precision
-    start = first.factors(key, *plan.family) if first and key in first.layers else None
+    start = first.factors(key, *plan.family(key)) if first and key in first.layers else None
     o = joint.layout.rows
     shape = (joint.layout.groups, o, joint.layout.columns + (joint.bias is not None))
     solve = solver(parts, start, plan.delta, shape)

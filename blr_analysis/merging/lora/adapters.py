@@ -364,7 +364,7 @@ class _Decomposed:
             if p is None or not p.covers(name):
                 continue
             if name in p.layers:
-                factors = p.factors(name, *self._plan.family)
+                factors = p.factors(name, *self._plan.family(name))
                 if factors.by_rows:
                     own = factors.matrix()[0] * abs(alpha)
                     right = own if right is None else right + own

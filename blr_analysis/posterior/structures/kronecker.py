@@ -258,9 +258,10 @@ class Gram(Kronecker):
         for joint, moments in seen.moments.values():
             like = fit.params[joint.key]
             across, right = torch.linalg.eigh(moments)
-            known = float(across.mean()), seen.noise(joint.key)
+            chance = seen.noise(joint.key) if seen.singular(joint.key) else 0.0
             right = right.to(like)
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, None, *known))
+            known = right, None, float(across.mean()), chance
+            blocks.append(Basis(joint.weight, joint.bias, joint.layout, *known))
             each = across.clamp_min(0).to(like).unsqueeze(1)
             if (counts := seen.looked_up(joint)) is not None:
                 each = each + counts.to(like)
