@@ -3,7 +3,9 @@
     python -m benchmarks.wrong_data [--quick] [--seeds 3] [--images 5000] [--out FILE]
 
 One row per data set, training, fault and score: AUROC, precision at k (k: how many faults were
-planted) and seconds, training included; means over the seeds. cleanlab's scores are its own
+planted) and seconds, training included; means over the seeds. A last table says how well the kinds
+that `blr.suspicious` names by default are right: of the examples named so how many were planted
+(precision), of those planted how many are named so (recall). cleanlab's scores are its own
 (`get_label_quality_scores`), from probabilities of 5-fold cross-validation (five trainings more)
 or of the trained network itself. ``--quick`` takes what scikit-learn ships and one seed; otherwise
 Fashion-MNIST is fetched as in the tutorials.
@@ -38,6 +40,7 @@ PRIOR = {"IVON": 20.0, "Adam": 1.0, "Adam, overfitted": 0.1}
 SHARPER = 10.0  # S of networks is multiplied by it: a kron overstates V_i; tried on Fashion-MNIST
 LENGTH = {"IVON": 1, "Adam": 1, "Adam, overfitted": 2}
 NAMES = ["data", "training", "fault", "score"]
+KIND = {"labels": "label", "strangers": "unfamiliar", "copies": "duplicate"}  # of each fault
 Scores = dict[str, tuple[Tensor, float]]  # larger is more suspicious; seconds
 
 
@@ -206,7 +209,7 @@ def cleanlab(p: Tensor, y: Tensor, method: str = "self_confidence") -> Tensor:
     return torch.from_numpy(1 - get_label_quality_scores(y.numpy(), p.numpy(), method=method))
 
 
-def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> Scores:
+def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> tuple[Scores, blr.Suspicions]:
     found = train(problem, how, problem.x, y, seed, MOMENTS)
     task, base = blr.Task(found.model, (problem.x, y)), found.seconds
     last = found.posterior_seconds / len(found.posteriors)
@@ -214,7 +217,7 @@ def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> Scores:
     loo = blr.leave_one_out(task, found.posteriors[-1], progress=False)
     one = base + last + time.perf_counter() - begun
     begun = time.perf_counter()
-    several = blr.suspicious(task, found.posteriors, duplicates=False, progress=False)
+    several = blr.suspicious(task, found.posteriors, progress=False)
     many = base + found.posterior_seconds + time.perf_counter() - begun
     alone = blr.suspicious(task, found.posteriors[-1], duplicates=False, progress=False)
     crossed, begun = torch.empty(len(y), problem.classes), time.perf_counter()
@@ -225,7 +228,7 @@ def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> Scores:
     cv = time.perf_counter() - begun
     out, moments = found.outputs[-1], len(found.outputs)
     losses = torch.stack([nll(f, y) for f in found.outputs])
-    return {
+    scores = {
         "plain loss": (losses[-1], base),
         f"plain loss, mean of {moments} moments": (losses.mean(0), base),
         "cleanlab, in-sample": (cleanlab(out.softmax(1), y), base),
@@ -240,6 +243,7 @@ def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> Scores:
         "relabelling gain": (alone.gain, one),
         f"relabelling gain, mean of {moments} moments": (several.gain, many),
     }
+    return scores, several
 
 
 def strangers(problem: Problem, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,20 +284,22 @@ def neighbours(z: Tensor, k: int) -> Tensor:
     return distance.fill_diagonal_(torch.inf).topk(k, largest=False).values
 
 
-def stranger_scores(problem: Problem, how: str, x: Tensor, y: Tensor, seed: int) -> Scores:
+def stranger_scores(
+    problem: Problem, how: str, x: Tensor, y: Tensor, seed: int
+) -> tuple[Scores, blr.Suspicions]:
     found = train(problem, how, x, y, seed, 1)
     task, base = blr.Task(found.model, (x, y)), found.seconds
     f = found.outputs[-1].double()
     begun = time.perf_counter()
     q = sharper(task, PRIOR[how])
-    ours = blr.suspicious(task, q, duplicates=False, progress=False)
+    ours = blr.suspicious(task, q, progress=False)
     variance = blr.sensitivity(task, q, progress=False).variance
     loo = blr.leave_one_out(task, q, progress=False)
     seconds = base + time.perf_counter() - begun
     assert variance is not None
     p = f.softmax(1)
     features = predictions(found.model[:-1], x)  # type: ignore[index]
-    return {
+    scores = {
         "plain loss": (nll(f, y), base),
         "1 − largest probability": (1 - p.amax(1), base),
         "entropy": (-(p * p.clamp_min(1e-30).log()).sum(1), base),
@@ -304,27 +310,42 @@ def stranger_scores(problem: Problem, how: str, x: Tensor, y: Tensor, seed: int)
         "LOO loss": (loo.losses, seconds),
         "unfamiliarity tr ΛV": (ours.unfamiliarity, seconds),
     }
+    return scores, ours
 
 
-def copy_scores(problem: Problem, how: str, x: Tensor, y: Tensor, seed: int) -> Scores:
+def copy_scores(
+    problem: Problem, how: str, x: Tensor, y: Tensor, seed: int
+) -> tuple[Scores, blr.Suspicions]:
     found = train(problem, how, x, y, seed, 1)
     task, base, begun = blr.Task(found.model, (x, y)), found.seconds, time.perf_counter()
-    ours = blr.suspicious(task, sharper(task, PRIOR[how]), progress=False).closeness
+    ours = blr.suspicious(task, sharper(task, PRIOR[how]), progress=False)
     seconds = base + time.perf_counter() - begun
-    assert ours is not None
     pixels = neighbours(x.flatten(1), 10)
     features = neighbours(predictions(found.model[:-1], x), 10)  # type: ignore[index]
-    return {
+    scores = {
         "nearest, pixels": (-pixels[:, 0], 0.0),
         "nearest ÷ 10th, pixels": (-pixels[:, 0] / pixels[:, -1], 0.0),
         "nearest, features": (-features[:, 0], base),
         "nearest ÷ 10th, features": (-features[:, 0] / features[:, -1], base),
-        "closeness": (ours, seconds),
+        "closeness": (ours.score("duplicate"), seconds),
     }
+    return scores, ours
 
 
-def rows_of(where: tuple[str, ...], scores: Scores, wrong: Tensor) -> Iterator[dict[str, object]]:
-    k = int(wrong.sum())
+def rows_of(
+    where: tuple[str, ...], found: tuple[Scores, blr.Suspicions], wrong: Tensor
+) -> Iterator[dict[str, object]]:
+    (scores, suspicions), k = found, int(wrong.sum())
+    kind = KIND[where[-1].partition(",")[0]]
+    named = torch.tensor([word == kind for word in suspicions.kind])
+    right = float((named & wrong).sum())
+    yield {
+        **dict(zip(NAMES, (*where, f"kind {kind!r}"), strict=True)),
+        "planted": k,
+        "named": int(named.sum()),
+        "precision": right / max(1, int(named.sum())),
+        "recall": right / k,
+    }
     for name, (score, seconds) in scores.items():
         first = torch.argsort(score, descending=True, stable=True)[:k]
         yield {
@@ -377,11 +398,16 @@ def main() -> None:
 
 def show(rows: pd.DataFrame) -> None:
     """Means over the seeds, a block for each data set, training and fault."""
-    mean = rows.pivot_table(["AUROC", "precision", "seconds"], NAMES, sort=False)
+    kinds = rows["recall"].notna()
+    columns = ["planted", "named", "precision", "recall"]
+    mean = rows[~kinds].pivot_table(["AUROC", "precision", "seconds"], NAMES, sort=False)
     for where, part in mean.groupby(level=NAMES[:3], sort=False):
         print("\n" + ", ".join(map(str, where if isinstance(where, tuple) else (where,))))
         part = part.droplevel(NAMES[:3])
         print(part.to_string(float_format=lambda value: f"{value:.4f}"))
+    print("\nkinds of blr.suspicious")
+    table = rows[kinds].pivot_table(columns, NAMES, sort=False)[columns]
+    print(table.round(2).reset_index().to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,14 @@ class Likelihood(ABC):
         """ẽ ``[B, C]`` with E[ẽ ẽᵀ] = Λ over labels ``drawn`` by :meth:`resample`."""
         return self.error(outputs, drawn)
 
+    def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
+        """The outputs after a linearised step ``[B, C]``, within what they may be."""
+        return outputs + step
+
+    def length(self, before: Tensor, after: Tensor) -> Tensor:
+        """How far outputs moved where linearising ℓ is off by a part of that, ``[B]``."""
+        return torch.linalg.vector_norm(after - before, dim=-1)
+
     def looks_normalised(self, outputs: Tensor) -> bool:
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
         return False

@@ -80,6 +80,12 @@ class Weighted(Likelihood):
         w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)
 
+    def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
+        return self._plain.moved(outputs, step)
+
+    def length(self, before: Tensor, after: Tensor) -> Tensor:
+        return self._plain.length(before, after)
+
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._beside(self._plain.nll(outputs, targets))
 

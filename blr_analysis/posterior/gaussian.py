@@ -23,7 +23,7 @@ from blr_analysis.posterior.prior_choice import chosen_prior, in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
-from blr_analysis.posterior.structures.lowrank import ENOUGH
+from blr_analysis.posterior.structures.lowrank import ENOUGH, LowRank
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
 STILL_INITIAL = (
@@ -439,13 +439,18 @@ class Posterior:
         new, own = prior.within(self.record), self.prior.within(self.record)
         change = {n: new.like(n, m) - own.like(n, m) for n, m in self.mean.items()}
         of_prior = ("prior_choice", "stationarity")  # what was found out under the old δ
+        record = {k: v for k, v in self.record.items() if k not in of_prior}
+        form = self.form.plus_prior(change)
+        if isinstance(form, LowRank) and "explained" in record:
+            size = sum(m.numel() for m in self.mean.values())
+            delta = {n: new.like(n, m).expand_as(m) for n, m in self.mean.items()}
+            record["explained"] = form.explained(delta, record.get("largest_rank", size))
         return Posterior(
             self.mean,
-            self.form.plus_prior(change),
+            form,
             prior_precision=Prior(prior.entries, self.prior.mean),
             n_data=self.n_data,
-            record={k: v for k, v in self.record.items() if k not in of_prior}
-            | {"prior_named": True},
+            record=record | {"prior_named": True},
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:

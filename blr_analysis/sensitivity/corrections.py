@@ -126,23 +126,23 @@ def left_out_by(
     e, levers = likelihood.error(f, y), leverage(v, f, y, likelihood)
     move = torch.bmm(v, e.unsqueeze(-1))
     if word == "first_order":
-        return f + move.squeeze(-1), levers, torch.zeros_like(levers, dtype=torch.long)
+        used = torch.zeros_like(levers, dtype=torch.long)
+        return likelihood.moved(f, move.squeeze(-1)), levers, used
     cavity = levers < bound
     if bool(cavity.any()):
         eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
         shrunk = likelihood.hessian_times(f, y, v.transpose(0, 1)).transpose(0, 1)  # V_i Λ_i
         system = torch.where(cavity[:, None, None], eye - shrunk, eye)
         move = torch.linalg.solve(system, move)
-    after = f + move.squeeze(-1)
     if not bool(cavity.all()):
         over = ~cavity
         root = likelihood.hessian_root(f, y)[over]
-        after[over] = bounded(f[over], e[over], v[over], root, bound)
-    return after, levers, 2 - cavity.long()
+        move[over] = bounded(e[over], v[over], root, bound)
+    return likelihood.moved(f, move.squeeze(-1)), levers, 2 - cavity.long()
 
 
-def bounded(f: Tensor, e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
-    """f_i^{\\i} with the cavity's growth stopped at a leverage of ``bound``; ``[B, C]``."""
+def bounded(e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
+    """f_i^{\\i} − f_i the cavity's growth stopped at a leverage of ``bound``; ``[B, C, 1]``."""
     inner = root.mT @ v @ root
     values, turn = torch.linalg.eigh((inner + inner.mT) / 2)
     stopped = bound**2 / (values.clamp_min(bound).square() * (1 - bound))
@@ -150,7 +150,7 @@ def bounded(f: Tensor, e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tens
     first = torch.bmm(v, e.unsqueeze(-1))
     turned = root @ turn
     further = v @ (turned @ (growth.unsqueeze(-1) * (turned.mT @ first)))
-    return f + (first + further).squeeze(-1)
+    return first + further
 
 
 def leverage(v: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:

@@ -26,6 +26,7 @@ from blr_analysis.checks import at_least, instance, one_of
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 from blr_analysis.likelihoods.categorical import Classes
+from blr_analysis.likelihoods.variances import MeanAndVariance
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import scale_of
 from blr_analysis.posterior.stationarity import caveat_of, stationarity
@@ -151,10 +152,10 @@ def leave_one_out(
             examples of another keep their estimate. Calibrate the posterior first, so that the
             rows that are refined and those that are not are of one scale. None refines, with
             ``correction="auto"`` and the structure "full", the examples of leverages above 0.5,
-            where a linearisation is rough, and of classes and counts at a minimum those whose
-            outputs it moves far, up to where the rest hardly changes the total (at most 64 in all,
-            and seconds; ``note`` says what is left); a linear model of a Gaussian likelihood has
-            no need of it.
+            where a linearisation is rough, and of classes, counts and learned variances at a
+            minimum those whose outputs it moves far, up to where the rest hardly changes the total
+            (at most 64 in all, and seconds; ``note`` says what is left); a linear model of a
+            Gaussian likelihood has no need of it.
         chunk_size, memory_budget: see :func:`blr_analysis.sensitivity`.
 
     Returns:
@@ -205,9 +206,10 @@ def leave_one_out(
     change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
     far = torch.zeros_like(levers, dtype=torch.bool)
     linearised = used != WORDS.index("first_order")
-    counts = isinstance(likelihood.kind, Classes | Bernoulli | Poisson)
-    if counts and bool(linearised.any()) and stationarity(task, q).near:
-        far = _far(change, (after - before).norm(dim=-1)) & linearised
+    curves = isinstance(likelihood.kind, Classes | Bernoulli | Poisson | MeanAndVariance)
+    looked = curves and bool(linearised.any()) and stationarity(task, q).near
+    if looked:
+        far = _far(change, likelihood.length(before, after)) & linearised
     if refine is None:
         whole = q.structure == "full" or bool(approximate)
         gaussian = isinstance(likelihood.kind, Gaussian)  # of a linear model the cavity is exact
@@ -252,15 +254,21 @@ def leave_one_out(
         metadata=task.metadata,
         note="; ".join(
             filter(
-                None, (caveat_of(q), _averaged(task, q), approximate, _rough(q, used, levers, far))
+                None,
+                (
+                    caveat_of(q),
+                    "" if looked else _averaged(task, q),
+                    approximate,
+                    _rough(q, used, levers, far),
+                ),
             )
         ),
     )
 
 
 def _far(change: Tensor, moved: Tensor) -> Tensor:
-    """Which examples' outputs, logits or log-rates, move so far without them that linearising
-    mistakes the total, ``[N]``."""
+    """Which examples' outputs, logits, log-rates or log-variances, move so far without them that
+    linearising mistakes the total, ``[N]``."""
     far = torch.zeros(len(change), dtype=torch.bool)
     order = (rough := change * moved).argsort(stable=True)
     least = rough[order].cumsum(0) <= MOVED * change.sum()
@@ -291,7 +299,7 @@ def _averaged(task: Task, q: Posterior) -> str:
     """What to do where the posterior holds the mean of a Hessian that is another everywhere."""
     if not task.likelihood.kind.averaged or q.record.get("kind") == "hessian":
         return ""
-    return "of a mean Hessian, 10 to 25 % low in total: fit_laplace(curvature='exact') and refine="
+    return "of a mean Hessian, mostly low in total: structure='full' at a minimum, or refine="
 
 
 def _too_high(used: Tensor, levers: Tensor) -> Tensor:

@@ -172,5 +172,6 @@ def _moved(task: Task, q: Posterior, group: Tensor, moves: Tree) -> list[Tensor]
     rows = []
     for k, index in enumerate(group):
         own = linearised(task, q.mean, index.reshape(1), "ggn")
-        rows.append((own.outputs + own.push([moves[n][k : k + 1] for n in q.mean])[0]).cpu())
+        step = own.push([moves[n][k : k + 1] for n in q.mean])[0]
+        rows.append(task.likelihood.moved(own.outputs, step).cpu())
     return rows

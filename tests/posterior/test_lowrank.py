@@ -314,6 +314,20 @@ def test_a_rank_too_small_for_influence_says_so() -> None:
         assert ("influence" in repr(q)) == short == (q.record["explained"] < 0.9)
 
 
+@pytest.mark.parametrize("other", [0.5, 0.01, 50.0])
+def test_what_is_explained_is_that_of_the_prior(other: float) -> None:
+    """Under another δ too, the bound of a fit from all eigenvalues."""
+    task = task_of()
+    q = fitted(task, rank=8)
+    values = torch.linalg.eigvalsh(ggn_of(task)).flip(0) / other
+    shares = (values / (1 + values)).cumsum(0)
+    missing = values[8:].sum()
+    least = shares[7] / (shares[7] + missing / (1 + missing / (SIZE - 8)))
+    explained = q.at({n: other for n in q.mean}).record["explained"]
+    assert explained == pytest.approx(float(least), rel=1e-3)
+    assert explained <= float(shares[7] / shares[-1]) + 1e-9
+
+
 def test_no_curvature_at_all() -> None:
     model = nn.Linear(3, 2, bias=False).double()
     q = fitted(blr.Task(model, (torch.zeros(5, 3).double(), torch.arange(5) % 2)))

@@ -17,7 +17,7 @@ from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
-from blr_analysis.posterior.structures.sketch import sketch
+from blr_analysis.posterior.structures.sketch import shares_of, sketch
 
 HELD = 2**22  # numbers of an intermediate result
 BLOCK = 512  # rows of a symmetric matrix that are computed at once, up to their diagonal
@@ -94,6 +94,7 @@ class LowRank(Structure):
         size = sum(p.numel() for p in fit.params.values())
         most = max(1, min(RANK_LIMIT, BASIS_LIMIT // size))
         tolerance = fit.tolerance or TOLERANCE
+        largest = min(size, fit.gradients())
         directions = sketch(
             fit.passes,
             fit.params,
@@ -101,7 +102,7 @@ class LowRank(Structure):
             rank=fit.rank,
             tolerance=tolerance,
             most=most,
-            size=min(size, fit.gradients()),
+            size=largest,
         )
         kept = len(next(iter(directions.basis.values())))
         if fit.rank is None and kept == most and directions.share < 1 - tolerance:
@@ -119,6 +120,7 @@ class LowRank(Structure):
         form = cls(base, directions.basis, like.new_zeros(kept, kept)).summed(fit)
         ranks.total([form.core])
         record = {"rank": kept, "tolerance": None if fit.rank else tolerance}
+        record["largest_rank"] = largest
         return form.with_rest(directions.diagonal), {**record, "explained": directions.share}
 
     @classmethod
@@ -132,6 +134,17 @@ class LowRank(Structure):
     def rank(self) -> int:
         """r."""
         return len(self.core)
+
+    def explained(self, prior: Tree, largest: int) -> float:
+        """The least share of Σ tr(Λ_i V_i) under this δ that B holds, of a curvature of at most
+        this rank."""
+        if not self.rank:
+            return 1.0
+        trace = sum(
+            float(((s - prior[n]) / prior[n]).double().sum()) for n, s in self.diagonal().items()
+        )
+        values = LowRank(prior, self.basis, self.core).whitened.values.flip(0).clamp_min(0)
+        return float(shares_of(values, trace, largest)[-1])
 
     @cached_property
     def whitened(self) -> Whitened:

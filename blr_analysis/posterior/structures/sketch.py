@@ -81,14 +81,14 @@ def sketch(
             continue
         if rank is None:
             values = torch.linalg.eigvalsh(space.core).flip(0).clamp_min(0)
-            if bool((_shares(values, curvature.trace, size) >= 1 - tolerance).any()):
+            if bool((shares_of(values, curvature.trace, size) >= 1 - tolerance).any()):
                 break
         if not grown or space.rank >= full:
             break
         check = min(full, int(1.2 * space.rank))
     values, vectors = (x.flip(-1) for x in torch.linalg.eigh(space.core))
     values = values.clamp_min(0)
-    shares = _shares(values, curvature.trace, size)
+    shares = shares_of(values, curvature.trace, size)
     kept = min(most if rank is None else rank, space.rank)
     if rank is None:
         kept = min(kept, int((shares < 1 - tolerance).sum()) + 1)
@@ -98,7 +98,7 @@ def sketch(
     return Sketch(curvature.unwhitened(basis), curvature.diagonal, share, curvature.multiplied)
 
 
-def _shares(values: Tensor, trace: float, size: int) -> Tensor:
+def shares_of(values: Tensor, trace: float, size: int) -> Tensor:
     """The least share of tr(ΛV) that the first r directions explain, for every r."""
     explained = (values / (1 + values)).cumsum(0)
     missing = (trace - values.cumsum(0)).clamp_min(0)
