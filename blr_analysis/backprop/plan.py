@@ -76,11 +76,13 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
         terms, broken = _read_all(plan, task, values, layout, probe, truth.cotangent)
         wrong = broken | _disagreeing(terms, truth, floor)
         if not wrong:
+            head = plan.head_of(layout.recording)
             return replace(
                 plan,
                 floats=cost_of(task, params, layout.recording, layout.saved, terms),
                 numbers=batch_numbers(fetched(task, probe)) / len(probe),
                 outputs=1 if task.likelihood.is_sequence else truth.cotangent.shape[-1],
+                head=0 if head is None else values[head].shape[1],
                 routes=layout.recording.routes(),
             )
         if wrong & whole:

@@ -179,6 +179,11 @@ class Categorical(Classes):
         plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
         return self._times_mass(plain, outputs, targets)
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        p = _softmax(outputs)
+        v = self._times_mass(p, outputs, targets, root=True)
+        return self._times_mass(p, outputs, targets), v
+
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = _softmax(outputs)
         root = p.sqrt()

@@ -76,6 +76,10 @@ class Weighted(Likelihood):
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._beside(self._plain.hessian_root(outputs, targets), 0.5)
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        parts = self._plain.hessian_parts(outputs, targets)
+        return parts and (self._beside(parts[0]), self._beside(parts[1], 0.5))
+
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_columns, n_outputs
 from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Curvature
@@ -191,20 +191,27 @@ def fit_kept(
     measures = unknown or unbound
     slope: dict[str, Tensor] = {}
 
+    closed = curvature == "ggn" and expected is None and not task.likelihood.is_sequence
+
     def passes(
-        label: str, indices: Tensor | None = None, kept: Unfinished | None = None
+        label: str,
+        indices: Tensor | None = None,
+        kept: Unfinished | None = None,
+        apart: bool = False,
     ) -> Iterator[list[Term]]:
         """One sweep; the first over all data also sums the gradient, from one column more."""
         first = measures and not slope and indices is None
         more = int(first and curvature != "empirical_fisher")  # whose own column it is
         own = shared(task, params, indices)
-        asked = (n_outputs(task, params) if count is None else count) + more
+        own_outputs = n_columns if apart and closed else n_outputs
+        asked = (own_outputs(task, params) if count is None else count) + more
         if first:
             slope.update({n: torch.zeros_like(p) for n, p in params.items()})
         for chunk in chunks(
             task, params, chunking, columns=asked, indices=own, label=label, kept=kept
         ):
-            cotangents = columns(chunk)
+            few = chunk.few_columns() if apart and closed else None
+            cotangents = columns(chunk) if few is None or few[0] is None else few[0]
             if more:
                 error = chunk.likelihood.error(chunk.outputs, chunk.targets)
                 cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
@@ -212,7 +219,8 @@ def fit_kept(
             for term in terms if first else ():
                 for name, gradient in term.columns(slice(-1, None)).sum().items():
                     slope[name] += gradient
-            yield [term.columns(slice(-1)) for term in terms] if more else terms
+            terms = [term.columns(slice(-1)) for term in terms] if more else terms
+            yield terms if few is None else few[1](terms)
         if first:
             ranks.total(slope.values())
 

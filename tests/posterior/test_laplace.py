@@ -93,6 +93,50 @@ def test_against_brute_force(name: str, curvature: str, structure: str) -> None:
         assert q.mean[parameter].data_ptr() != m.data_ptr(), "training on must not move the mean"
 
 
+def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = True) -> Task:
+    """An MLP with 64 outputs, of which some are nearly certain."""
+    with seeded(0):
+        layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, hidden), nn.Tanh()
+        model = nn.Sequential(*layers, nn.Linear(hidden, 64, bias=bias))
+    targets = {
+        "categorical": torch.arange(7),
+        "weighted": torch.arange(7),
+        "bernoulli": torch.arange(7 * 64).view(7, 64) % 2,
+        "gaussian": normal(7, 64, seed=1),
+    }[kind]
+    of = "categorical" if kind == "weighted" else kind
+    weights = 0.1 + torch.arange(7) if kind == "weighted" else None
+    model = randomised(model)
+    model[-1].weight.data *= 5
+    return Task(model, (normal(7, 3), targets), likelihood=of, weights=weights)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("hidden", [5, 20])
+@pytest.mark.parametrize("kind", ["categorical", "weighted", "bernoulli", "gaussian"])
+def test_many_outputs_against_brute_force(kind: str, hidden: int, structure: str) -> None:
+    task = many_outputs(kind, hidden, bias=kind != "bernoulli")
+    params = task.parameters()
+    for chunk in chunks(task, params, Chunking(progress=False)):
+        found = chunk.few_columns()
+        assert found is not None
+        assert (found[0] is None) == (hidden == 20)
+    jacobian = dense_jacobian(task, params)
+    lambdas = torch.cat([c.likelihood.hessian(c.outputs, c.targets) for c in chunks(
+        task, params, Chunking(progress=False))])  # fmt: skip
+    truth = torch.einsum("ncp,ncd,ndq->pq", jacobian, lambdas, jacobian)
+    q = fit_laplace(task, structure=structure, prior_precision=0.3, chunk_size=3, progress=False)
+    truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
+    assert relative(dense_precision(q), truth) < EXACT
+
+
+def test_what_is_added_to_the_last_layer_is_seen() -> None:
+    task = many_outputs()
+    task.model[-1].register_forward_hook(lambda *seen: seen[2] + seen[1][0][:, :1])
+    for chunk in chunks(task, task.parameters(), Chunking(progress=False)):
+        assert chunk.few_columns() is None
+
+
 @pytest.mark.parametrize("layer", ["linear", "transposed", "no_bias"])
 def test_kronecker_of_one_linear_output_is_exact(layer: str) -> None:
     """With one layer and one output, the GGN is a Kronecker product: kron equals full."""
@@ -328,7 +372,7 @@ def test_other_losses_equal_curvlinops(kind, loss: nn.Module) -> None:
     )
 
 
-@pytest.mark.parametrize("make", [small, convolutional])
+@pytest.mark.parametrize("make", [small, convolutional, many_outputs])
 @pytest.mark.parametrize(
     ("curvature", "fisher"), [("ggn", "type-2"), ("empirical_fisher", "empirical")]
 )
