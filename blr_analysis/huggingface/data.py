@@ -235,7 +235,7 @@ READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".json": _json,
     ".csv": partial(_separated, sep=",", quoting=csv.QUOTE_MINIMAL),
     ".tsv": partial(_separated, sep="\t", quoting=csv.QUOTE_NONE),
-    ".parquet": pd.read_parquet,
+    ".parquet": lambda path: pd.read_parquet(path).reset_index(drop=True),
     ".txt": _lines,
 }
 
@@ -280,6 +280,8 @@ def read_file(path: Path) -> pd.DataFrame:
         ) from error
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
+    except DataError:
+        raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:  # pandas', pyarrow's
         said = " ".join(str(error).split())[:200]
         raise DataError(f"{str(path)!r} is no {path.suffix} that can be read: {said}") from error

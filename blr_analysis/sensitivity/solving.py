@@ -44,7 +44,7 @@ DOUBLINGS = 2  # … and as often, at most, its passes are doubled until it is
 MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there solver="auto" may take one step
 REACH = 0.005  # nats that a step promises: a tenth of a posterior standard deviation, no more
-TRUST = 0.1  # of what a step promises: as near must be what it gains
+TRUST = 0.1  # of what pulls: after a step as much may be left, in the step's own measure
 FAR = "the loss on the changed data does not fall as the step promises"
 SETTLED = 1e-8  # of the first decrement: what a descent for so few may leave
 TOLERANCE = 1e-6  # of the linear system of steps=1
@@ -291,12 +291,14 @@ class GroupSolver:
     ) -> str | None:
         """What to say of the posterior's one step; None where it should not be taken.
 
-        It is trusted where it is next to nothing in the posterior's own measure, or where the loss
-        on the changed data falls by what its quadratic promises,
+        It is trusted where it is next to nothing in the posterior's own measure, or where it ends
+        where the changed data's loss is flat but for what training left over, which is no part of
+        the change:
 
-            F^G(m) + ⟨∇F(m), d⟩ − F^G(m + d) ≈ −½ ⟨g_G, d⟩,     d = −(S ∓ S_G)⁻¹ g_G
+            r = ∇F^G(m + d) − ∇F(m),    ⟨r, (S ∓ S_G)⁻¹ r⟩ ≪ −⟨g_G, d⟩,    d = −(S ∓ S_G)⁻¹ g_G
 
-        with ∇F(m) what training left over, which is no part of the change."""
+        (the loss itself may fall as promised and slope across d). Off the minimum, and where
+        nobody has looked, that loss must not rise."""
         several = bool(change.labels) and change.count > 1
         drifts = (several or not self._unknown) and self._drifts(changes)
         if several and drifts:
@@ -306,16 +308,16 @@ class GroupSolver:
         if promised <= REACH:
             return ""
         start = self._whole
+        there = add(start.params, 1.0, move)
         try:
-            fall = self._before(change, data) - data.value(add(start.params, 1.0, move))
+            if drifts or self._unknown:
+                rise = data.value(there) - self._before(change, data) - dot(start.gradient, move)
+                return "" if rise <= 0 else FAR
+            rest = add(data.at(there).gradient, -1.0, start.gradient)
         except BLRError:  # the model breaks down this far out
-            fall = -math.inf
-        gain = fall + dot(start.gradient, move)
-        if abs(gain - promised) <= TRUST * promised:
-            return ""
-        if drifts or self._unknown:
-            return "" if gain >= 0 else FAR
-        return None
+            return FAR if drifts or self._unknown else None
+        left = 0.5 * dot(rest, taken.form.solve(rest))
+        return "" if left <= TRUST**2 * promised else None
 
     @cached_property
     def _unknown(self) -> bool:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
+import pandas as pd
 import pytest
 import tiny_transformers as tiny
 import torch
-from pyarrow import parquet
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface import checkpoint_precision
@@ -59,7 +58,8 @@ def as_tsv(path: Path) -> None:
 
 
 def as_parquet(path: Path) -> None:
-    parquet.write_table(pa.table({"label": LABELS, "text": TEXTS, "more": TEXTS}), path)
+    table = pd.DataFrame({"label": LABELS, "text": TEXTS, "more": TEXTS})
+    table.set_axis([f"row {text}" for text in TEXTS]).to_parquet(path)
 
 
 @pytest.mark.parametrize("write", [as_jsonl, as_csv, as_tsv, as_parquet])
@@ -148,7 +148,7 @@ BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
         "line 2 .* not in UTF-8.*iconv",
     ),
     ("d.jsonl", b'\n{"text": "\xe9"}', DataError, "line 2 .* not in UTF-8"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"text": ', DataError, "line 3 .* no JSON: .* 10"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"text": ', DataError, "^line 3 .* no JSON: .* 10"),
     ("d.jsonl", '\n{"text": "a"}\n["a"]', DataError, "line 3 .* no object"),
     ("d.jsonl", '{"text": "a", "label": 1}\n\n{"label": 1}', DataError, "line 3 .* has no text"),
     ("d.jsonl", '{"text": 5, "label": 1}', DataError, "line 1 .* has 5 for its text"),

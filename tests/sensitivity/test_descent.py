@@ -337,6 +337,21 @@ def test_a_rare_class_is_more_than_one_step(structure: str) -> None:
     assert result.nll == pytest.approx(truth, rel=1e-2)
 
 
+def test_a_whole_class_of_few_is_more_than_one_step() -> None:
+    """The loss of those that stay falls as the step promises, and slopes across it."""
+    torch.manual_seed(7)
+    x = torch.randn(400, 2, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    y[:4], x[:4] = 2, 3 + 0.2 * torch.randn(4, 2, dtype=torch.float64)
+    task = blr.Task(trained("categorical", x, y, 0.1, 3), (x, y))
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.1, progress=False)
+    without = trained("categorical", x[4:], y[4:], 0.1, 3)
+    truth = nn.functional.cross_entropy(without(x), y).item()
+    result = blr.what_if(task, q, remove=range(4), progress=False)
+    assert result.nll == pytest.approx(truth, rel=1e-2)
+    assert blr.what_if(task, q, remove=[10, 20, 30], progress=False).passes == 0
+
+
 @pytest.mark.parametrize("change", ["relabel", "add", "remove"])
 def test_one_example_that_leads_far_is_more_than_one_step(change: str) -> None:
     """A wrong label, or one that is gone and was alone, moves a fit of little prior by much."""
