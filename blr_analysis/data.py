@@ -322,8 +322,11 @@ def _examples(data: Any) -> Examples:
     lists = several and len(data) == 2 and all(type(part) is list for part in data)
     if lists and not any(hasattr(leaf, "__array__") for leaf in tree_leaves(data)):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
-    if isinstance(data, Subset) and torch.as_tensor(data.indices).dtype == torch.bool:
-        raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
+    inner = data
+    while isinstance(inner, Subset):
+        if np.asarray(inner.indices).dtype == bool:
+            raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
+        inner = inner.dataset
     unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
     if unfit or not hasattr(data, "__getitem__"):
         raise _not_indexed(data)

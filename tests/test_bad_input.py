@@ -140,6 +140,7 @@ def test_samplers_that_change_the_training_set(sampler: str) -> None:
         ([], "hold no examples"),
         (Subset(WHOLE, []), "hold no examples"),
         (Subset(WHOLE, torch.ones(10) > 0), r"mask\.nonzero"),
+        (Subset(Subset(WHOLE, [True, False] * 5), [0, 1, 2]), r"mask\.nonzero"),
         ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
         ((torch.zeros(5, 4), torch.tensor(1)), "same length"),
         ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
