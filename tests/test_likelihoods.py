@@ -560,6 +560,7 @@ def fitted(likelihood, y: Tensor, c: int = C, **options) -> blr.Posterior:
         (lambda f, y: (f - y) ** 2, numbers(), InputError, "per example"),
         (lambda f, y: (f - f.mean(0) - y).square().sum(-1), numbers(), InputError, "depends on"),
         (nn.L1Loss(), numbers(), InputError, "second derivative"),
+        (nn.MultiMarginLoss(), torch.arange(N) % C, InputError, "second derivative"),
         (lambda f, y: (f.detach() - y).square().sum(-1), numbers(), InputError, "differentiable"),
         (lambda f, y: f.nonsense, numbers(), InputError, "nonsense"),
     ],

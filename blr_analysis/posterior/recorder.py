@@ -159,6 +159,8 @@ class KroneckerRecorder:
                 output.register_hook(lambda _: self._look(unit))
             if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
                 return
+            if module is not unit.module:  # of a copy of the model, which took the hooks along
+                return
             batch = self._batch
             x = (args[0] if args else next(iter(kwargs.values()))).detach()
             version = x._version

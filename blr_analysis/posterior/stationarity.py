@@ -163,10 +163,9 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
         own_weights: whether the model should stand at the posterior's mean: not where there are
             several checkpoints of one run.
     """
-    met = _MET.setdefault(task, WeakSet())
-    if posterior in met:
+    if posterior in _MET.get(task, ()):
         return
-    met |= WeakSet((posterior, q))
+    met(task, posterior, q)
     try:
         seen = fingerprint(task, q.mean)
     except BLRError:  # the analysis will say it better
@@ -182,6 +181,11 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
         warnings.warn(said, PosteriorWarning, stacklevel=5)
     if said := _too_few_terms(task, posterior):
         warnings.warn(said, PosteriorWarning, stacklevel=5)
+
+
+def met(task: Task, *posteriors: Posterior) -> None:
+    """Nothing more is said of these, or of what is made of those that were recognised."""
+    _MET.setdefault(task, WeakSet()).update(posteriors)
 
 
 def differs(known: Any, seen: dict[str, list[float]]) -> str:

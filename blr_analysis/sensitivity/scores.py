@@ -24,7 +24,7 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of, recognise
+from blr_analysis.posterior.stationarity import caveat_of, met, recognise
 from blr_analysis.sensitivity.corrections import leverage, prediction_variances, self_influence
 from blr_analysis.sensitivity.results import NetworkScores
 from blr_analysis.sensitivity.sequences import sequence_scores
@@ -245,7 +245,9 @@ def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
     last = checked[-1]
     if "prior_choice" not in last.record:
         return checked
-    return [q if q is last or "prior_choice" not in q.record else q.at(last.prior) for q in checked]
+    own = (q if q is last or "prior_choice" not in q.record else q.at(last.prior) for q in checked)
+    met(task, *(alike := list(own)))
+    return alike
 
 
 def _other_run(one: Posterior, two: Posterior) -> str | None:

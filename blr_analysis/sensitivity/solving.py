@@ -45,6 +45,7 @@ MOST_PASSES = 10_000  # of steps="converge"
 FEW = 0.01  # of the data: up to there solver="auto" may take one step
 REACH = 0.005  # nats that a step promises: a tenth of a posterior standard deviation, no more
 TRUST = 0.1  # of what pulls: after a step as much may be left, in the step's own measure
+GAINED = 0.5  # of what a step promises must be gained where no gradient can tell
 FAR = "the loss on the changed data does not fall as the step promises"
 SETTLED = 1e-8  # of the first decrement: what a descent for so few may leave
 TOLERANCE = 1e-6  # of the linear system of steps=1
@@ -297,32 +298,26 @@ class GroupSolver:
 
             r = ∇F^G(m + d) − ∇F(m),    ⟨r, (S ∓ S_G)⁻¹ r⟩ ≪ −⟨g_G, d⟩,    d = −(S ∓ S_G)⁻¹ g_G
 
-        (the loss itself may fall as promised and slope across d). Off the minimum, and where
-        nobody has looked, that loss must not rise."""
-        several = bool(change.labels) and change.count > 1
-        drifts = (several or not self._unknown) and self._drifts(changes)
-        if several and drifts:
+        (the loss itself may fall as promised and slope across d). Off the minimum that loss must
+        fall, by GAINED of what is promised or more."""
+        task, several = self.task, bool(change.labels) and change.count > 1
+        if not task.likelihood.is_sequence and self._drifts(changes) and several:
             return None
         move = add(taken.mean, -1.0, dict(self.q.mean))
         promised = -0.5 * dot(self._pull(changes), move)
         if promised <= REACH:
             return ""
-        start = self._whole
+        start, drifts = self._whole, self._drifts(changes)
         there = add(start.params, 1.0, move)
         try:
-            if drifts or self._unknown:
+            if drifts:
                 rise = data.value(there) - self._before(change, data) - dot(start.gradient, move)
-                return "" if rise <= 0 else FAR
+                return "" if rise <= -GAINED * promised else FAR
             rest = add(data.at(there).gradient, -1.0, start.gradient)
         except BLRError:  # the model breaks down this far out
-            return FAR if drifts or self._unknown else None
+            return FAR if drifts else None
         left = 0.5 * dot(rest, taken.form.solve(rest))
         return "" if left <= TRUST**2 * promised else None
-
-    @cached_property
-    def _unknown(self) -> bool:
-        """Whether nobody has looked how far a model of sequences is from its minimum."""
-        return self.task.likelihood.is_sequence and self.q.stationarity is None
 
     @cached_property
     def _whole(self) -> Point:

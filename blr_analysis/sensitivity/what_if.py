@@ -97,9 +97,9 @@ def what_if(
             for up to 1 % of the data where the changed data's loss is flat where that step ends (a
             pass over them tells, and none where the step promises next to nothing); else "cg" for a
             model that minimises its own F (checked by one pass over the data); for one that does
-            not (stopped early, trained in minibatches, the mean of IVON; a model of sequences that
-            nobody has looked at) "posterior" up to 1 % of the data, shortened where that loss
-            rises, and "replay" above or where several labels are new.
+            not (stopped early, trained in minibatches, the mean of IVON) "posterior" up to 1 % of
+            the data, shortened where that loss rises (``note`` says so, or that it falls by less
+            than half of what is promised), and "replay" above or where several labels are new.
             ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned

@@ -145,7 +145,7 @@ def test_what_is_kept_is_the_mean_over_the_recorded_passes(beta2: float | None) 
     assert (recorder.passes, recorder.recorded) == (7, 3)
 
 
-def test_evaluation_and_removed_hooks_record_nothing() -> None:
+def test_evaluation_copies_and_removed_hooks_record_nothing() -> None:
     model, x, y = example("mlp")
     recorder = blr.KroneckerRecorder(model, every=1)
     passed(model.eval(), x, y, N)
@@ -153,6 +153,7 @@ def test_evaluation_and_removed_hooks_record_nothing() -> None:
         model.train()(x)
     assert recorder.passes == 0
     passed(model, x, y, N)
+    passed(copy.deepcopy(model), x[:7], y[:7], 7)  # which takes the hooks along
     recorder.remove()
     passed(model, x, y, N)
     assert recorder.recorded == recorder.passes == 1
