@@ -9,8 +9,10 @@ import pytest
 import tiny_transformers as tiny
 import torch
 
+from blr_analysis import merge
 from blr_analysis.cli import main
 from blr_analysis.files import Folder
+from blr_analysis.huggingface.fisher import text_tasks
 from blr_analysis.posterior import write_precision
 
 pytest.importorskip("transformers")
@@ -71,6 +73,40 @@ def test_by_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert values == sorted(values)
     assert len(values) >= 5
     assert "auto: Choice(" in err
+
+
+@pytest.mark.parametrize("method", ["fisher", "auto"])
+def test_statistics_behind_merged_layers(
+    here: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """The bits of the same merge in memory; a dry run says what it takes and reads no data."""
+    models = (
+        "[{model: a, data: a.jsonl, precision: null}, "
+        "{model: b, data: b.jsonl, precision: null, parameters: {weight: 2}}]"
+    )
+    text = f"merge_method: {method}\nbase_model: base\nmodels: {models}\n"
+    (here / "data.yml").write_text(text)
+    command = ["merge", str(here / "data.yml")]
+    assert main([*command, "--dry-run"]) == 0
+    assert "forward passes" in capsys.readouterr().out or method == "auto"
+    assert main([*command, str(here / f"by_{method}"), "--verify"]) == 0
+    assert "verified" in capsys.readouterr().out
+    files = [here / "a.jsonl", here / "b.jsonl"]
+    how = {"tasks": text_tasks(here / "base", files, labelled=method == "auto"), "weights": [1, 2]}
+    states = [Folder.open(here / name).tensors() for name in "ab"]
+    base = Folder.open(here / "base").tensors()
+    expected = merge(base, states, method=method, progress=False, **how)
+    written = Folder.open(here / f"by_{method}").tensors()
+    assert all(torch.equal(written[n], t) for n, t in expected.items())
+    for old, new, word in (
+        (", data: b.jsonl", "", "other models"),
+        ("data: b.jsonl", "data: c.jsonl", "no data 'c.jsonl'"),
+        ("weight: 2", "weight: [1, 2]", "none by layer"),
+        (f"method: {method}", "method: gradient_matching", "not gradient_matching"),
+    ):
+        (here / "data.yml").write_text(text.replace(old, new))
+        assert main([*command, "--dry-run"]) == 2
+        assert word in capsys.readouterr().err
 
 
 def test_swapped_and_misused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

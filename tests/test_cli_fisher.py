@@ -14,6 +14,7 @@ from commands import run
 
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
+from blr_analysis.huggingface.fisher import fisher_cost
 from blr_analysis.merging.card import outcome
 from blr_analysis.merging.merge import merge
 from blr_analysis.posterior.precision_files import read_precision_record
@@ -145,6 +146,27 @@ def test_an_interrupt_leaves_nothing(
     assert (code, said) == (130, "")
     assert err.endswith("interrupted\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_counts_passes_and_bytes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three labels "ggn" takes two backward passes; factors are as large as they will be."""
+    data = model / "data.tsv"
+
+    def passes(*how: object) -> float:
+        found = rows(run(capsys, "fisher", model, data, *how, "--dry-run")[1])
+        return float(found["passes"].split()[0])
+
+    assert passes() == 1
+    assert passes("--kind", "ggn") == pytest.approx(5 / 3, abs=0.5 / N)
+    assert passes("--samples", 4) == pytest.approx(3, abs=0.5 / N)
+    for structure, times in (("gram", 1 / 3), ("kron", 2)):
+        how = ("--structure", structure)
+        assert passes(*how) == pytest.approx(times, abs=0.5 / N)
+        assert run(capsys, "fisher", model, data, *how, "-o", tmp_path / structure)[0] == 0
+        size = sum(t.nbytes for t in storage.read(tmp_path / structure)[0].values())
+        assert fisher_cost(model, data, structure=structure).disk == size
 
 
 @pytest.mark.parametrize(("kind", "task"), [("bert", "classification"), ("gpt2", "causal_lm")])

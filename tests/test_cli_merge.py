@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,12 +157,12 @@ def test_verify_finds_a_flipped_bit(
 ) -> None:
     from blr_analysis.merging import stream
 
-    def damaged(plan: MergePlan, folder: Path) -> str:
+    def damaged(plan: MergePlan, folder: Path, **how: Any) -> str:
         file = folder / "model.safetensors"
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
         file.write_bytes(raw)
-        return honest(plan, folder)
+        return honest(plan, folder, **how)
 
     honest = stream.verify
     monkeypatch.setattr(stream, "verify", damaged)

@@ -53,7 +53,8 @@ def fisher(
         Kind,
         typer.Option(
             help="mc: the Fisher, with labels drawn from the model; emp: the empirical Fisher, "
-            "with the labels of the data; ggn: as mc, exact, for classifiers; squared-minibatch: "
+            "with the labels of the data; ggn: as mc, exact, for classifiers (a backward pass for "
+            "every label but one: see --dry-run); squared-minibatch: "
             "what published scripts compute, whose expectation is NOT the Fisher."
         ),
     ] = Kind.mc,
@@ -167,7 +168,15 @@ def fisher(
         half = dtype is StoredDtype.bfloat16
         kinds = None if task is None else str(task).replace("-", "_")
         cost = fisher_cost(
-            model, data, samples=samples, task=kinds, half=half, device=device, **asked
+            model,
+            data,
+            kind=str(kind).replace("-", "_"),
+            structure=str(structure),
+            samples=samples,
+            task=kinds,
+            half=half,
+            device=device,
+            **asked,
         )
         show_forecast(cost)
         return

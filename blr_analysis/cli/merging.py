@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
+    from blr_analysis.merging.stream import Outcome
+    from blr_analysis.task import Task
 
 
 def merge(
@@ -93,6 +95,9 @@ def merge(
       parameters: {delta: 1.0e-8, missing_precision: error}  # base | zero
       out_dtype: bfloat16
 
+    With data: ./train.jsonl at every model, in the place of precisions (fisher, auto), the layers'
+    inputs are taken behind the merged layers, as RegMean++ does; a model's whole memory is needed.
+
     Look first, then merge:
 
       blr-analysis merge recipe.yml --dry-run
@@ -110,8 +115,11 @@ def merge(
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents
     from blr_analysis.merging.folders import execute
-    from blr_analysis.merging.plan import SHARD, plan_folders
+    from blr_analysis.merging.plan import SHARD, plan_folders, reference_folder
+    from blr_analysis.merging.propagation import PropagatedJob, stream_propagated
     from blr_analysis.merging.recipe import read_recipe
+    from blr_analysis.merging.stream import stream
+    from blr_analysis.merging.stream import verify as merge_again
 
     if out is None and not dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
@@ -125,8 +133,15 @@ def merge(
     if validate and not parsed.auto:
         raise InputError("--validate is for merge_method: auto")
     job = replace(parsed.job, trust=trust)
+    data = [m.data for m in job.members if m.data is not None]
+    tasks: list[Task] = []
+    if data and (parsed.auto or not dry_run):
+        from blr_analysis.huggingface.fisher import text_tasks
+
+        say("reading data")
+        tasks = text_tasks(reference_folder(job), data, labelled=parsed.auto)
     if parsed.auto:
-        job, choice = _chosen(job, validate or [], say)
+        job, choice = _chosen(job, validate or [], tasks, say)
         say(f"auto: {choice!r}")
         by = sorted(choice.points, key=lambda point: point.nll)
         values = [p.accuracy if choice.by == "accuracy" else p.nll for p in by]
@@ -135,9 +150,12 @@ def merge(
     parsed = replace(parsed, job=job)
     write: Callable[..., MergeReport]
     plan: MergePlan
+    fill: Callable[..., Outcome] = stream
     if parsed.adapter_rank is None:
         plan = plan_folders(job, max_memory=memory, threads=threads)
-        write = partial(execute, plan, max_shard_bytes=shard)
+        if isinstance(job, PropagatedJob):
+            fill = partial(stream_propagated, tasks=tasks, progress=None)
+        write = partial(execute, plan, max_shard_bytes=shard, fill=fill)
     else:
         from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
 
@@ -157,26 +175,30 @@ def merge(
     say("done")
     show_report(report, tensors=tensors)
     if verify:
-        from blr_analysis.merging.stream import verify as merge_again
-
         say("merging once more, to compare")
-        digest = merge_again(report.plan, report.folder)
+        digest = merge_again(report.plan, report.folder, fill=fill)
         typer.echo(f"verified: every number is as it was merged; sha256 {digest}")
 
 
-def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
-    from blr_analysis.huggingface.fisher import validation_task
+def _chosen(
+    job: Job, validate: Sequence[Path], tasks: Sequence[Task], say: Teller
+) -> tuple[Job, Choice]:
+    from blr_analysis.huggingface.fisher import text_tasks
     from blr_analysis.merging.auto import chosen_job
     from blr_analysis.merging.plan import reference_folder
 
     say("choosing the method")
-    tasks = {path.stem: validation_task(reference_folder(job), path) for path in validate}
-    return chosen_job(job, tasks or None)
+    held_out: dict[str, Task] = {}
+    if validate:
+        read = text_tasks(reference_folder(job), validate, labelled=True)
+        held_out = dict(zip(map(str, validate), read, strict=True))
+    return chosen_job(job, held_out or None, tasks or None)
 
 
 def show_plan(plan: MergePlan, recipe: Recipe, *, tensors: bool) -> None:
     """What would be done."""
     from blr_analysis.merging.card import shown, size
+    from blr_analysis.merging.propagation import PropagatedJob
 
     job = recipe.job
     rows = {"method": f"{plan.method.name}: {plan.method.formula}"}
@@ -190,6 +212,12 @@ def show_plan(plan: MergePlan, recipe: Recipe, *, tensors: bool) -> None:
         rows["lambda"] = repr(job.scale)
     rows["to read"], rows["to write"] = size(plan.bytes_read), size(plan.bytes_written)
     rows["memory"] = f"{size(plan.memory)} of buffers at most, {plan.workers} threads"
+    if isinstance(job, PropagatedJob):
+        whole = 4 * sum(item.spec.numel for item in plan.items)
+        rows["on top"] = (
+            f"{size(3 * whole)} at most: the result, a model and the tasks' own in memory; a sweep "
+            "of forward passes over each model's data for every layer"
+        )
     pairs(rows)
     models = {
         "model": [shown(m.model) for m in job.members],
@@ -198,6 +226,9 @@ def show_plan(plan: MergePlan, recipe: Recipe, *, tensors: bool) -> None:
     if plan.method.uses_precisions:
         stored = [m.precision for m in job.members]
         models["precision"] = ["" if place is None else shown(place) for place in stored]
+    data = [m.data for m in job.members if m.data is not None]
+    if data:
+        models["data"] = [shown(place) for place in data]
     _show("Models", models)
     _show_fates(plan)
     if tensors:

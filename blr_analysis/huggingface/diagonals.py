@@ -157,8 +157,9 @@ def _add_examples(
             size = None if lengths is None else len(indices)
             whole = Chunking(size, budget, progress=False)
             for chunk in chunks(task, params, whole, columns=columns, indices=indices):
-                for cotangents in _columns(chunk, kind, samples, seeds):
-                    for term in chunk.terms(cotangents, last=wanted <= COLUMNS):
+                pieces = list(_columns(chunk, kind, samples, seeds))
+                for k, cotangents in enumerate(pieces, 1):
+                    for term in chunk.terms(cotangents, last=k == len(pieces)):
                         term.add_square_sum(total)
                 shown.update(ranks.count() * len(chunk.indices))
             if kept is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from blr_analysis import ranks
+from blr_analysis.backprop.engine import n_outputs
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
@@ -270,15 +271,18 @@ def _unfinished(
     return {k: Unfinished(target.with_name(f"{target.name}.{e}"), digest) for k, e in ends.items()}
 
 
-def validation_task(model: str | os.PathLike[str], data: str | os.PathLike[str]) -> Task:
-    """A file of labelled texts (of a language model: texts) as a task of the model in a folder.
+def text_tasks(
+    model: str | os.PathLike[str], files: Sequence[Path], *, labelled: bool
+) -> list[Task]:
+    """Files of texts, of classifiers ``labelled`` or not, as tasks of one model in a folder.
 
     Raises:
         DataError, ModelError, StorageError: as :func:`fisher`.
     """
     loaded = load_model(Path(path_of(model)).expanduser(), task=None, device="cpu")
-    encoded, _ = _read(loaded, data, "fisher_emp", None, None, None, None, 0)
-    return encoded.task(loaded)
+    kind = "fisher_emp" if labelled else "fisher_mc"
+    read = (_read(loaded, data, kind, None, None, None, None, 0)[0] for data in files)
+    return [encoded.task(loaded) for encoded in read]
 
 
 def fisher_cost(
@@ -286,6 +290,8 @@ def fisher_cost(
     data: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
+    kind: str = "mc",
+    structure: str = "diag",
     samples: int = 1,
     text: str | Sequence[str] | None = None,
     task: str | None = None,
@@ -294,13 +300,20 @@ def fisher_cost(
     half: bool = False,
     device: str | torch.device = "cpu",
 ) -> Forecast:
-    """What :func:`fisher` would cost, with labels drawn ``samples`` times; nothing is written."""
+    """What :func:`fisher` would cost; nothing is written. An example takes a forward pass, and for
+    every label that is drawn ("ggn": for every label but one) a backward pass, twice as long."""
     loaded = load_tuned(model, base=base, task=task, device=device)
     encoded, _ = _read(loaded, data, "fisher_mc", text, None, examples, max_length, 0)
     ours = encoded.task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
-    stages = [Stage("precision", len(encoded), float(samples))]
-    return Forecast.of(ours, stages, disk=size * (2 if half else 4))
+    check_kind("ggn" if kind == "ggn" else "fisher_mc", loaded.task == "causal_lm", None)
+    exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
+    backward = 0 if structure == "gram" else exact if kind == "ggn" else samples
+    run = round(len(encoded) * (1 + 2 * backward) / 3)
+    stages = [Stage("precision", run)]
+    if structure == "kron":
+        stages.append(Stage("eigenvalues", run, rotated=True))
+    return Forecast.of(ours, stages, disk=size * (2 if half else 4), structure=structure)
 
 
 def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:

@@ -37,7 +37,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A root L of the output Hessian, Λ = L Lᵀ, ``[B, C, C]``."""
+        """A root L of the output Hessian, Λ = L Lᵀ, ``[B, C, K]`` with K ≤ C."""
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -185,9 +185,19 @@ class Categorical(Classes):
         return self._times_mass(p, outputs, targets), v
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The Cholesky factor, whose last column is 0 and left out, ``[B, C, C − 1]``: column c is
+        √(p_c r_c / (p_c + r_c)) (1 at c, −p_d / r_c at d > c), with r_c = Σ_{d>c} p_d.
+
+        Source: Tanabe & Sagae, "An exact Cholesky decomposition and the generalized inverse of the
+        variance-covariance matrix of the multinomial distribution", 1992.
+        """
         p = _softmax(outputs)
-        root = p.sqrt()
-        plain = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
+        left = p.flip(-1).cumsum(-1).flip(-1)  # p_c + r_c
+        rest, tiny = left[:, 1:], torch.finfo(p.dtype).tiny
+        below = (p.unsqueeze(-1) / rest.clamp_min(tiny).unsqueeze(-2)).tril(-1)
+        size = (p[:, :-1] / left[:, :-1].clamp_min(tiny) * rest).sqrt()
+        columns = torch.eye(*below.shape[-2:], dtype=p.dtype, device=p.device) - below
+        plain = columns * size.unsqueeze(-2)
         return self._times_mass(plain.flatten(1), outputs, targets, root=True).view_as(plain)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:

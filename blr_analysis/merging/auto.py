@@ -26,7 +26,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import CURVED
 from blr_analysis.merging.plan import open_model
 from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.propagation import PropagatedJob
 from blr_analysis.posterior import FACTORED
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
@@ -157,8 +158,9 @@ def families(structure: str, settings: Mapping[str, Any]) -> list[dict[str, Any]
     return [own, *(family for family in tried if family != own)]
 
 
-def chosen_job(job: Job, validate: Any) -> tuple[Job, Choice]:
-    """A merge of folders by the best of :func:`candidates`."""
+def chosen_job(job: Job, validate: Any, tasks: Sequence[Task] | None = None) -> tuple[Job, Choice]:
+    """A merge of folders by the best of :func:`candidates`; with ``tasks``, the models' data, also
+    by statistics that are taken on the way."""
     choice = chosen(
         job.base,
         [m.model for m in job.members],
@@ -167,7 +169,7 @@ def chosen_job(job: Job, validate: Any) -> tuple[Job, Choice]:
         weights=[m.weight for m in job.members],
         base_precision=job.base_precision,
         n_data=[m.n_data for m in job.members],
-        tasks=None,
+        tasks=tasks,
         validate=validate,
         criterion="nll",
     )
@@ -175,7 +177,10 @@ def chosen_job(job: Job, validate: Any) -> tuple[Job, Choice]:
     weights = how.get("weights") or [m.weight for m in job.members]
     members = tuple(replace(m, weight=w) for m, w in zip(job.members, weights, strict=True))
     own = {k: how[k] for k in SETTINGS if k in how}
-    return replace(job, members=members, **own), choice
+    made = replace(job, members=members, **own)
+    if "tasks" in how:
+        made = PropagatedJob(**{f.name: getattr(made, f.name) for f in fields(made)})
+    return made, choice
 
 
 def chosen(

@@ -174,6 +174,7 @@ def report_json(report: MergeReport) -> str:
                 "weight": repr(member.weight) if callable(member.weight) else member.weight,
                 "precision": named or None,
                 "n_data": member.n_data,
+                "data": None if member.data is None else member.data.name,
                 "density": repr(member.density) if callable(member.density) else member.density,
             }
             for member, named in zip(

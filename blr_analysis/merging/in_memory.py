@@ -53,7 +53,7 @@ def merged(
     count = len(models)
     alphas = one_each("weights", weights, count, 1.0)
     if tasks is not None:
-        check_propagates(how.method, precisions)
+        check_propagates(how.method, precisions, alphas)
         states = [state_of(m, f"models[{t}]") for t, m in enumerate(models)]
         alphas = [float(a) for a in alphas]
         limits: Any = {"max_memory": max_memory, "threads": threads, "progress": False}

@@ -27,6 +27,7 @@ class Member:
         n_data: N_t, the number of examples that a per-example precision is multiplied by; only
             for files that do not know their own.
         density: the share of θ_t − θ_0 that stays, a number or a function of the tensor's name.
+        data: the examples that its statistics are taken of on the way, in a precision's place.
     """
 
     model: Path
@@ -34,6 +35,7 @@ class Member:
     weight: Weight = 1.0
     n_data: int | None = None
     density: Weight = 1.0
+    data: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -176,12 +176,11 @@ def merge(
     )
     kind, fill = Job, stream
     if tasks is not None:
-        check_propagates(method, precisions)
+        check_propagates(method, precisions, one_each("weights", weights, count, 1.0))
         if rank is not None:
             raise InputError("tasks= merge whole models: leave rank= out")
-        alphas = [float(a) for a in one_each("weights", weights, count, 1.0)]
-        how: dict[str, Any] = {"tasks": list(tasks), "weights": alphas, "progress": progress}
-        kind, fill = PropagatedJob, partial(stream_propagated, **how)
+        fill = partial(stream_propagated, tasks=list(tasks), progress=progress)
+        kind = PropagatedJob
     job = kind(
         **{k: v for k, v in given.items() if k in SETTINGS},
         members=tuple(

@@ -23,7 +23,13 @@ from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprin
 from blr_analysis.files.storage import SAMPLE, checked_record
 from blr_analysis.merging.formula import extremes
 from blr_analysis.merging.layers import Factors
-from blr_analysis.merging.vocabularies import Retokenized, Vocabulary, is_vocabulary
+from blr_analysis.merging.vocabularies import (
+    Arranged,
+    Place,
+    Retokenized,
+    Vocabulary,
+    is_vocabulary,
+)
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
 VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
@@ -123,6 +129,27 @@ class StoredPrecision:
             turned = MatrixShape(1, size, columns, (size, columns))
             layers[key] = replace(joint, layout=turned), inputs
         return replace(self, source=source, layers=layers)
+
+    def of_weights(self, key: str) -> StoredPrecision:
+        """H of a layer's weight alone where its bias is not moved: without the last row and column
+        of the matrix that all rows have.
+
+        Raises:
+            PosteriorError: each row has its own.
+        """
+        joint, inputs = self.layers[key]
+        if self.has_outputs(key):
+            raise PosteriorError(
+                f"the factors of {key!r} in {self.name!r} hold a bias: take gram or diag"
+            )
+        values, right = (self.source.tensor(key + part) for part in (VALUES, VECTORS[0]))
+        inner = right[:, :-1].double()
+        found = torch.linalg.eigh((inner * values.double()) @ inner.mT)
+        own = {key + VALUES: found[0].unsqueeze(1), key + VECTORS[0]: found[1]}
+        held = Loaded(self.name, {n: t.to(values.dtype) for n, t in own.items()})
+        places = {n: Place(held if n in own else self.source, n) for n in self.source.specs}
+        layers = {**self.layers, key: (replace(joint, bias=None), inputs)}
+        return replace(self, source=Arranged(self.name, places), layers=layers)
 
     def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
         """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""

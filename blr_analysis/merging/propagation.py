@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, S
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
-from blr_analysis.merging.job import Job
+from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.layers import NOISE, Moments, dense
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.plan import MergePlan, plan_folders
@@ -100,10 +101,12 @@ def propagated(
     return {n: merged[n] for n in start}
 
 
-def check_propagates(method: str, precisions: object) -> None:
+def check_propagates(method: str, precisions: object, weights: Sequence[Weight]) -> None:
     """Raise :class:`InputError` where tasks cannot stand for precisions."""
     if method != "fisher" or precisions is not None:
         raise InputError('tasks= stands for precisions, with method="fisher"')
+    if any(map(callable, weights)):
+        raise InputError("propagated statistics take one weight a model, none by layer")
 
 
 def in_dtypes(made: State, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -140,14 +143,17 @@ class Stored(Mapping[str, Tensor]):
     k: int
 
     def __getitem__(self, name: str) -> Tensor:
-        item = next(i for i in self.plan.items if i.name == name)
-        return self.plan.parts[self.k].source.tensor(item.reads[self.k])
+        return self.plan.parts[self.k].source.tensor(self._reads[name])
+
+    @cached_property
+    def _reads(self) -> dict[str, str]:
+        return {item.name: item.reads[self.k] for item in self.plan.items}
 
     def __iter__(self) -> Iterator[str]:
-        return (item.name for item in self.plan.items)
+        return iter(self._reads)
 
     def __len__(self) -> int:
-        return len(self.plan.items)
+        return len(self._reads)
 
 
 @torch.inference_mode(False)
@@ -157,7 +163,6 @@ def stream_propagated(
     tell: Callable[[int], object],
     *,
     tasks: Sequence[Task],
-    weights: Sequence[float],
     progress: bool | None,
 ) -> Outcome:
     """:func:`propagated` in the place of :func:`blr_analysis.merging.stream.stream`: one model at a
@@ -167,7 +172,8 @@ def stream_propagated(
     met = stream(first, start, tell)
     models = [Stored(first, k) for k in range(len(first.parts))]
     shrink = plan.settings.shrink
-    made = propagated(start.tensors, models, tasks, weights, shrink=shrink, progress=progress)
+    alphas = [float(m.weight) for m in plan.job.members if not callable(m.weight)]  # as checked
+    made = propagated(start.tensors, models, tasks, alphas, shrink=shrink, progress=progress)
     for name, values in in_dtypes(made, {i.name: i.spec.dtype for i in plan.items}).items():
         sink.put(name, 0, values.cpu().reshape(-1))
     return met

@@ -403,8 +403,15 @@ class Compared:
 
 
 @torch.inference_mode()
-def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> str:
-    """Merge again, in memory, and compare every number with the files in ``folder``.
+def verify(
+    plan: MergePlan,
+    folder: Path,
+    *,
+    progress: bool | None = None,
+    fill: Callable[[MergePlan, Sink, Callable[[int], object]], Outcome] = stream,
+) -> str:
+    """Merge again, in memory, and compare every number with the files in ``folder``; ``fill`` as of
+    :func:`blr_analysis.merging.folders.execute`.
 
     Returns:
         The fingerprint of the merged weights, the same for any number of shards.
@@ -421,5 +428,5 @@ def verify(plan: MergePlan, folder: Path, *, progress: bool | None = None) -> st
             "again"
         )
     with bar(plan.bytes_read, "verifying", progress, unit="B", unit_scale=True) as shown:
-        stream(plan, Compared(written), shown.update)
+        fill(plan, Compared(written), shown.update)
     return fingerprint(written, progress=progress)

@@ -21,6 +21,7 @@ from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
+from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.task import Task
 
 CHUNKS = 3
@@ -56,10 +57,19 @@ class Forecast:
     disk: int
 
     @classmethod
-    def of(cls, task: Task, stages: Sequence[Stage], *, disk: int = 0) -> Forecast:
-        """The cost of these sweeps; the plan and three chunks are run to find out."""
+    def of(
+        cls, task: Task, stages: Sequence[Stage], *, disk: int = 0, structure: str = ""
+    ) -> Forecast:
+        """The cost of these sweeps; the plan and three chunks are run to find out. ``structure``:
+        with factors, which are written beside ``disk``."""
         params = task.parameters()
-        seen = _seen(task, params, rotated=any(stage.rotated for stage in stages))
+        turned = structure == "gram" or any(stage.rotated for stage in stages)
+        seen = _seen(task, params, rotated=turned)
+        outputs, inputs = seen.sides[::2], seen.sides[1::2]
+        spared = 0  # numbers: all rows of a "gram" have the same
+        if structure == "gram":
+            spared = sum(i * (o - 1) for i, o in zip(inputs, outputs, strict=True))
+            seen.sides = inputs
         seconds = seen.plan
         for stage in stages:
             each = seen.gradient + (seen.rotation if stage.rotated else 0.0)
@@ -71,6 +81,8 @@ class Forecast:
             held += itemsize * sum(s * s for s in seen.sides)
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if structure in FACTORED:
+            disk += itemsize * (sum(s * s for s in seen.sides) - spared)
         passes = sum(stage.examples for stage in stages) / task.n_data
         return cls(passes, seconds, peak + held, disk)
 

@@ -12,7 +12,7 @@ import torch
 from merging.models_on_disk import record
 from merging.test_lora import Folders, State, gpt2, llama
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.cli import main
@@ -29,6 +29,15 @@ SECOND: dict[str, Any] = {
     "use_rslora": True,
     "rank_pattern": {"down_proj": 3},
 }
+
+
+def convolutions() -> nn.Module:
+    """Of one, two and three dimensions, of kernels of one and more."""
+    return nn.Sequential(
+        nn.Conv2d(3, 9, (3, 2), stride=2), nn.ReLU(), nn.Conv2d(9, 4, 1, bias=False),
+        nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(2), nn.Conv1d(6, 4, 3, padding=1), nn.Flatten(),
+        nn.Linear(48, 2),
+    )  # fmt: skip
 
 
 def pair(where: Path, build: Any, one: dict[str, Any], two: dict[str, Any]) -> list[Folders]:
@@ -66,8 +75,13 @@ def loaded(folders: list[Folders], out: Path) -> State:
             {"target_modules": ["c_attn", "wpe"], "r": 3},
             {"target_modules": ["c_attn", "c_proj"], "r": 2, "alpha_pattern": {"c_attn": 1}},
         ),
+        (
+            convolutions,
+            {"target_modules": ["0", "2", "5"], "r": 3, "rank_pattern": {"2": 1}},
+            {"target_modules": ["0", "2", "5"], "r": 2, "use_rslora": True},
+        ),
     ],
-    ids=["linears", "Conv1D and embedding"],
+    ids=["linears", "Conv1D and embedding", "convolutions"],
 )
 def test_products_are_merged_and_load_in_peft(
     tmp_path: Path, build: Any, one: dict[str, Any], two: dict[str, Any]
@@ -165,6 +179,39 @@ def test_diagonal_precisions_weigh_merge_and_rank(tmp_path: Path) -> None:
         left = (rows.sqrt()[:, None] * (exact - step[n]) * columns.sqrt()).norm()
         tail = torch.linalg.svdvals(turned)[8:].norm()
         assert float(left) <= 1.001 * float(tail) + 1e-5
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_moments_weigh_convolutions_with_biases(tmp_path: Path, structure: str) -> None:
+    """The first layer against the patches that it sees, its bias left as it is."""
+    settings: dict[str, Any] = {"target_modules": ["0"], "r": 3}
+    folders = pair(tmp_path, convolutions, settings, {**settings, "r": 2})
+    generator, places, moments = torch.Generator().manual_seed(0), [], []
+    for k, folder in enumerate(folders):
+        images = torch.rand(40, 3, 12, 8, generator=generator)
+        model = folder.tuned().merge_and_unload().requires_grad_()
+        task = blr.Task(model, (images, torch.zeros(40, dtype=torch.long)))
+        fit = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+        fit.save(tmp_path / f"p{k}")
+        places.append(tmp_path / f"p{k}")
+        patches = (
+            nn.functional.unfold(images.double(), (3, 2), stride=2).movedim(1, 2).flatten(0, 1)
+        )
+        moments.append(patches.T @ patches)
+    how: dict[str, Any] = {"method": "fisher", "precisions": places, "trust": True, "rank": 2}
+    base, models, out = folders[0].base, [f.adapter for f in folders], tmp_path / "out"
+    if structure == "kron":
+        with pytest.raises(BLRError, match="hold a bias"):
+            blr.merge(base, models, out=out, **how)
+        return
+    blr.merge(base, models, out=out, **how)
+    one, two = (s["0.weight"].double().flatten(1) for s in steps(folders))
+    both = moments[0] + moments[1]
+    exact = torch.linalg.solve(both, one @ moments[0] + two @ moments[1], left=False)
+    step = loaded(folders, out)["0.weight"].double().flatten(1)
+    root = torch.linalg.cholesky(both)
+    tail = torch.linalg.svdvals(exact @ root)[2:].norm()
+    assert float(((exact - step) @ root).norm()) == pytest.approx(float(tail), rel=1e-3)
 
 
 def test_a_quantised_base_is_not_read(tmp_path: Path) -> None:
@@ -294,6 +341,12 @@ def test_only_matrices_of_adapters(tmp_path: Path) -> None:
     base, models = folders[0].base, [f.adapter for f in folders]
     with pytest.raises(BLRError, match="more than LoRA"):
         blr.merge(base, models, method="linear", rank=2, out=tmp_path / "out")
+    grouped = pair(tmp_path / "grouped", convolutions, *2 * [{"target_modules": ["3"], "r": 2}])
+    with pytest.raises(BLRError, match="no plain LoRA"):
+        blr.merge(
+            grouped[0].base, [f.adapter for f in grouped], method="linear", rank=2,
+            out=tmp_path / "out",
+        )  # fmt: skip
     with pytest.raises(InputError, match="is none"):
         blr.merge(base, [base], method="linear", rank=2, out=tmp_path / "out")
     with pytest.raises(InputError, match="for folders"):

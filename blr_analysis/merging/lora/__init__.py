@@ -3,8 +3,9 @@
     W = W_0 + s·B·A,      s = α/r, or α/√r where rank-stabilised.
 
 Adapters are so merged as weights: the sum of two adapters holds B₁A₁ + B₂A₂ and none of the
-cross terms B₁A₂ that adding A to A and B to B brings. Adapters of any other kind (DoRA,
-convolutions, experts, other methods than LoRA) are merged by PEFT.
+cross terms B₁A₂ that adding A to A and B to B brings. A convolution is a matrix [out, in · kernel].
+Adapters of any other kind (DoRA, grouped convolutions, experts, other methods than LoRA) are merged
+by PEFT.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def open_adapter(
     # here, since only adapters need pydantic
     from blr_analysis.merging.lora.changes import (
         PICKLE,
+        are_products,
         changes_of,
         is_plain,
         read_entries,
@@ -101,8 +103,7 @@ def open_adapter(
     file = Folder.open(folder / TENSORS)
     trained = str(entries.get("base_model_name_or_path") or "")
     notes = _notes(str(folder), trained, base)
-    matrices = [spec for name, spec in file.specs.items() if ".lora_" in name]
-    if is_plain(entries) and all(len(spec.shape) == 2 for spec in matrices):
+    if is_plain(entries) and are_products(file):
         changes = changes_of(read_settings(entries, folder), file, base, str(folder))
         return Streamed(str(folder), base, file, changes, dtype, notes)
     return ByPeft(str(folder), base, merge_and_unload(folder, entries, base, file), dtype, notes)

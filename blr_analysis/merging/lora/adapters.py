@@ -285,10 +285,10 @@ def _plan(
             precision = open_precision(member.precision, member.n_data)
             if not job.trust:
                 check_belongs(precision, source)
+            for key, (joint, _) in precision.layers.items():
+                if key in updates and joint.bias is not None:
+                    precision = precision.of_weights(key)
             layers = {k: v for k, v in precision.layers.items() if k in updates}
-            biased = [k for k, (joint, _) in layers.items() if joint.bias is not None]
-            if biased:
-                raise InputError(f"factors of {some(biased)} hold a bias: use a diagonal precision")
             stored = {n: s for n, s in precision.stored.items() if n in updates}
             precision = replace(precision, stored=stored, layers=layers)
         parts.append(OpenModel(among(own), precision, member.weight, member.density))
@@ -306,7 +306,7 @@ def _quantised(job: Job, base: Source) -> dict[str, Spec]:
         for name, own in translate(pairs, base.specs, str(member.model)).items():
             if not base.specs[own].dtype.is_floating_point:
                 a, b = (file.specs[pairs[name][letter]].shape for letter in "AB")
-                shapes[own] = Spec((b[0], a[1]), REAL)
+                shapes[own] = Spec((b[0], *a[1:]), REAL)
     return shapes
 
 
@@ -346,6 +346,12 @@ class _Decomposed:
             if embedding
             else {"lora_A.weight": a, "lora_B.weight": b}
         )
+        if kernel := update.kernel:
+            ones = [1] * len(kernel)
+            made = {
+                "lora_A.weight": a.reshape(len(a), -1, *kernel),
+                "lora_B.weight": b.reshape(*b.shape, *ones),
+            }
         stored = {f"{prefix}.{k}": t.to(dtype).contiguous() for k, t in made.items()}
         if not all(bool(t.isfinite().all()) for t in stored.values()):
             raise ModelError(f"the factors of {name!r} do not fit into {dtype}: widen out_dtype")
@@ -371,8 +377,8 @@ class _Decomposed:
                     continue
                 h = factors.diagonal[0]
             else:
-                spec = item.spec.numel
-                h = p.read(name, 0, spec, Scratch(), REAL).double().view(item.spec.shape)
+                h = p.read(name, 0, item.spec.numel, Scratch(), REAL).double()
+                h = h.view(update.rows, update.cols)
                 h = h.T if update.transposed else h
             rows, columns = abs(alpha) * h.mean(1), torch.diag(h.mean(0)) * abs(alpha)
             left = rows if left is None else left + rows

@@ -170,6 +170,19 @@ class Grouped:
     copies: dict[str, str] = field(default_factory=dict)
 
 
+def are_products(file: Source) -> bool:
+    """Whether every pair of an adapter's matrices is a product B·A: not where a convolution has
+    groups, whose B holds the rank of its own group alone."""
+    for name, spec in file.specs.items():
+        other = file.specs.get(name.replace(".lora_A", ".lora_B"), spec)
+        if ".lora_" not in name or len(spec.shape) == 2:
+            continue
+        whole = other.shape[1:] == (spec.shape[0], *[1] * len(spec.shape[2:]))
+        if len(spec.shape) < 3 or (other is not spec and not whole):
+            return False
+    return True
+
+
 def group(keys: Iterable[str], file: str) -> Grouped:
     """Sort the names in an adapter file by what they are.
 
@@ -204,7 +217,8 @@ class LoraUpdate:
     """scale·B·A as it is added to a base tensor of ``rows`` × ``cols`` elements.
 
     ``b`` is [out, r] and ``a`` [r, in]. ``transposed``: the base stores [in, out] (Conv1D,
-    Embedding), and gets (B·A)ᵀ.
+    Embedding), and gets (B·A)ᵀ. ``kernel``: of a convolution, whose ``a`` is [r, in, *kernel] and
+    ``b`` [out, r, 1, …].
     """
 
     a: str
@@ -214,6 +228,7 @@ class LoraUpdate:
     rows: int
     cols: int
     transposed: bool
+    kernel: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -276,16 +291,19 @@ def _low_rank(
 ) -> LoraUpdate:
     parts, rank, shape = grouped.matrices[module], settings.rank(module), base.specs[name].shape
     a, b = adapter.specs[parts["A"]].shape, adapter.specs[parts["B"]].shape
-    straight = (*b, *a) == (*shape[:1], rank, rank, *shape[1:]) and module not in grouped.embeddings
-    turned = (*b, *a) == (*shape[1:], rank, rank, *shape[:1])
-    if len(shape) != 2 or not (straight or turned):
+    kernel = tuple(shape[2:])
+    straight = (*b, *a) == (shape[0], rank, *[1] * len(kernel), rank, *shape[1:])
+    straight = straight and module not in grouped.embeddings
+    turned = (*b, *a) == (*shape[1:], rank, rank, *shape[:1]) and not kernel
+    if len(shape) < 2 or not (straight or turned):
         raise ModelError(
             f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
             f"{list(shape)}: was it trained on this base?"
         )
     if straight and turned:
         turned = stored_transposed(name, base.specs, settings.fan_in_fan_out)
-    return LoraUpdate(parts["A"], parts["B"], rank, settings.scaling(module), *shape, turned)
+    sizes = shape[0], math.prod(shape[1:]), turned, kernel
+    return LoraUpdate(parts["A"], parts["B"], rank, settings.scaling(module), *sizes)
 
 
 def stored_transposed(name: str, base: Mapping[str, Spec], otherwise: bool) -> bool:

@@ -24,6 +24,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, LayerSlice, Member, Weight
 from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import CURVED, METHODS, Method, widest
+from blr_analysis.merging.propagation import PropagatedJob, check_propagates
 from blr_analysis.merging.recipe.layer_weights import (
     Rule,
     SliceWeights,
@@ -91,6 +92,8 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         models:
           - model: ./ft1                     # also a LoRA adapter, or org/name in the cache
             precision: ./ft1/precision       # left out: the folder of this name, if there is one
+            data: ./train1.jsonl             # of fisher and auto, for all models, in the place of
+                                             # precision: propagated statistics (RegMean++)
             parameters: {weight: 1.0}        # a number, [0.2, 0.8] over the layers, or rules
                                              # [{filter: mlp, value: 0.5}, {value: 1.0}]
         parameters: {delta: 1.0e-8, missing_precision: error}     # error | base | zero
@@ -175,15 +178,18 @@ class _RecipeReader:
                 raise self.page.wrong(("adapter_rank",), what)
         members = list({one.model: one for one in self.listed}.values())
         weights, normalize = self._weights([one.model for one in members])
+        data = self._data(members, weights, tokens)
+        kind = PropagatedJob if data and text.merge_method != AUTO else Job
         out_dtype = text.out_dtype or text.dtype
         if text.dtype in ("bfloat16", "float16"):
             self.page.note(("dtype",), f"computed in float32, rounded once to {out_dtype}")
-        return Job(
+        return kind(
             method=method.name,
             members=tuple(
                 Member(
                     one.model, self._precision(one), weight, one.entry.n_data,
                     self._by_layer("density", one.model, 1.0) if method.thinned else 1.0,
+                    data.get(one.model),
                 )
                 for one, weight in zip(members, weights, strict=True)
             ),
@@ -488,18 +494,42 @@ class _RecipeReader:
         with self.page.naming(way):
             place = existing(text, self.page.folder)
             if place is None:
-                raise InputError(f"there is no precision {text!r} beside the recipe")
+                raise InputError(f"there is no {way[-1]} {text!r} beside the recipe")
             return place
+
+    def _data(
+        self, members: Sequence[_Listed], weights: Sequence[Weight], tokens: Vocabulary | None
+    ) -> dict[Path, Path]:
+        """The examples that statistics are taken of on the way, of all models or of none."""
+        said = [one for one in members if one.entry.data is not None]
+        if not said:
+            return {}
+        way, name = (*said[0].way, "data"), self.text.merge_method
+        if name not in ("fisher", AUTO):
+            raise self.page.wrong(way, f"data stand for precisions: of fisher and auto, not {name}")
+        if len(said) < len(members):
+            one = next(one for one in members if one not in said)
+            raise self.page.wrong((*one.way, "model"), "no data, and other models have them")
+        with self.page.naming(way):
+            check_propagates("fisher", None, weights)
+        if self.text.adapter_rank is not None or tokens is not None:
+            raise self.page.wrong(way, "data are for whole models of one vocabulary")
+        for one in members if name == "fisher" else ():
+            if one.entry.precision is not None:
+                raise self.page.wrong((*one.way, "precision"), "beside data: one of them")
+        places = ((one.model, self._stored((*one.way, "data"), one.entry.data)) for one in members)
+        return {model: place for model, place in places if place is not None}
 
     def _precision(self, one: _Listed) -> Path | None:
         """H_t: as named, or the folder ``precision`` of the model."""
-        if not self.method.uses_precisions:
+        auto = self.text.merge_method == AUTO
+        if not self.method.uses_precisions or (one.entry.data is not None and not auto):
             return None
         place = self._stored((*one.way, "precision"), one.entry.precision)
         if place is None and "precision" not in one.entry.model_fields_set:
             place = existing("precision", one.model)
         needed = self._first("missing_precision", "error") == "error"
-        if place is None and needed and self.text.merge_method != AUTO:
+        if place is None and needed and not auto:
             raise self.page.wrong(
                 (*one.way, "precision"),
                 f"{one.entry.model!r} has no precision: run `blr-analysis fisher`, or set "

@@ -1,7 +1,7 @@
 """What a recipe may say: its keys, the kind of value of each, and on which line each stands.
 
 The keys are mergekit's, as far as whole models are merged with the methods that are here, and
-this package's own beside them (``precision``, ``base_precision``, ``n_data``, ``delta``,
+this package's own beside them (``precision``, ``base_precision``, ``n_data``, ``data``, ``delta``,
 ``missing_precision``). No tag of the YAML is ever acted upon.
 """
 
@@ -135,6 +135,7 @@ class Entry(Section):
     model: Text
     precision: Text | None = None
     n_data: Annotated[StrictInt, Field(gt=0)] | None = None
+    data: Text | None = None
     parameters: Annotated[ModelParameters, BeforeValidator(_filled)] = ModelParameters()
 
 
