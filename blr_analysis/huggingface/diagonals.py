@@ -157,9 +157,8 @@ def _add_examples(
             size = None if lengths is None else len(indices)
             whole = Chunking(size, budget, progress=False)
             for chunk in chunks(task, params, whole, columns=columns, indices=indices):
-                pieces = list(_columns(chunk, kind, samples, seeds))
-                for k, cotangents in enumerate(pieces, 1):
-                    for term in chunk.terms(cotangents, last=k == len(pieces)):
+                for cotangents, last in _columns(chunk, kind, samples, seeds):
+                    for term in chunk.terms(cotangents, last=last):
                         term.add_square_sum(total)
                 shown.update(ranks.count() * len(chunk.indices))
             if kept is not None:
@@ -167,13 +166,15 @@ def _add_examples(
     ranks.total(total.values())
 
 
-def _columns(chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[Tensor]:
-    """Cotangents ``[B, K, C]``, a few at a time, whose squared gradients are the chunk's share."""
+def _columns(chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Cotangents ``[B, K, C]``, a few at a time, whose squared gradients are the chunk's share; and
+    whether they are the last."""
     if kind == "ggn":
-        yield from curvature_root(chunk).split(COLUMNS, dim=1)
+        pieces = curvature_root(chunk).split(COLUMNS, dim=1)
+        yield from ((piece, k == len(pieces)) for k, piece in enumerate(pieces, 1))
         return
     if kind == "fisher_emp":
-        yield chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+        yield chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), True
         return
     drawn = drawn_labels(chunk, samples, seeds[chunk.indices])
     for start in range(0, samples, COLUMNS):
@@ -181,7 +182,7 @@ def _columns(chunk: Chunk, kind: str, samples: int, seeds: Tensor) -> Iterator[T
             chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y)
             for y in drawn[start : start + COLUMNS]
         ]
-        yield torch.stack(errors, dim=1) / samples**0.5
+        yield torch.stack(errors, dim=1) / samples**0.5, start + COLUMNS >= samples
 
 
 def _passes(
