@@ -731,6 +731,7 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     accuracy              mean over the tasks that have one; NaN without       better
     nll_<task>            mean loss on each validation task, nats per example  worse
     accuracy_<task>       fraction right; NaN for regression                   better
+    predicted_<task>      of a front, what the surrogate of nll_<task> foretold
     failure               why the merge could not be run; "" where it could
     best                  whether this row is ``curve.best``
     front                 whether it is on ``curve.front``; for search="front"
@@ -745,6 +746,7 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
             "accuracy": point.accuracy,
             **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
             **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
+            **{f"predicted_{n}": v for n, v in zip(curve.tasks, point.predicted, strict=False)},
             "failure": point.failure,
             "best": point is curve.best,
             **({"front": point in curve.front} if curve.shape == "front" else {}),

@@ -15,6 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
+from blr_analysis.merging.front import Surrogates, far_apart, undominated
 from blr_analysis.merging.in_memory import ARGUMENTS, merged, refuse_idle
 from blr_analysis.merging.methods import method_of
 from blr_analysis.merging.precisions import precision_in_memory
@@ -36,6 +37,8 @@ class MergePoint:
         nlls: mean loss on each validation task, nats per example; infinite where it failed.
         accuracies: fraction right on each; NaN for regression.
         failure: why it could not be run; "" where it could.
+        predicted: of a front, the mean loss on each task that its surrogate foretold; empty where
+            precisions are of no loss.
     """
 
     method: str
@@ -43,6 +46,7 @@ class MergePoint:
     nlls: tuple[float, ...]
     accuracies: tuple[float, ...]
     failure: str = ""
+    predicted: tuple[float, ...] = ()
 
     @property
     def nll(self) -> float:
@@ -145,21 +149,6 @@ def rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
     size = sum(abs(a) for a in point.weights)
     return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
-
-
-def undominated(losses: torch.Tensor) -> list[int]:
-    """The rows of ``[n, T]`` that no other row is below in one column and nowhere above.
-
-    >>> undominated(torch.tensor([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [1.0, 3.0]]))
-    [0, 1]
-    """
-    kept: list[int] = []
-    for k, row in enumerate(losses):
-        below = (losses <= row).all(1) & (losses < row).any(1)
-        twin = any(torch.equal(losses[j], row) for j in kept)
-        if not twin and not bool(below.any()):
-            kept.append(k)
-    return kept
 
 
 Weights = tuple[float, ...]
@@ -416,7 +405,10 @@ def merge_curve(
             models changes nothing: T · K merges a sweep instead of K^T; or "front", the Pareto
             front, where nobody can say which task matters how much: of some hundred weights that
             sum to 1, the losses ½ (θ − θ_t)ᵀ H_t (θ − θ_t) that the precisions predict say which
-            may lie on it, and ``budget`` of them, far from each other, are run.
+            may lie on it, and ``budget`` of them, far from each other, are run. Where a model is a
+            list of checkpoints of its task, with a precision each ("diag" or "kron"), the loss is
+            that of their mixture (:mod:`blr_analysis.merging.front`). What was foretold stands
+            beside what came: ``point.predicted``.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
         criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
             each counting the same. Accuracy is a step function of α: with few validation examples
@@ -454,7 +446,8 @@ def merge_curve(
         ((1.0, 1.0), False)
     """
     judges = named_tasks(tasks)
-    start, states = state_of(base, "base"), named_states(models, "models")
+    start, parts = state_of(base, "base"), _parts(models)
+    states = {n: own[0] for n, own in parts.items()}
     if (
         isinstance(models, list | tuple)
         and isinstance(tasks, Mapping)
@@ -462,6 +455,9 @@ def merge_curve(
     ):
         states = dict(zip(judges, states.values(), strict=True))
     names = tuple(states)
+    counts = [len(own) for own in parts.values()]
+    if search != "front" and max(counts) > 1:
+        raise InputError('several checkpoints of one model are for search="front"')
     one_of("criterion", criterion, CRITERIA)
     one_of("search", search, ("grid", "coordinates", "front"))
     positive_int("max_sweeps", max_sweeps)
@@ -473,17 +469,25 @@ def merge_curve(
     grid = read_grid(weights, names, search=search == "coordinates")
     grid = Grid("front") if search == "front" else grid
     curved = None if precisions is None else in_order(precisions, names)
+    if search == "front":
+        curved = [p for t, p in enumerate(curved or []) for p in _each(p, counts[t], names[t])]
     inputs = {"precisions": curved, "base_precision": base_precision, **options}
     mergers = read_mergers(method, inputs)
     rows = [method_of(m.row) for m in mergers.values() if m.row is not None]
     if rows and search != "front":  # which predicts by the precisions, whatever the method
         refuse_idle(rows, options)
-    trial = Trial(start, list(states.values()), judges, mergers)
+    trial = Trial(start, [s for own in parts.values() for s in own], judges, mergers)
     trial.check()
+    owners = [t for t, count in enumerate(counts) for _ in range(count)]
+    front = (
+        _surrogates(trial, owners, curved or [], options.get("n_data"))
+        if search == "front"
+        else None
+    )
     points: list[MergePoint] = []
     for name in mergers:
-        if grid.shape == "front":
-            points += _on_front(trial, name, curved or [], options.get("n_data"), budget, progress)
+        if front is not None:
+            points += _on_front(trial, name, *front, budget, progress)
         elif grid.shape == "search":
             points += _searched(trial, name, grid, criterion, max_sweeps, progress)
         else:
@@ -502,31 +506,71 @@ FRONT = 300  # weights whose losses are predicted
 
 
 def _on_front(
-    trial: Trial, name: str, curved: Sequence[Any], n_data: Any, budget: int, progress: bool | None
-) -> list[MergePoint]:
+    trial: Trial, name: str, surrogates: Surrogates, sizes: Sequence[int], budget: int,
+    progress: bool | None,
+) -> list[MergePoint]:  # fmt: skip
     """The weights of the predicted front, far from each other, run."""
-    count, steps = len(trial.models), 1
-    while math.comb(steps + count, count - 1) <= FRONT:
+    count, steps = len(trial.tasks), 1
+    most = max(FRONT // len(surrogates.starts), budget)
+    while math.comb(steps + count, count - 1) <= most:
         steps += 1
-    held = [
-        precision_in_memory(f"precisions[{t}]", p, n)
-        for t, (p, n) in enumerate(zip(curved, n_data or [None] * count, strict=True))
-    ]
-    rows, predicted = simplex_grid(count, steps), []
-    for row in track(rows, total=len(rows), label=f"predictions: {name}", show=progress):
-        made = trial.mergers[name].make(trial.base, list(trial.models), weights=list(row))
-        state = state_of(made, f"what {name!r} returns")
-        predicted.append([p.gap(state, m) for p, m in zip(held, trial.models, strict=True)])
-    losses = torch.tensor(predicted, dtype=torch.float64)
-    kept = undominated(losses)
-    places = (losses / losses.amax(0).clamp_min(1e-300))[kept].sqrt()
-    chosen = [int(places.square().sum(1).argmin())]  # the middle, then whatever is farthest
-    while len(chosen) < min(budget, len(kept)):
-        apart = torch.cdist(places, places[chosen]).amin(1)
-        chosen.append(int(apart.argmax()))
-    picked = [rows[kept[k]] for k in sorted(chosen)]
-    steps_shown = track(picked, total=len(picked), label=f"merges: {name}", show=progress)
-    return [trial.point(name, row) for row in steps_shown]
+
+    def make(weights: list[float]) -> State:
+        made = trial.mergers[name].make(trial.base, list(trial.models), weights=weights)
+        return state_of(made, f"what {name!r} returns")
+
+    rows = simplex_grid(count, steps)
+    shown = track(rows, total=len(rows), label=f"predictions: {name}", show=progress)
+    previews = [surrogates.preview(make, row) for row in shown]
+    losses = torch.tensor([p.losses for p in previews], dtype=torch.float64)
+    picked = far_apart(losses, budget)
+    known = all(h.structure != "gram" for h in surrogates.held)  # whose H is of no loss
+    points = []
+    for k in track(picked, total=len(picked), label=f"merges: {name}", show=progress):
+        point = trial.point(name, previews[k].weights)
+        means = [sums / n for sums, n in zip(previews[k].losses, sizes, strict=True)]
+        points.append(replace(point, weights=rows[k], predicted=tuple(means) if known else ()))
+    return points
+
+
+def _parts(models: Any) -> dict[str, list[State]]:
+    """The checkpoints of every model, one where it is no list."""
+    pairs = models.items() if isinstance(models, Mapping) else enumerate(models, 1)
+    several = isinstance(models, Mapping | list | tuple)
+    if not several or not any(isinstance(own, list | tuple) for _, own in pairs):
+        return {n: [own] for n, own in named_states(models, "models").items()}
+    pairs = models.items() if isinstance(models, Mapping) else enumerate(models, 1)
+    found = {}
+    for n, own in pairs:
+        listed = own if isinstance(own, list | tuple) else [own]
+        found[str(n)] = list(named_states(listed, f"models[{n!r}]").values())
+    return found
+
+
+def _each(given: Any, count: int, name: str) -> list[Any]:
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    if len(listed) != count:
+        raise InputError(f"{count} checkpoints of {name!r}, and {len(listed)} precisions")
+    return listed
+
+
+def _surrogates(
+    trial: Trial, owners: Sequence[int], given: Sequence[Any], n_data: Any
+) -> tuple[Surrogates, list[int]]:
+    """The tasks' losses by the checkpoints, and the number of examples of each."""
+    tasks = list(trial.tasks.values())
+    numbers = n_data or [None] * len(tasks)
+    held, sizes, own = [], [task.n_data for task in tasks], []
+    for k, (t, p) in enumerate(zip(owners, given, strict=True)):
+        held.append(precision_in_memory(f"precisions[{k}]", p, numbers[t]))
+        sizes[t] = int(numbers[t] or held[-1].n_data or sizes[t])
+    found = Surrogates(trial.models, held, owners, [0.0] * len(held))
+    if found.mixed and any(h.structure == "gram" for h in held):
+        raise InputError('several checkpoints need losses: precisions "diag" or "kron", not "gram"')
+    for t, state in zip(owners, trial.models, strict=True):
+        with at_weights(tasks[t], state, "a model") as params:
+            own.append(sizes[t] * evaluated(tasks[t], params, progress=False)[0].nll)
+    return replace(found, own=own), sizes
 
 
 def _searched(

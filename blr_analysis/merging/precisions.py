@@ -57,6 +57,7 @@ class StoredPrecision:
         power: p, of diagonals.
         noise: the largest part of a layer's moments, of "gram", that is chance.
         chance: that of their off-diagonals, by layer, where there were fewer rows than inputs.
+        n_data: the examples that H is a sum over; 0 where that is not known.
     """
 
     source: Source
@@ -73,6 +74,7 @@ class StoredPrecision:
     power: float = 1.0
     noise: float = 0.0
     chance: Mapping[str, float] = field(default_factory=dict)
+    n_data: int = 0
 
     @property
     def name(self) -> str:
@@ -291,6 +293,7 @@ def _recorded(
         adapter=bool(record.get("adapter")),
         noise=float(record.get("noise") or 0.0),
         chance=chance,
+        n_data=int(record["n_data"]),
     )
 
 
@@ -356,6 +359,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
     if isinstance(given, Posterior) and given.structure in FACTORED:
         prior = given.prior.within(given.record).numbers(given.mean)
         about = {**given.record, **given.form.record(), "parameters": list(given.mean)}
+        about["n_data"] = given.n_data
         made = _recorded(Loaded(label, given.form.tensors()), about, prior)
         return replace(made, sha256=None, mean=given.mean)
     if isinstance(given, Posterior):
@@ -376,6 +380,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
             prior.numbers(tensors),
             frozen=_frozen(given.record),
             mean=given.mean,
+            n_data=int(given.n_data),
         )
     source = Loaded(label, given)
     scale = 1.0 if n_data is None else float(n_data_of(n_data))

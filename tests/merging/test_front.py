@@ -67,6 +67,65 @@ def test_of_two_tasks_it_is_drawn_as_a_line(family: dict[str, Any]) -> None:
     assert "A" in ax.get_xlabel()
 
 
+class Point(nn.Module):
+    """Its output is its weight, whatever it is given."""
+
+    def __init__(self, at: Tensor) -> None:
+        super().__init__()
+        self.at = nn.Parameter(at.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.at.expand(len(x), -1)
+
+
+def test_checkpoints_of_a_task_follow_a_curved_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of several minima, L = −log Σ_k exp(−c_k − ½ (θ − m_k)ᵀ H_k (θ − m_k)), are what the
+    mixture says, to rounding: its merges are their minima, found by a grid. Of one minimum each
+    the losses are foretold wrong."""
+    monkeypatch.setattr("blr_analysis.merging.curve.FRONT", 60)  # which takes a fifth of the time
+    generator = torch.Generator().manual_seed(0)
+    n = 5
+    means = torch.tensor([[[-3.0, 0.0], [0.0, 3.0]], [[3.0, 0.5], [0.5, 4.0]]])
+    curved = 0.5 + 2 * torch.rand(2, 2, 2, generator=generator)
+    offsets = torch.tensor([[0.0, 0.4], [0.3, 0.0]])
+
+    def loss(t: int) -> Any:
+        def of(outputs: Tensor, targets: Tensor) -> Tensor:
+            steps = outputs[:, None] - means[t].to(outputs)
+            rises = offsets[t] + 0.5 * (curved[t].to(outputs) * steps.square()).sum(-1)
+            return -torch.logsumexp(-rises, -1) / n
+
+        return of
+
+    data = torch.zeros(n, 1), torch.zeros(n)
+    tasks = {
+        name: Task(Point(means[t, 0]), data, likelihood=loss(t)) for t, name in enumerate("AB")
+    }
+    models = {name: [{"at": m} for m in means[t]] for t, name in enumerate("AB")}
+    h = {name: [{"at": c} for c in curved[t]] for t, name in enumerate("AB")}
+    base = {"at": torch.zeros(2)}
+    how: dict[str, Any] = {"method": "fisher", "search": "front", "progress": False, "threads": 1}
+    curve = merge_curve(base, models, tasks, precisions=h, **how)
+    grid = torch.cartesian_prod(torch.linspace(-4, 4, 801), torch.linspace(-1, 5, 601))
+    losses = torch.stack([loss(t)(grid, None) for t in (0, 1)])
+    assert len(curve.front) > 4
+    # The Laplace mixture leaves out what the other component adds at a minimum: some e⁻¹⁰.
+    for point in curve.points:
+        assert point.predicted == pytest.approx(point.nlls, abs=1e-3)
+        alphas = torch.tensor(point.weights)
+        least = float((alphas @ losses).min())
+        ours = sum(a * v for a, v in zip(point.weights, point.nlls, strict=True))
+        assert ours == pytest.approx(least, abs=1e-3)
+    one = {name: own[:1] for name, own in models.items()}
+    single = merge_curve(base, one, tasks, precisions={k: v[:1] for k, v in h.items()}, **how)
+    apart = [abs(p.predicted[0] - p.nlls[0]) for p in single.points]
+    assert max(apart) > 0.3
+    assert {"predicted_A", "predicted_B"} <= set(curve.table)
+    for wrong, word in ((how | {"search": "grid"}, "front"), (how | {"precisions": one}, "precis")):
+        with pytest.raises(InputError, match=word):
+            merge_curve(base, models, tasks, **{"precisions": h, **wrong})
+
+
 def test_undominated() -> None:
     losses = torch.rand(60, 3, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     rows = losses.tolist()
