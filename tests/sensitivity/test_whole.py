@@ -154,6 +154,34 @@ def test_off_the_minimum_damped_as_far_as_training_came(stopped: nn.Module) -> N
     assert not torch.allclose(blr.influence(task, q, task, **QUIET).matrix, found.matrix)
 
 
+def test_off_the_minimum_the_mean_over_networks_of_other_draws(stopped: nn.Module) -> None:
+    """Each where the influences of the examples, times random numbers, would take the model."""
+    x = data(0, 120)[0]
+    noise = torch.randn(120, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    target = 1.2 * stopped(x).detach() + 0.5 * noise
+    task = blr.Task(stopped, (x, target), likelihood="gaussian")
+    found = blr.influence(task, blr.fit_laplace(task, **QUIET), task, **QUIET)
+    assert f"mean of {whole.DRAWS[1]} draws" in found.note and "checkpoints" not in repr(found)
+    theta, outputs = flat(stopped)
+
+    def gradients(w: Tensor) -> tuple[Tensor, Tensor]:
+        jacobians = vmap(jacrev(outputs), (None, 0))(w, x)  # [N, C, P]
+        errors = vmap(outputs, (None, 0))(w, x) - target
+        curvature = torch.einsum("ncp,ncq->pq", jacobians, jacobians)
+        pulls = torch.einsum("ncp,nc->np", jacobians, errors)
+        return pulls, curvature + damping * torch.eye(len(theta), dtype=torch.float64)
+
+    gained = target.square().sum() - (stopped(x).detach() - target).square().sum()
+    damping = float(gained / 2 / theta.square().sum())
+    pulls, curvature = gradients(theta)
+    generator, known = torch.Generator().manual_seed(0), torch.zeros(120, 120).double()
+    for _ in range(whole.DRAWS[1]):
+        weights = torch.randn(120, 1, generator=generator).double()
+        there, matrix = gradients(theta - torch.linalg.solve(curvature, (weights * pulls).sum(0)))
+        known += there @ torch.linalg.solve(matrix, there.mT) / whole.DRAWS[1]
+    assert float((found.matrix - known).norm() / known.norm()) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_of_a_large_network_the_errors_alone(
     stopped: nn.Module, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -12,23 +12,32 @@ That bound, L summed over the data, is the damping taken: under twice as much th
 have cost as much as training gained. Only the whole curvature wants it: the eigenvalues of a
 Kronecker one are means over large and small ones.
 
+Retraining on other data draws another network as well. Those that the same training would have made
+of other draws of its data are, to first order (the infinitesimal jackknife's bootstrap),
+
+    θ_k = m − S⁻¹ Σ_i ξ_ki J_iᵀ e_i,    ξ_ki ~ N(0, 1)
+
+and the mean of what each of a few says is nearer to retraining than what the one network says.
+
 Sources: Ali, Kolter & Tibshirani, "A continuous-time view of early stopping for least squares",
-AISTATS 2019 (1/T); Bae et al., "Training data attribution via approximate unrolling", NeurIPS 2024.
+AISTATS 2019 (1/T); Bae et al., "Training data attribution via approximate unrolling", NeurIPS 2024;
+Giordano et al., "A Swiss army infinitesimal jackknife", AISTATS 2019.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from blr_analysis.backprop.loss import evaluated
-from blr_analysis.backprop.tree import dot
+from blr_analysis.backprop.loss import evaluated, loss_and_gradient
+from blr_analysis.backprop.tree import add, dot
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior.gaussian import Posterior
@@ -37,43 +46,87 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.posterior.structures import LowRank
 from blr_analysis.sensitivity.corrections import EXACT, exact_structure, laplace_of
+from blr_analysis.sensitivity.influence.averaged import Averaged
+from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.task import Task
 
+DRAWS = 4, 16  # networks, at least and at most; more where they cost little:
+CHEAP = 1e10  # multiplications to build the curvature of all of them
 HESSIAN = 6e9  # N·P²: up to here the exact Hessian takes seconds
 QUIET: dict[str, bool] = {"progress": False}
 NEARER = "at a minimum structure='full' with curvature='exact' is nearer to retraining"
 
 
-def whole(task: Task, q: Posterior, memory_budget: int | None) -> tuple[Posterior, str]:
-    """The posterior to take instead of one that :func:`blr_analysis.fit_laplace` made at the
-    model's weights, and what to say of it; q, where seconds give no better."""
+def whole(
+    task: Task, q: Posterior, memory_budget: int | None, averaged: Averaged | None, *, drawn: bool
+) -> tuple[list[Posterior], str]:
+    """What to take instead of a posterior that :func:`blr_analysis.fit_laplace` made at the model's
+    weights, and what to say of it; q, where seconds give no better.
+
+    Args:
+        averaged: the errors of training examples, where they are averaged.
+        drawn: whether the mean over several networks may be taken.
+    """
     if task.likelihood.is_sequence:
-        return q, ""
-    structure, fitted = exact_structure(task), partial(_fitted, task, memory_budget)
+        return [q], ""
+    structure, fitted = exact_structure(task), partial(_fitted, memory_budget, task=task)
     if not laplace_of(task, q):
         captured = q.record.get("source", "subset") not in ("laplace", "subset")
         crude = structure is not None and q.structure in ("diag", "kron") and captured
-        return q, f"of a {q.structure} posterior: fit_laplace(task) finds more" if crude else ""
+        return [q], f"of a {q.structure} posterior: fit_laplace(task) finds more" if crude else ""
     if stationarity(task, q).near:
         if structure is None:
-            return q, ""
+            return [q], ""
         if q.record.get("prior_named"):
-            return q, NEARER if q.structure in ("diag", "kron") else ""
-        return _at_minimum(q, structure, fitted)
+            return [q], NEARER if q.structure in ("diag", "kron") else ""
+        taken, said = _at_minimum(q, structure, fitted)
+        return [taken], said
     if "prior_choice" not in q.record:
-        return q, _short_of_rank(q)
+        return [q], _short_of_rank(q)
     damping = early_stop(task, q)
     if damping is None or (structure is None and q.structure not in ("lowrank", "full")):
-        return q, _short_of_rank(q)
+        return [q], _short_of_rank(q)
     said = f"of the whole curvature, damped by {damping:.3g} as early stopping does"
     prior = Prior({None: damping}, q.prior.mean)
     if structure is None:
         damped = q.at(prior)
-        return damped, "; ".join(filter(None, (said, _short_of_rank(damped))))
+        return [damped], "; ".join(filter(None, (said, _short_of_rank(damped))))
     taken = fitted(structure, prior)
+    if drawn and (several := _drawn(task, taken, averaged, partial(fitted, structure, prior))):
+        return several, f"{said}, mean of {len(several)} draws of the data"
     if not isinstance(task.likelihood.kind, Gaussian):  # whose curvature is the same everywhere
         taken = fitted(structure, prior, expected=taken)
-    return taken, said
+    return [taken], said
+
+
+def _drawn(
+    task: Task, q: Posterior, averaged: Averaged | None, fitted: Callable[..., Posterior]
+) -> list[Posterior]:
+    """Posteriors at θ_k; none where the model cannot be copied, or breaks down there."""
+    errors = torch.cat(list(_errors(task, q, averaged)))
+    generator, everyone = torch.Generator().manual_seed(0), torch.arange(task.n_data)
+    rows, size = errors.numel(), sum(m.numel() for m in q.mean.values())
+    count = min(DRAWS[1], max(DRAWS[0], int(CHEAP / (rows * size * min(rows, size)))))
+    several = []
+    with suppress(BLRError):
+        under = on_a_copy(task)
+        for _ in range(count):
+            weights = torch.randn(task.n_data, 1, generator=generator).to(errors)
+            pull, _ = loss_and_gradient(task, q.mean, everyone, weights * errors)
+            write(under, add(q.mean, -1.0, q.form.solve(pull)))
+            several.append(fitted(task=under))
+    return several if len(several) == count else []
+
+
+def _errors(task: Task, q: Posterior, averaged: Averaged | None) -> Iterator[Tensor]:
+    """e_i, or ē_i, of all examples, some at a time."""
+    for chosen in torch.arange(task.n_data).split(task.batch_size):
+        with torch.no_grad(), task.evaluation():
+            f, y = task.run(task.fetch(chosen), q.mean, chosen)
+        last = averaged is None
+        yield (
+            task.likelihood.at(chosen).error(f, y) if last else averaged.errors(task, chosen, f, y)
+        )
 
 
 def early_stop(task: Task, q: Posterior) -> float | None:
@@ -105,7 +158,7 @@ def _at_minimum(
 
 
 def _fitted(
-    task: Task, memory_budget: int | None, structure: str, prior: Prior, **options: Any
+    memory_budget: int | None, structure: str, prior: Prior, *, task: Task, **options: Any
 ) -> Posterior:
     if structure == "lowrank":
         options |= {"tolerance": EXACT}
