@@ -441,7 +441,8 @@ def _digest(digest: Any, part: Any) -> None:
     elif isinstance(part, (Tensor, np.ndarray)) and part.dtype != object:
         x = part.to_dense().detach().cpu() if isinstance(part, Tensor) else torch.tensor(part)
         digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
+        x = x.clone(memory_format=torch.contiguous_format)  # a row of one has any stride
+        digest.update(x.view(-1).view(torch.uint8).numpy().data)
     elif isinstance(part, (str, bytes, bool, int, float, np.generic)) or part is None:
         digest.update(f"{part!r};".encode())
 

@@ -213,6 +213,8 @@ def _inputs(estimator: Any, X: Any) -> Tensor:
         raise InputError(
             f"inputs of shape {values.shape} for an estimator of {estimator.n_features_in_} columns"
         )
+    if not len(values):
+        raise InputError("X holds no examples; give those that it was fitted to")
     return torch.from_numpy(values)
 
 

@@ -293,6 +293,8 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "no numbers"),
+        (LogisticRegression().fit(X, YES), (X[:0], YES[:0]), "no examples"),
+        (LinearRegression().fit(X, REAL), (X[:0], REAL[:0]), "no examples"),
         (GridSearchCV(Ridge(), {"alpha": [1.0]}).fit(X, REAL), (X, REAL), "best_estimator_"),
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),

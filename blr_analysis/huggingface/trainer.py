@@ -287,7 +287,10 @@ class IVONTrainer(VariationalTrainer, Trainer):
 
         Raises:
             StorageError: that checkpoint has no optimizer's state any more.
+            OptimizerError: nothing is trained yet.
         """
+        if self.optimizer is None:
+            raise OptimizerError("nothing is trained yet: call train() first")
         own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         model = self.accelerator.unwrap_model(self.model)
         size, tokens = own.param_groups[0].get("ess"), self._tokens()

@@ -71,8 +71,10 @@ class Bernoulli(_Independent):
 
     def looks_normalised(self, outputs: Tensor) -> bool:
         """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
+        if len(outputs) < SEVERAL:
+            return False
         low, high = (float(x) for x in outputs.aminmax())
-        return len(outputs) >= SEVERAL and 0 <= low < 0.1 and 0.9 < high <= 1
+        return 0 <= low < 0.1 and 0.9 < high <= 1
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         if not bool(((targets >= 0) & (targets <= 1)).all()):

@@ -210,6 +210,8 @@ def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
     model = bert()
     with pytest.warns(UserWarning, match="IVON's are"):
         trainer(tmp_path, model, learning_rate=5e-5).create_optimizer()
+    with pytest.raises(InputError, match="nothing is trained"):
+        trainer(tmp_path, model).posterior()
     with pytest.raises(InputError, match="AdamW draws no weights"):
         trainer(tmp_path, model, torch.optim.AdamW(model.parameters())).train()
 

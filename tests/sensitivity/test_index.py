@@ -266,9 +266,9 @@ def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) ->
         rows = list(zip(x.clone(), y.clone(), strict=True))
         return blr.Task(model, rows, metadata={"source": list(source)})
 
-    q = posterior(blr.Task(model, (x, y)))
+    q, apart = posterior(blr.Task(model, (x, y))), torch.stack([y, y], 1)[:, 0]
     blr.Index.build(
-        blr.Task(model, (x, y), metadata={"source": source}), q, tmp_path / "i", **QUIET
+        blr.Task(model, (x, apart), metadata={"source": source}), q, tmp_path / "i", **QUIET
     )
     blr.Index.build(task(), q, tmp_path / "i", **QUIET)
     if what == "input":

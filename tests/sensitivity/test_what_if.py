@@ -130,6 +130,20 @@ def test_adding_after_removing_returns_the_start(
         close(flat(back.parameters), flat(q.mean), 1e-8)
 
 
+def test_a_single_example_with_another_like_it_counts_twice() -> None:
+    torch.manual_seed(0)
+    one = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    model = nn.Linear(4, 1).double()
+    task = blr.Task(model, one, likelihood="bernoulli")
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    result = blr.what_if(task, q, add=task, progress=False)
+    with torch.no_grad():  # off the minimum: one step along the second copy's gradient
+        x, p = one[0].squeeze(), model(one[0]).sigmoid().item()
+    moved = (flat(result.parameters) - flat(q.mean)).squeeze()
+    gradient = (p - 1) * torch.cat([x, x.new_ones(1)])
+    close(moved / moved.norm(), -gradient / gradient.norm())
+
+
 def test_adding_new_examples_is_training_on_them_too() -> None:
     x, y = regression(25, 3)
     task, q = fitted(x[:20], y[:20])

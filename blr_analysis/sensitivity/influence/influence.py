@@ -480,7 +480,8 @@ def cotangent_of(measure: Measure) -> Cotangent:
     """∂(measure)/∂f of every example of a chunk.
 
     Raises:
-        InputError: an unknown word, or a function that does not give one number per example.
+        InputError: an unknown word, or a function that does not give one number per example, or
+            none that has a gradient.
     """
     if isinstance(measure, str) and measure == "loss":
         return loss_gradient
@@ -495,7 +496,10 @@ def cotangent_of(measure: Measure) -> Cotangent:
                 got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise InputError(f"measure must give one number per example; got {got}")
             if not values.requires_grad:
-                return torch.zeros_like(outputs)
+                raise InputError(
+                    "measure has no gradient in the outputs (a count, or detached): use a smooth "
+                    "one, as the loss or a probability"
+                )
             (slope,) = torch.autograd.grad(values.sum(), outputs)
         return slope.detach()
 
