@@ -14,7 +14,9 @@ sequences of ``--tokens`` tokens, random ones without ``--texts``.
 alone; the rest of a build does not grow with them. ``recall`` is the share of the exact ten most
 helpful sequences of each of 32 questions that are among the index's ten; ``among 30`` those that
 ``refine=30`` finds. ``search K`` is one
-question to 100,000 synthetic rows of K numbers, after its own gradient, the files read before.
+question to 100,000 synthetic rows of K numbers, after its own gradient, the files read before: the
+ten most helpful, beside the most harmful, which none is like the question, and files that are
+read from disk.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -206,41 +209,69 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
 
 
 def search(rank: int, repeats: int) -> dict[str, float]:
-    """One question to 100,000 synthetic rows."""
+    """One question to 100,000 synthetic rows, of which 200 are like it by cosines up to 0.3."""
+    import os
     import tempfile
     from pathlib import Path
 
     from safetensors.torch import save_file
 
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.compressed import BLOCK, HELD, MIX, SHARE, Compressed
+    from blr_analysis.sensitivity.influence import compressed as kept_as
     from blr_analysis.sensitivity.influence.index import _files
 
     def places(count: int) -> Tensor:
         """Of blocks, of a model of as many numbers as the small Llama's."""
-        return torch.randint(100_000, (count, blocks)) * BLOCK
+        return torch.randint(100_000, (count, blocks)) * kept_as.BLOCK
 
-    n = 100_000
-    blocks = 2 * rank // (SHARE * HELD)
-    signs = 8 * (2 * rank - HELD * blocks) // MIX * MIX
+    n, like, cosines = 100_000, 500, 0.3
+    blocks = 2 * rank // (kept_as.SHARE * kept_as.HELD)
+    signs = 8 * (2 * rank - kept_as.HELD * blocks) // kept_as.MIX * kept_as.MIX
+    kept, question = kept_as.Compression(signs, True, signs, blocks), torch.randn(1, signs)
+    question /= question.norm()
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in _files(n).items():
-            kept = {
-                "gradients": torch.randint(256, (len(rows), signs // 8), dtype=torch.uint8),
-                "blocks": torch.randint(-127, 128, (len(rows), blocks, BLOCK), dtype=torch.int8),
-                "units": torch.rand(len(rows), blocks),
+            bits = torch.randint(256, (len(rows), signs // 8), dtype=torch.uint8)
+            for row in (rows % like == 0).nonzero().flatten().tolist():
+                rho = cosines * float(torch.rand(()))
+                z = rho * question[0] + (1 - rho**2) ** 0.5 * torch.randn(signs) / signs**0.5
+                bits[row] = torch.from_numpy(np.packbits(z.numpy() > 0))
+            apart = {"first": bits[:, : kept.first // 8].contiguous()} if kept.first else {}
+            stored = {
+                **apart,
+                "gradients": bits[:, kept.first // 8 :].contiguous(),
+                "blocks": torch.randint(
+                    -127, 128, (len(rows), blocks, kept_as.BLOCK), dtype=torch.int8
+                ),
+                "units": torch.rand(len(rows), blocks) / 1e5,
                 "places": places(len(rows)),
                 "length": torch.ones(len(rows)),
             }
-            save_file(kept, f"{folder}/{name}")
+            save_file(stored, f"{folder}/{name}")
         index = object.__new__(Index)
         known = {"path": Path(folder), "n_data": n, "numbers": signs, "signs": True, "_sums": signs}
         for name, value in {**known, "_blocks": blocks, "self_influence": torch.ones(n)}.items():
             object.__setattr__(index, name, value)
-        numbers = torch.randn(1, blocks, BLOCK)
-        asked = Compressed(torch.randn(1, signs), torch.ones(1), numbers, places(1))
+        asked = kept_as.Compressed(
+            question, torch.ones(1), torch.randn(1, blocks, kept_as.BLOCK) / 1e2, places(1)
+        )
+
+        def forget() -> None:
+            os.sync()
+            for file in Path(folder).iterdir():
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def timed(harmful: bool, cold: bool = False) -> float:
+            if cold:
+                forget()
+            start = time.perf_counter()
+            index._best(asked, 10, False, harmful=harmful)
+            return time.perf_counter() - start
+
         index._best(asked, 10, False)
-        return measured(lambda: index._best(asked, 10, False), repeats)
+        row = measured(lambda: index._best(asked, 10, False, harmful=False), repeats)
+        return {**row, "both": min(timed(True) for _ in range(repeats)), "cold": timed(False, True)}
 
 
 ROWS = (
@@ -301,7 +332,10 @@ def main() -> None:
     for row, numbers in found.items():
         cpu = numbers["cpu"]
         if row.startswith("search"):
-            print(f"{row:<18}{numbers['wall']:.2f} s, {cpu:.2f} of CPU, a question to 100,000 rows")
+            print(
+                f"{row:<18}{numbers['wall']:.2f} s, {cpu:.2f} of CPU, a question to 100,000 rows; "
+                f"with harmful ones {numbers['both']:.2f} s; from disk {numbers['cold']:.2f} s"
+            )
             continue
         count = 1 if row == "plan" else args.sequences
         scale = args.sequences if row == "plan" else 1

@@ -518,11 +518,12 @@ def top_influence_table(top: Any) -> pd.DataFrame:
     """
     n_test, k = top.helpful.shape
     train = torch.cat([top.helpful, top.harmful], dim=1).flatten()
-    test = torch.arange(n_test).repeat_interleave(2 * k)
+    harmful = top.harmful.shape[1]
+    test = torch.arange(n_test).repeat_interleave(k + harmful)
     columns: dict[str, Any] = {
         "test": test,
-        "effect": (["helpful"] * k + ["harmful"] * k) * n_test,
-        "rank": list(range(1, k + 1)) * (2 * n_test),
+        "effect": (["helpful"] * k + ["harmful"] * harmful) * n_test,
+        "rank": [*range(1, k + 1), *range(1, harmful + 1)] * n_test,
         "train": train,
         top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
     }

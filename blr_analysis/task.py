@@ -345,9 +345,10 @@ class Task:
         return {n: p.to(working(p.dtype)) for n, p in own.items()}
 
     def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These values, those of parameters in half precision as the model has them."""
+        """These values, those of parameters in half precision as the model has them: its own
+        tensors where they are equal."""
         own = dict(self.model.named_parameters())
-        return {n: _stored(v, own[n]) if n in own else v for n, v in params.items()}
+        return {n: _shared(v, own[n]) if n in own else v for n, v in params.items()}
 
     def check_parameters(self, names: Iterable[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
@@ -576,6 +577,14 @@ def working(dtype: torch.dtype) -> torch.dtype:
 def _stored(value: Tensor, parameter: Tensor) -> Tensor:
     """In half precision where the parameter is."""
     return value.to(parameter.dtype) if parameter.dtype in HALF else value
+
+
+def _shared(value: Tensor, parameter: Tensor) -> Tensor:
+    """The same; the parameter itself where it is equal, which holds nothing twice."""
+    stored = _stored(value, parameter)
+    if stored is not value and torch.equal(stored, parameter):
+        return parameter.detach()
+    return stored
 
 
 def _form(batch: Any) -> Any:

@@ -23,9 +23,10 @@ from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import InputError, ModelError, OptimizerError
 from blr_analysis.files import storage
 from blr_analysis.huggingface.diagonals import fisher_diagonal
+from blr_analysis.huggingface.recording import Recorder
 from blr_analysis.posterior import write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
@@ -146,9 +147,19 @@ def of_pieces(folder: Path) -> dict[str, Any]:
 
 
 def refusals() -> list[str]:
-    """What is said of a sharded model on one rank, too few examples, fewer than elsewhere, and
-    other data."""
-    words = []
+    """What is said by recorders of a sharded model, of one on one rank, too few examples, fewer
+    than elsewhere, and other data."""
+    words, model = [], fully_shard(mlp())
+    run = {"data": range(4), "per_device": 1, "accumulation": 1, "world_size": 2}
+    optimizer = torch.optim.AdamW(model.parameters())
+    for begin in (
+        lambda: Recorder(4, "sqrt", None, False).begin(optimizer, model, **run),
+        lambda: blr.KroneckerRecorder(model),
+    ):
+        try:
+            begin()
+        except (ModelError, OptimizerError) as error:
+            words.append(str(error))
     with ranks.alone():
         try:
             blr.Task(fully_shard(mlp()), (torch.zeros(2, 4), torch.zeros(2).long()))

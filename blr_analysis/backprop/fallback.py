@@ -106,9 +106,14 @@ def _one_by_one(
 
 
 def pulled(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Mapping[str, Tensor]
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    leaves: Mapping[str, Tensor],
+    *,
+    last: bool = False,
 ) -> list[Tensor]:
-    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf."""
+    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf. The
+    ``last`` lets go of what the forward pass kept."""
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     if not pairs:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -116,7 +121,7 @@ def pulled(
         [f for f, _ in pairs],
         list(leaves.values()),
         [c for _, c in pairs],
-        retain_graph=True,
+        retain_graph=not last,
         allow_unused=True,
         materialize_grads=True,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
-from blr_analysis.backprop.layers import axis_between
+from blr_analysis.backprop.layers import axis_between, upcast
 from blr_analysis.backprop.reading import Axes
 from blr_analysis.backprop.record import Recording, Unit, Visit, fetched, record, rounding
 from blr_analysis.errors import BLRError
@@ -32,7 +32,7 @@ class Layout:
 
     recording: Recording
     saved: int  # numbers that autograd keeps for the recording, weights apart
-    plain: tuple[Tensor, Tensor]  # the outputs of both sizes
+    plain: tuple[Tensor, Tensor] | None  # the outputs of both sizes, until they are compared
     axes: dict[tuple[str, int], Axes]
     shared: Shared
     unknown: frozenset[str]
@@ -112,9 +112,13 @@ def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -
     truth = truth.detach()
     if ours is not None and ours.shape != truth.shape:
         return False
-    gap = truth if ours is None else ours.detach() - truth
-    bound = eps**0.6 * torch.linalg.vector_norm(truth) + floor
-    return bool(torch.linalg.vector_norm(gap) <= bound)
+    return small(truth if ours is None else ours.detach() - truth, truth, eps, floor)
+
+
+def small(gap: Tensor, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
+    """Whether what a tensor is off its truth is rounding."""
+    bound = eps**0.6 * torch.linalg.vector_norm(upcast(truth)) + floor
+    return bool(torch.linalg.vector_norm(upcast(gap)) <= bound)
 
 
 def _pairs(runs: Sequence[Recording]) -> list[tuple[Visit, Visit | None]]:

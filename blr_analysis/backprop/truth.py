@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.fallback import pulled
-from blr_analysis.backprop.layers import upcast
 from blr_analysis.backprop.layout import Layout
 from blr_analysis.backprop.record import fetched, rounding
 from blr_analysis.data import check_rows
@@ -28,7 +27,7 @@ class Truth:
     at once, shows in the sum.
     """
 
-    sums: dict[str, Tensor]
+    sums: dict[str, Tensor]  # in the model's dtype
     cotangent: Tensor  # c, in the shape of the outputs
     weights: Tensor  # s
     eps: float  # of the coarsest dtype on the way
@@ -50,11 +49,10 @@ def autograd_gradients(task: Task, params: Mapping[str, Tensor], probe: Tensor) 
     eps = rounding(outputs)
     with no_backward_inside(task, leaves):
         try:
-            sums = pulled([outputs], [scaled], leaves)
+            sums = pulled([outputs], [scaled], leaves, last=True)
         except RuntimeError as error:
             raise not_differentiable(error) from error
-    named = {n: upcast(s) for n, s in zip(leaves, sums, strict=True)}
-    return Truth(named, drawn, weights, eps)
+    return Truth(dict(zip(leaves, sums, strict=True)), drawn, weights, eps)
 
 
 @contextmanager
@@ -97,6 +95,7 @@ def check_independent(
 ) -> None:
     """Raise :class:`ModelError` when an example's output depends on its batch or on chance: beside
     itself alone, and in a larger batch where it comes more often and at other places."""
+    assert layout.plain is not None
     together, larger = layout.plain
     with torch.no_grad(), task.evaluation():
         alone, target = task.run(fetched(task, probe[:1]), params, probe[:1])

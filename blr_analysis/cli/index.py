@@ -304,7 +304,7 @@ def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool
         what = "texts" if asked.likelihood.is_sequence else "examples"
         paper().print(f"all {count} {what} of the index, fewer than --top {top}")
     exactly = min(max(refine, count), index.n_data) if refine else 0
-    return index.top(asked, count, refine=exactly, normalize=normalize)
+    return index.top(asked, count, refine=exactly, normalize=normalize, harmful=False)
 
 
 def _sources(matches: Matches, out: Path | None) -> pd.DataFrame:

@@ -34,6 +34,7 @@ from blr_analysis.backprop.terms import Term, Tree, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures.kronecker import Gram, Kronecker, eigenbases
+from blr_analysis.ranks import is_sharded
 from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
@@ -63,7 +64,7 @@ class KroneckerRecorder:
             ``1 / tokens per sequence``.
 
     Raises:
-        ModelError: nothing to train, or parameters of a layer without a rule.
+        ModelError: nothing to train, parameters of a layer without a rule, or a sharded model.
         InputError: settings out of range.
 
     Example:
@@ -101,6 +102,9 @@ class KroneckerRecorder:
         self._model, self._parameters = model, _trainable(model)
         if not self._parameters:
             raise ModelError("the model has no trainable parameters to record")
+        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
+            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
+            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
         self._units = units_of(model, set(self._parameters))
         if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
             raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")

@@ -41,6 +41,7 @@ FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
 ROUNDED = 2.0**-8  # of the norm: weights that were stored in bfloat16
+TOGETHER = 2**20  # numbers that are taken in double precision at once
 
 
 _SEEN: WeakKeyDictionary[Posterior, tuple[Task, Stationarity]] = WeakKeyDictionary()
@@ -124,6 +125,7 @@ def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
     count, however they are padded. One by one, so that long ones need no room together, but for
     rows of tensors."""
     kept: dict[str, list[float]] = {"outputs": [], "targets": [], "losses": []}
+    mean = task.cast(mean)
     chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
     rows = task.examples.is_tensors and not task.likelihood.is_sequence
     for indices in chosen.split(task.batch_size if rows else 1):
@@ -228,6 +230,8 @@ def _distance(task: Task, q: Posterior) -> float:
     own = dict(task.model.named_parameters())
     gap = size = 0.0
     for name, m in q.mean.items():
-        gap += float((own[name].detach().to(m) - m).double().square().sum())
-        size += float(m.double().square().sum())
+        here, there = own[name].detach().to(m).flatten(), m.flatten()
+        for a, b in zip(here.split(TOGETHER), there.split(TOGETHER), strict=True):
+            gap += float((a - b).double().square().sum())
+            size += float(b.double().square().sum())
     return math.sqrt(gap / max(size, 1e-300))

@@ -15,12 +15,13 @@ import pytest
 import torch
 from models import mlp
 from oracles import relative
+from safetensors.torch import save_file
 from tiny_lm import sequences, task_of, tiny_lm
 
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.sensitivity.influence import compressed
+from blr_analysis.sensitivity.influence import compressed, search
 from blr_analysis.sensitivity.influence import index as module
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -67,22 +68,32 @@ def test_with_room_for_everything_it_is_exact(
         assert top.table[column].equals(truth.table[column])
 
 
-@pytest.mark.parametrize(("few", "threads"), [(0, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("few", "threads", "first"), [(3, 1, 64), (8, 1, 2**14), (8, 2, 64)], ids=str
+)
 def test_a_search_by_signs_finds_the_same(
-    few: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few: int, threads: int, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the first signs apart, and as indexes were written before."""
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(module, "SPARE", N - 3)
+    monkeypatch.setattr(search, "SPARE", 1)
     monkeypatch.setattr(compressed, "CACHED", 200)
+    monkeypatch.setattr(compressed, "FIRST", first)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60, **QUIET)
-    asked: dict[str, Any] = {"normalize": bool(few), **QUIET}
+    assert index.signs and bool(index._compression.first) == (first == 64)
+    asked: dict[str, Any] = {"normalize": few == 3, **QUIET}
     values = index.influence(test, **asked)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     top = index.top(test, 3, **asked)
     assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
+    alone = index.top(test, 3, harmful=False, **asked)
+    assert torch.equal(alone.helpful, top.helpful) and alone.harmful.shape == (4, 0)
+    kept = top.table.query("effect == 'helpful'")
+    for column in ("test", "effect", "rank", "train", "source"):
+        assert alone.table[column].tolist() == kept[column].tolist()
     for side, largest in (("helpful", True), ("harmful", False)):
         truth, rows = values.topk(3, dim=0, largest=largest)
         assert torch.equal(getattr(top, side), rows.mT)
@@ -106,14 +117,14 @@ def flat() -> blr.Posterior:
 
 
 def signed(
-    x: torch.Tensor, size: int, blocks: int = 0
+    x: torch.Tensor, size: int, blocks: int = 0, more: int = 1
 ) -> tuple[compressed.Compression, compressed.Compressed]:
     """What is kept of these vectors."""
     compression = compressed.Compression(size, True, min(size, 3072), blocks)
     parts = zip(compression.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
     whole = slice(None)
     tiles = [(whole, start, w * root) for (start, root), w in parts]
-    return compression, compression.compressed(len(x), tiles)
+    return compression, compression.compressed(len(x), tiles, more=more)
 
 
 @pytest.mark.parametrize("size", [256, 1024, 2048, 4 * 3072])
@@ -126,8 +137,49 @@ def test_signs_err_as_the_formula_says(size: int) -> None:
     assert kept["gradients"].shape == (60, size // 8) and kept["gradients"].dtype == torch.uint8
     error = compression.values(kept, asked) - truth
     assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
-    coarse = compression.values(kept, asked, rough=True) - truth
-    assert float(coarse.std()) < 2 * (math.pi / 2 / size) ** 0.5
+    exact = compression.values(kept, asked)
+    for found in (
+        compression.rough(kept, asked),
+        compression.near(kept, compression.rounded(asked, 2)),
+        compression.near(kept, compression.rounded(asked, 4)),
+    ):
+        values, error = found.unbind(1)
+        off = ((values - exact) / error).square().mean().sqrt()
+        assert 0.4 < float(off) < 1.3 and search._wider(found, exact)[1] == off.clamp_min(1)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5])
+def test_a_search_reads_what_may_be_among_the_best(
+    alike: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 600 vectors, ten of which are like the question or none: the same rows as all values tell,
+    from the first signs of most rows or all that there is."""
+    monkeypatch.setattr(module, "SHARD", 100)
+    monkeypatch.setattr(compressed, "FIRST", 2**11)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 3000, generator=generator) for n in (600, 2))
+    x[::60] += alike * y[0]
+    compression, stored = signed(torch.nn.functional.normalize(x), 6 * 3072)
+    _, asked = signed(torch.nn.functional.normalize(y[:1]), 6 * 3072)
+    values = compression.values(kept := compression.stored(stored, torch.float16), asked)
+    for name, rows in module._files(600).items():
+        save_file({n: t[rows].contiguous() for n, t in kept.items()}, tmp_path / name)
+    index = object.__new__(blr.Index)
+    held = {"path": tmp_path, "n_data": 600, "numbers": compression.size, "signs": True}
+    for name, value in {**held, "_sums": compression.sums, "_blocks": 0}.items():
+        object.__setattr__(index, name, value)
+    read: list[int] = []
+
+    def near(own: Any, kept: Any, question: Any, near: Any = compression.near) -> torch.Tensor:
+        read.append(len(kept["length"]))
+        return near(kept, question)
+
+    monkeypatch.setattr(compressed.Compression, "near", near)
+    sides = index._best(asked, 5, False, harmful=not alike)
+    for (found, rows), largest in zip(sides, (True, False), strict=False):
+        truth, names = values.topk(5, dim=0, largest=largest)
+        assert torch.equal(rows, names) and relative(found, truth) < 1e-5
+    assert (sum(read) < 600) == bool(alike)
 
 
 @pytest.mark.parametrize("paired", [1, 2**24])
@@ -156,6 +208,11 @@ def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
     assert relative(compressed.in_common(kept, asked), torch.tensor(common)) < 0.02
     nothing = {n: t for n, t in kept.items()} | {"length": torch.zeros(6)}
     assert torch.equal(compression.values(nothing, asked), compressed.in_common(kept, asked))
+    _, more = signed(y, 1024, 3, more=2)
+    assert torch.equal(more.z, asked.z) and torch.equal(more.places[:, :3], asked.places)
+    whole = [[sum(float(a[k] @ w[k : k + len(a[k])]) for k in a if k in set(places.tolist()))
+              for w, places in zip(y, more.places, strict=True)] for a, _ in mine]  # fmt: skip
+    assert relative(compressed.in_common(kept, more), torch.tensor(whole)) < 0.02
     fitting = compressed.Compression.of(flat(), 2000, torch.float16)
     assert fitting.blocks == 3 and 3600 < fitting.nbytes(torch.float16) <= 4000
 
@@ -185,6 +242,16 @@ def test_tiles_make_no_difference(structure: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(small.places, large.places)
     for name in ("z", "squares", "blocks"):
         assert relative(getattr(small, name), getattr(large, name)) < 1e-5
+
+
+def test_products_in_bfloat16_change_little() -> None:
+    task = language()
+    q, compression = posterior(task, "kron"), compressed.Compression(256, True, 256, 0)
+    how = (task, q, compression, compression.roots(q), engine.QUIET)
+    exact, half = module._projected(*how), module._projected(*how, half=True)
+    assert 1e-5 < relative(half.z, exact.z) < 0.02
+    assert relative(half.squares, exact.squares) < 2e-3 and half.z.dtype == exact.z.dtype
+    assert not module.multiplies_half(q)  # in double precision
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:

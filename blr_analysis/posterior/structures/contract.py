@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -297,21 +296,16 @@ class Spectral(Structure):
     def basis_solve(self, v: Tree) -> Tree:
         return {k: v[k] / s for k, s in self.values.items()}
 
-    @cached_property
-    def _variance(self) -> Tree:
+    def basis_variance(self) -> Tree:
         return {k: 1 / s for k, s in self.values.items()}
 
-    def basis_variance(self) -> Tree:
-        return self._variance
-
     def gram(self, terms: Sequence[Term]) -> Tensor:
-        variance = self.basis_variance()
         sums: Tensor | None = None
-        for term, basis in self.paired(terms):
+        for term, basis in self.paired(terms):  # 1/S of one layer at a time is held
             if basis is None:
-                sums = term.gram(variance, sums)
+                sums = term.gram({n: 1 / self.values[n] for n in term.names}, sums)
             else:
-                sums = term.rotated_gram(basis, variance[basis.key], sums)
+                sums = term.rotated_gram(basis, 1 / self.values[basis.key], sums)
         return total([]) if sums is None else sums
 
     def logdet(self) -> Tensor:

@@ -10,10 +10,12 @@ Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps 
 ‖r_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
 third of the error of one sum in half precision. Whitened gradients of language models fill their
 space, so that few directions hold little of any; but of one that trains its words, a hundredth of
-the numbers hold two thirds of ‖w‖². v_iᵀ r_j, of blocks that only one side keeps, is left out.
+the numbers hold two thirds of ‖w‖². Of a question many more blocks are at hand, with which v_i is
+multiplied; left out are r_iᵀ v_j, and v_iᵀ w_j elsewhere.
 
 Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
-al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013.
+al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013; Max, "Quantizing for
+minimum distortion", 1960 (the steps).
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ TILE = 2**18  # numbers of gradients that are made and used at once, so that the
 PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
 HASHED = 2**16  # entries of a table that tells most blocks apart
 CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
+WORD = 64  # bits that are compared at once
+PART, FIRST = 8, 2**14  # one sign in so many is looked at first, where these are as many as that
+STEPS = {2: 0.996, 4: 0.335}  # that round normal numbers to so many bits with the least error
 
+Kept = Mapping[str, Tensor]  # of some examples, as files hold it
 Roots = Mapping[str, tuple[int, Tensor]]  # of every matrix: place of its first number, ±Σ^½
 
 
@@ -55,6 +61,10 @@ class Compressed:
     squares: Tensor
     blocks: Tensor
     places: Tensor
+
+    def part(self, chosen: slice) -> Compressed:
+        """Some of them."""
+        return Compressed(*(t[chosen] for t in vars(self).values()))
 
     def over(self, lengths: Tensor) -> Compressed:
         """Of w divided by these lengths."""
@@ -101,15 +111,19 @@ class Compression:
             start += s.numel()
         return roots
 
-    def compressed(self, count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Compressed:
-        """From parts of so many w, with random signs: see :func:`whitened`."""
+    def compressed(
+        self, count: int, parts: Iterable[tuple[slice, int, Tensor]], *, more: int = 1
+    ) -> Compressed:
+        """From parts of so many w, with random signs: see :func:`whitened`; ``more``: times as many
+        blocks, of which z lacks the longest as ever."""
         found: Sums | None = None
         for examples, start, w in parts:
-            found = found or Sums.none(count, self, w)
+            found = found or Sums.none(count, self, w, more)
             found.add(examples, start, w)
         assert found is not None
-        within = found.places.unsqueeze(2) + torch.arange(BLOCK, device=found.z.device)
-        z = found.z.scatter_add_(1, (within % self.sums).flatten(1), -found.blocks.flatten(1))
+        blocks, places = found.blocks[:, : self.blocks], found.places[:, : self.blocks]
+        within = places.unsqueeze(2) + torch.arange(BLOCK, device=found.z.device)
+        z = found.z.scatter_add_(1, (within % self.sums).flatten(1), -blocks.flatten(1))
         rest = found.squares, found.blocks, found.places
         return Compressed(self.mixed(z).cpu(), *(t.cpu() for t in rest))
 
@@ -130,6 +144,12 @@ class Compression:
             parts.append(z)
         return torch.cat(parts, dim=1) / len(parts) ** 0.5
 
+    @property
+    def first(self) -> int:
+        """Signs that lie apart and are looked at before the others; 0: none do."""
+        some = self.size // PART // WORD * WORD
+        return some if self.signs and some >= FIRST else 0
+
     def stored(self, own: Compressed, dtype: torch.dtype) -> dict[str, Tensor]:
         """For a file: unit vectors; or bits, and blocks in steps of a 127th of their largest."""
         if not self.signs:
@@ -137,42 +157,105 @@ class Compression:
             return {"gradients": (own.z / length.to(own.z).view(-1, 1)).to(dtype), "length": length}
         left = own.squares - own.blocks.double().square().sum((1, 2))
         units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        bits, first = np.packbits((own.z > 0).numpy(), axis=1), self.first // 8
+        apart = {"first": torch.from_numpy(bits[:, :first].copy())} if first else {}
         return {
-            "gradients": torch.from_numpy(np.packbits((own.z > 0).numpy(), axis=1)),
+            **apart,
+            "gradients": torch.from_numpy(bits[:, first:].copy()),
             "length": left.clamp_min(0).sqrt(),
             "blocks": (own.blocks / units.unsqueeze(2)).round().to(torch.int8),
             "units": units.float(),
             "places": own.places,
         }
 
-    def values(
-        self, kept: Mapping[str, Tensor], asked: Compressed, *, rough: bool = False
-    ) -> Tensor:
-        """Influence of what is stored on the questions, ``[n, M]``; ``rough``: from signs alone."""
-        product = self.likeness if rough else self.products
-        values = product(kept["gradients"], asked.z)
-        values *= kept["length"].to(values).unsqueeze(1)
+    def values(self, kept: Kept, asked: Compressed) -> Tensor:
+        """Influence of what is stored on the questions, ``[n, M]``."""
+        return self._scaled(kept, asked, self._products(_parts(kept), asked.z))
+
+    def _scaled(self, kept: Kept, asked: Compressed, likeness: Tensor) -> Tensor:
+        values = likeness.mul_(kept["length"].to(likeness).unsqueeze(1))
         return values + in_common(kept, asked).to(values) if self.blocks else values
 
-    def products(self, units: Tensor, asked: Tensor) -> Tensor:
+    def _products(self, units: list[Tensor], asked: Tensor) -> Tensor:
         """Of what is stored ``[n, ...]`` with z of the questions ``[M, size]``, ``[n, M]``."""
-        some = units.split(max(1, CACHED // self.size))
         if not self.signs:
+            some = units[0].split(max(1, CACHED // self.size))
             return torch.cat([part.to(asked.dtype) @ asked.mT for part in some])
-        bits = (torch.from_numpy(np.unpackbits(part.numpy(), axis=1)) for part in some)
-        sums = torch.cat([part.to(asked.dtype) @ asked.mT for part in bits])
+        sums, start = asked.new_zeros(len(units[0]), len(asked)), 0
+        for own in units:
+            z = asked[:, start : start + 8 * own.shape[1]]
+            for rows in slices(len(own), CACHED // z.shape[1]):
+                bits = torch.from_numpy(np.unpackbits(own[rows].numpy(), axis=1))
+                sums[rows] += bits.to(asked.dtype) @ z.mT
+            start += z.shape[1]
         return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
 
-    def likeness(self, units: Tensor, asked: Tensor) -> Tensor:
-        """The same from the signs of either side, by how many are equal."""
-        theirs = np.packbits((asked > 0).numpy(), axis=1).view(np.uint64)
-        ours = np.array_split(units.numpy().view(np.uint64), -(-units.nbytes // CACHED))
-        unequal = [
-            [np.bitwise_count(part ^ question).sum(1, dtype=np.int64) for part in ours]
-            for question in theirs
-        ]
-        shares = np.stack([np.concatenate(parts) for parts in unequal], axis=1) / self.size
-        return (math.pi * torch.from_numpy(shares)).cos() * asked.norm(dim=1)
+    def rough(self, kept: Kept, asked: Compressed) -> Tensor:
+        """The same from the first signs alone, of either side, by how many are equal; and the
+        standard deviation of what that is off, ``[n, 2, M]``. Of a cosine this is π / 2√K."""
+        own = _parts(kept)[0]
+        signs = asked.z[:, : 8 * own.shape[1]] > 0
+        shares = unequal([own], signs.unsqueeze(1)).squeeze(2) / signs.shape[1]
+        likeness = (math.pi * shares).cos_().to(asked.z) * asked.z.norm(dim=1)
+        variance = (math.pi / 2) ** 2 / signs.shape[1] + math.pi / 2 / self.size
+        return self._with_error(kept, asked, likeness, asked.z.norm(dim=1) * variance**0.5)
+
+    def near(self, kept: Kept, question: Rounded) -> Tensor:
+        """The same from all signs, and numbers of a few bits of the question."""
+        counts, bits = unequal(_parts(kept), question.planes), question.planes.shape[1]
+        weights = 2.0 ** torch.arange(bits, dtype=counts.dtype)
+        sums = (self.size * (2**bits - 1) - 2 * (counts @ weights)).to(question.unit)
+        likeness = sums * question.unit * math.sqrt(math.pi / 2 / self.size)
+        return self._with_error(kept, question.asked, likeness, question.error)
+
+    def _with_error(self, kept: Kept, asked: Compressed, likeness: Tensor, error: Tensor) -> Tensor:
+        errors = kept["length"].to(error).unsqueeze(1) * error
+        return torch.stack([self._scaled(kept, asked, likeness), errors], dim=1)
+
+    def rounded(self, asked: Compressed, bits: int) -> Rounded:
+        """z as odd numbers q of so many bits, in such a unit that z − unit · q is at right angles
+        with z: its products with signs, by which :meth:`near` is off, are 0 on average."""
+        step, levels = STEPS[bits] * asked.z.square().mean(1, keepdim=True).sqrt(), 2**bits
+        level = (asked.z / rooted(step.square()) + levels / 2).floor_().clamp_(0, levels - 1).int()
+        q = (2 * level - (levels - 1)).to(asked.z)
+        along = (asked.z * q).sum(1)  # 0 where z is
+        unit = asked.z.square().sum(1) / torch.where(along > 0, along, 1)
+        left = (asked.z - unit.unsqueeze(1) * q).norm(dim=1)
+        planes = torch.stack([(level >> bit & 1).bool() for bit in range(bits)], dim=1)
+        return Rounded(asked, planes, unit, left * math.sqrt(math.pi / 2 / self.size))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Questions whose numbers are rounded: the bits of each ``[M, b, size]``, their unit, and
+    the standard deviation of what a product with signs is then off, for a length of 1, ``[M]``."""
+
+    asked: Compressed
+    planes: Tensor
+    unit: Tensor
+    error: Tensor
+
+
+def _parts(kept: Kept) -> list[Tensor]:
+    """What is stored in place of z, by its columns."""
+    return [kept[name] for name in ("first", "gradients") if name in kept]
+
+
+def unequal(units: list[Tensor], planes: Tensor) -> Tensor:
+    """How many stored bits are not those of the planes ``[M, b, size]``, ``[n, M, b]``."""
+    counts = np.zeros((len(units[0]), *planes.shape[:2]), dtype=np.int64)
+    start = 0
+    for own in units:
+        theirs = planes[..., start : start + 8 * own.shape[1]]
+        words = np.packbits(theirs.numpy(), axis=2).view(np.uint64)
+        rows = own.numpy().view(np.uint64)
+        for some in slices(len(rows), CACHED // own.shape[1]):
+            part = rows[some]
+            for j, of_question in enumerate(words):
+                for b, plane in enumerate(of_question):
+                    counts[some, j, b] += np.bitwise_count(part ^ plane).sum(1, dtype=np.uint32)
+        start += theirs.shape[2]
+    return torch.from_numpy(counts).double()
 
 
 @dataclass
@@ -186,8 +269,8 @@ class Sums:
     places: Tensor
 
     @classmethod
-    def none(cls, count: int, compression: Compression, like: Tensor) -> Sums:
-        longest = count, compression.blocks
+    def none(cls, count: int, compression: Compression, like: Tensor, more: int) -> Sums:
+        longest = count, more * compression.blocks
         return cls(
             like.new_zeros(count, compression.sums),
             like.new_zeros(count, dtype=torch.float64),
@@ -237,7 +320,8 @@ def whitened(terms: Iterable[Term], roots: Roots) -> Iterator[tuple[slice, int, 
             for some in slices(term.n_examples, TILE // size):
                 for name, gradients in tile.part(some).jacobian().items():
                     start, root = own[name]
-                    yield some, start, gradients[:, 0].flatten(1).mul_(root)  # nobody else's
+                    w = gradients[:, 0].flatten(1)  # nobody else's
+                    yield some, start, w.mul_(root) if w.dtype == root.dtype else w * root
 
 
 def _of_rows(
@@ -250,13 +334,13 @@ def _of_rows(
     return start + rows.start * each, root.view(layout.rows, each)[rows].flatten()
 
 
-def in_common(kept: Mapping[str, Tensor], asked: Compressed) -> Tensor:
-    """v_iᵀ v_j of the blocks that both keep, ``[n, M]``."""
-    (m, each), values = asked.places.shape, []
+def in_common(kept: Kept, asked: Compressed) -> Tensor:
+    """v_iᵀ w_j over the blocks that both have, ``[n, M]``."""
+    (m, each), own, values = asked.places.shape, kept["places"].shape[1], []
     places, order = asked.places.flatten().sort()
     theirs, asked_for = asked.blocks.flatten(0, 1), torch.zeros(HASHED, dtype=torch.bool)
     asked_for[places // BLOCK % HASHED] = True
-    for some in slices(len(kept["places"]), PAIRED // (m * each * BLOCK)):
+    for some in slices(len(kept["places"]), PAIRED // (m * own * BLOCK)):
         at = kept["places"][some].flatten()
         hits = asked_for[(at // BLOCK).remainder_(HASHED)].nonzero().squeeze(1)  # or nearly so
         at = at[hits]
@@ -268,7 +352,7 @@ def in_common(kept: Mapping[str, Tensor], asked: Compressed) -> Tensor:
         mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
         products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
         sums = products.new_zeros((some.stop - some.start) * m)
-        values.append(sums.index_add_(0, ours // each * m + other // each, products).view(-1, m))
+        values.append(sums.index_add_(0, ours // own * m + other // each, products).view(-1, m))
     return torch.cat(values)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.matrices import Basis
+from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import slices
+from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import check_free, check_room, drafted, held
@@ -49,7 +51,13 @@ from blr_analysis.sensitivity.influence.blocks import (
     matrix_of,
     pieces,
 )
-from blr_analysis.sensitivity.influence.compressed import Compressed, Compression, Roots, whitened
+from blr_analysis.sensitivity.influence.compressed import (
+    Compressed,
+    Compression,
+    Kept,
+    Roots,
+    whitened,
+)
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     Best,
@@ -60,10 +68,12 @@ from blr_analysis.sensitivity.influence.results import (
     quantity_of,
     rooted,
 )
+from blr_analysis.sensitivity.influence.search import best
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 4
+FORMAT, VERSION = "blr_analysis.index", 5
+READ = (4, VERSION)  # that are opened: before, the first signs did not lie apart
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of what a plan says
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
@@ -71,8 +81,8 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.f
 TOGETHER = 2**22  # numbers of what is kept that are made at once
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
-FEW = 8  # questions whose signs alone are compared first
-SPARE = 64  # examples beyond those asked for, whose rank that could have changed
+FEW = 8  # questions that are looked for together
+MORE = 32  # times as many blocks of a question as of what is stored
 
 
 @dataclass(frozen=True)
@@ -223,7 +233,7 @@ class Index:
         """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples.
 
         Args:
-            normalize: as there; the lengths are exact.
+            normalize: as there; the lengths are those of :attr:`self_influence`.
 
         Raises:
             InputError: another ``normalize``.
@@ -231,7 +241,8 @@ class Index:
         """
         quantity_of(normalize)
         asked, _ = self._project(test_task, normalize, progress)
-        return torch.cat([values for _, values in self._products(asked, normalize)])
+        each = self._read(lambda own: self._compression.values(own, asked), normalize)
+        return torch.cat([values for _, values in each])
 
     @torch.inference_mode(False)
     def top(
@@ -241,6 +252,7 @@ class Index:
         *,
         refine: int = 0,
         normalize: Normalize = False,
+        harmful: bool = True,
         progress: bool | None = None,
     ) -> Matches:
         """The k most helpful and most harmful of every question, without the matrix.
@@ -250,6 +262,8 @@ class Index:
                 of each; needs ``Index.open(path, task=task)``.
             normalize: as for :func:`blr_analysis.influence`: True or "cosine" finds what a question
                 came from, where long texts otherwise lead every list.
+            harmful: False leaves these out, ``[M, 0]``: of large indexes that takes a fraction of
+                the time, where nothing is as far below 0 as the best are above it.
 
         Raises:
             InputError: k above the number of examples, ``refine`` below k or without the task,
@@ -262,23 +276,25 @@ class Index:
         quantity = quantity_of(normalize)
         asked, lengths = self._project(test_task, normalize, progress)
         most = min(max(k, refine), self.n_data)
-        (high, helpful), (low, harmful) = self._best(asked, most, normalize)
-        if refine:
-            high, low = (
-                self._exact(test_task, names) / lengths.to(high) / self._own(normalize)[names]
-                for names in (helpful, harmful)
-            )
-        sides = []
-        for values, names, largest in ((high, helpful, True), (low, harmful, False)):
-            chosen, places = values.topk(k, dim=0, largest=largest)
+        sides: list[Tensor] = []
+        for sign, (values, names) in zip(
+            (1, -1), self._best(asked, most, normalize, harmful=harmful), strict=False
+        ):
+            if refine:
+                values = self._exact(test_task, names) / lengths.to(values)
+                values = values / self._own(normalize)[names]
+            chosen, places = values.topk(k, dim=0, largest=sign > 0)
             sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
+        if not harmful:
+            sides += [side[:, :0] for side in sides]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
         return Matches(*sides, metadata=metadata, quantity=quantity)
 
     @cached_property
     def self_influence(self) -> Tensor:
-        """g_iᵀ Σ g_i of every stored example, exact, ``[N]``."""
+        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact, but for some 1e-4 where signs are
+        kept and the device multiplies bfloat16 faster than float32."""
         return torch.tensor(self.examples["self_influence"], dtype=torch.float64)
 
     @cached_property
@@ -298,7 +314,8 @@ class Index:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
         compression, task = self._compression, q.judging(task)
-        asked = _projected(task, q, compression, compression.roots(q), Chunking(progress=progress))
+        chunking = Chunking(progress=progress)
+        asked = _projected(task, q, compression, compression.roots(q), chunking, more=MORE)
         ones = torch.ones_like(asked.squares)
         lengths = rooted(asked.squares) if normalize == "cosine" else ones
         return asked.over(lengths), lengths
@@ -311,46 +328,39 @@ class Index:
         """What the stored examples are divided by, ``[N]``."""
         return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
 
-    def _products(
-        self, asked: Compressed, normalize: Normalize, *, rough: bool = False
+    def _read(
+        self,
+        compute: Callable[[Kept], Tensor],
+        normalize: Normalize,
+        rows: Tensor | None = None,
+        *,
+        threads: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their values, file by file, read by memory map; ``rough``: from signs alone, a
-        file on each of torch's threads."""
-        files, threads = _files(self.n_data), torch.get_num_threads()
+        """Rows and what is computed from what is kept of them, file by file."""
         own = self._own(normalize)
+        for chosen, values in _read(self.path, self.n_data, compute, rows, threads=threads):
+            lengths = own[chosen].to(values)
+            yield chosen, values / lengths.view(-1, *[1] * (values.ndim - 1))
 
-        def values_of(name: str) -> Tensor:
-            values = self._compression.values(load_file(self.path / name), asked, rough=rough)
-            return values / own[files[name]].to(values).unsqueeze(1)
+    def _best(
+        self, asked: Compressed, k: int, normalize: Normalize, *, harmful: bool = True
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Values and rows ``[k, M]`` of the largest, then, if asked for, of the smallest."""
+        signs, threads = [1, -1] if harmful else [1], torch.get_num_threads()
 
-        values: Iterable[Tensor] = map(values_of, files)
-        if rough and threads > 1:
-            alone: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
-            try:
-                with ThreadPoolExecutor(threads, **alone) as pool:
-                    values = list(pool.map(values_of, files))
-            finally:
-                torch.set_num_threads(threads)
-        yield from zip(files.values(), values, strict=True)
+        def read(compute: Callable[[Kept], Tensor], rows: Tensor | None) -> Tensor:
+            found = self._read(compute, normalize, rows, threads=threads)
+            return torch.cat([values for _, values in found])
 
-    def _best(self, asked: Compressed, k: int, normalize: Normalize) -> list[tuple[Tensor, Tensor]]:
-        """Values and rows ``[k, M]`` of the largest, then of the smallest. For a few questions they
-        are looked for by signs on either side, with some to spare whose values are then computed.
-        """
-        rough = self.signs and len(asked.z) <= FEW and hasattr(np, "bitwise_count")  # of NumPy 2
-        best = Best(min(k + SPARE if rough else k, self.n_data))
-        for rows, values in self._products(asked, normalize, rough=rough):
-            best.add(rows, values)
-        if not rough:
-            return best.sides()
-        own, sides = self._own(normalize), []
-        for (_, names), largest in zip(best.sides(), (True, False), strict=True):
-            union, places = names.unique(return_inverse=True)
-            exact = self._compression.values(_stored(self.path, self.n_data, union), asked)
-            exact /= own[union].to(exact).unsqueeze(1)
-            values, chosen = exact.gather(0, places.view_as(names)).topk(k, dim=0, largest=largest)
-            sides.append((values, names.gather(0, chosen)))
-        return sides
+        if self.signs and hasattr(np, "bitwise_count"):  # of NumPy 2
+            blocks = (asked.part(some) for some in slices(len(asked.z), FEW))
+            each = [best(read, self._compression, b, self.n_data, k, signs) for b in blocks]
+            parts = [list(zip(*side, strict=True)) for side in zip(*each, strict=True)]
+            return [(torch.cat(values, 1), torch.cat(names, 1)) for values, names in parts]
+        kept = Best(min(k, self.n_data))
+        for rows, values in self._read(lambda own: self._compression.values(own, asked), normalize):
+            kept.add(rows, values)
+        return kept.sides()[: len(signs)]
 
     def _exact(self, test_task: Task, names: Tensor) -> Tensor:
         """The exact influence of these candidates ``[r, M]`` on each question."""
@@ -434,14 +444,39 @@ def _files(n_data: int) -> dict[str, Tensor]:
     return {shard_name(STEM, k, len(parts)): rows for k, rows in enumerate(parts, start=1)}
 
 
-def _stored(place: Path, n_data: int, rows: Tensor) -> dict[str, Tensor]:
-    """What is kept of these examples, which rise."""
-    each = []
-    for name, of_file in _files(n_data).items():
-        own = rows[torch.isin(rows, of_file)] - of_file[0]
-        if len(own):
-            each.append({n: t[own] for n, t in load_file(place / name).items()})
-    return {n: torch.cat([kept[n] for kept in each]) for n in each[0]}
+def _read(
+    place: Path,
+    n_data: int,
+    compute: Callable[[Kept], Tensor],
+    rows: Tensor | None = None,
+    *,
+    threads: int = 1,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows, all or these, which rise, and what is computed from what is kept of them: file by file,
+    read by memory map, or a file on each of so many threads."""
+    parts = [(name, of_file, of_file) for name, of_file in _files(n_data).items()]
+    if rows is not None:
+        counts = torch.bincount(rows // SHARD, minlength=len(parts)).tolist()
+        chosen = zip(parts, rows.split(counts), strict=True)
+        parts = [(name, of_file, own) for (name, of_file, _), own in chosen if len(own)]
+
+    def of(part: tuple[str, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        name, of_file, own = part
+        kept = load_file(place / name)
+        if len(own) < len(of_file):
+            kept = {n: t[own - of_file[0]] for n, t in kept.items()}
+        return own, compute(kept)
+
+    if threads == 1 or len(parts) == 1:
+        yield from map(of, parts)
+        return
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            found = list(pool.map(of, parts))
+    finally:
+        torch.set_num_threads(before)
+    yield from found
 
 
 @contextmanager
@@ -485,6 +520,16 @@ def _check_claim(place: Path, described: dict[str, Any]) -> None:
     raise StorageError(f"{str(place)!r} holds {what}: name a new folder.")
 
 
+def multiplies_half(q: Posterior) -> bool:
+    """Whether this device multiplies bfloat16 faster than the float32 that the posterior is in."""
+    m = next(iter(q.mean.values()))
+    if m.dtype != torch.float32:
+        return False
+    if m.device.type == "cpu":
+        return bool(torch.cpu._is_avx512_bf16_supported())
+    return m.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _projected(
     task: Task,
     q: Posterior,
@@ -493,16 +538,27 @@ def _projected(
     chunking: Chunking,
     indices: Tensor | None = None,
     cotangent: Cotangent = loss_gradient,
+    *,
+    half: bool = False,
+    more: int = 1,
 ) -> Compressed:
-    """Of these examples, on the CPU."""
+    """Of these examples, on the CPU; ``half``: turned and formed by products in bfloat16; ``more``:
+    times as many blocks as are stored."""
     parts = []
+
+    def turned(term: Term, basis: Basis | None) -> Term:
+        if basis is None:
+            return term
+        if not (half and isinstance(term, Outer)):
+            return term.rotated(basis)
+        return term.cast(torch.bfloat16).rotated(basis.to(basis.right.device, torch.bfloat16))
+
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         whole = loss_terms(task, chunk, cotangent)
         for some in slices(whole[0].n_examples, TOGETHER // compression.size):
             paired = q.form.paired([term.part(some) for term in whole])
-            turned = (t if basis is None else t.rotated(basis) for t, basis in paired)
-            tiles = whitened(turned, roots)
-            parts.append(compression.compressed(some.stop - some.start, tiles))
+            tiles = whitened((turned(*pair) for pair in paired), roots)
+            parts.append(compression.compressed(some.stop - some.start, tiles, more=more))
             check_finite(parts[-1].squares, "projected gradient")
     return Compressed(
         *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
@@ -521,7 +577,8 @@ def _write_shard(
     cotangent: Cotangent,
 ) -> None:
     """What is kept of these examples, and their exact self-influences."""
-    own = _projected(task, q, compression, roots, chunking, rows, cotangent)
+    half = compression.signs and multiplies_half(q)
+    own = _projected(task, q, compression, roots, chunking, rows, cotangent, half=half)
     stored = {**compression.stored(own, dtype), "self_influence": own.squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
@@ -553,8 +610,10 @@ def _measured(
     count = min(most[1], task.n_data // 2)
     rows = order[count:][: most[0]].sort().values
     columns = order[:count].sort().values if count else rows
-    asked = _projected(task, q, compression, compression.roots(q), chunking, columns)
-    estimate = compression.values(_stored(place, task.n_data, rows), asked)
+    roots = compression.roots(q)
+    asked = _projected(task, q, compression, roots, chunking, columns, more=MORE)
+    read = _read(place, task.n_data, lambda kept: compression.values(kept, asked), rows)
+    estimate = torch.cat([values for _, values in read])
     exact = pieces(
         task,
         q,
@@ -577,6 +636,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     content = read_json(file)
     if content.get("format") != FORMAT:
         raise StorageError(f"{str(file)!r} is no index of this package.")
-    if content.get("version") != VERSION:
+    if content.get("version") not in READ:
         raise StorageError(f"{str(file)!r} is of another version than {VERSION}: build it again.")
     return content

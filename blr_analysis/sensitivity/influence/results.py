@@ -223,7 +223,8 @@ class Matches(Tabular):
         helpful_values: influence ``[M, k]`` in nats (or normalized), falling.
         harmful: indices ``[M, k]``: leaving them out lowers the question's loss most.
         harmful_values: influence ``[M, k]``, rising from the most negative. With few
-            training examples of one sign, the last of either list are of the other.
+            training examples of one sign, the last of either list are of the other. Where only
+            helpful ones were asked for, these two are ``[M, 0]``.
         metadata: of the training examples, by column.
         quantity: what the values are: "influence", "normalized_influence" or "cosine".
     """
