@@ -74,6 +74,7 @@ def test_error_and_hessian_are_the_losss_derivatives(likelihood: Likelihood) -> 
     assert relative(likelihood.hessian(f, y), hessian) < 1e-12
     root = likelihood.hessian_root(f, y)
     assert relative(root @ root.mT, hessian) < 1e-12
+    assert root.shape[-1] == C - isinstance(likelihood, Categorical)  # what a GGN takes backward
     if (parts := likelihood.hessian_parts(f, y)) is not None:
         s, v = parts
         assert relative(s.diag_embed() - v.unsqueeze(-1) * v.unsqueeze(-2), hessian) < 1e-12

@@ -64,7 +64,8 @@ def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
             replace(_script("all in memory", "peers_script.py", made, method), memory=held)
         )
     for method in SIMPLE:
-        found += [_raw(made, method, flushed=False), _script("ours", "run_blr.py", made, method)]
+        found += [_raw(made, method, flushed=False), _raw(made, method, flushed=True)]
+        found += [_script("ours", "run_blr.py", made, method)]
         found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
     return found
 

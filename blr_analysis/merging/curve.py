@@ -38,7 +38,7 @@ class MergePoint:
         accuracies: fraction right on each; NaN for regression.
         failure: why it could not be run; "" where it could.
         predicted: of a front, the mean loss on each task that its surrogate foretold; empty where
-            precisions are of no loss.
+            precisions are of no loss ("gram"), or of an unknown number of examples.
     """
 
     method: str
@@ -469,8 +469,12 @@ def merge_curve(
     grid = read_grid(weights, names, search=search == "coordinates")
     grid = Grid("front") if search == "front" else grid
     curved = None if precisions is None else in_order(precisions, names)
-    if search == "front":
+    owners = [t for t, count in enumerate(counts) for _ in range(count)]
+    if search == "front":  # what is said of a task holds for each of its checkpoints
         curved = [p for t, p in enumerate(curved or []) for p in _each(p, counts[t], names[t])]
+        if options.get("n_data") is not None:
+            given = _each(options["n_data"], len(names), "the tasks", "n_data")
+            options["n_data"] = [given[t] for t in owners]
     inputs = {"precisions": curved, "base_precision": base_precision, **options}
     mergers = read_mergers(method, inputs)
     rows = [method_of(m.row) for m in mergers.values() if m.row is not None]
@@ -478,7 +482,6 @@ def merge_curve(
         refuse_idle(rows, options)
     trial = Trial(start, [s for own in parts.values() for s in own], judges, mergers)
     trial.check()
-    owners = [t for t, count in enumerate(counts) for _ in range(count)]
     front = (
         _surrogates(trial, owners, curved or [], options.get("n_data"))
         if search == "front"
@@ -524,12 +527,11 @@ def _on_front(
     previews = [surrogates.preview(make, row) for row in shown]
     losses = torch.tensor([p.losses for p in previews], dtype=torch.float64)
     picked = far_apart(losses, budget)
-    known = all(h.structure != "gram" for h in surrogates.held)  # whose H is of no loss
     points = []
     for k in track(picked, total=len(picked), label=f"merges: {name}", show=progress):
         point = trial.point(name, previews[k].weights)
-        means = [sums / n for sums, n in zip(previews[k].losses, sizes, strict=True)]
-        points.append(replace(point, weights=rows[k], predicted=tuple(means) if known else ()))
+        means = tuple(sums / n for sums, n in zip(previews[k].losses, sizes, strict=False))
+        points.append(replace(point, weights=rows[k], predicted=means))
     return points
 
 
@@ -547,30 +549,35 @@ def _parts(models: Any) -> dict[str, list[State]]:
     return found
 
 
-def _each(given: Any, count: int, name: str) -> list[Any]:
+def _each(given: Any, count: int, name: str, what: str = "precisions") -> list[Any]:
     listed = list(given) if isinstance(given, list | tuple) else [given]
     if len(listed) != count:
-        raise InputError(f"{count} checkpoints of {name!r}, and {len(listed)} precisions")
+        raise InputError(f"{name}: {count} wanted, {len(listed)} {what}")
     return listed
 
 
 def _surrogates(
     trial: Trial, owners: Sequence[int], given: Sequence[Any], n_data: Any
 ) -> tuple[Surrogates, list[int]]:
-    """The tasks' losses by the checkpoints, and the number of examples of each."""
+    """The tasks' losses by the checkpoints, and the examples that they are sums over; none where
+    precisions are of no loss ("gram") or of an unknown number of examples."""
     tasks = list(trial.tasks.values())
-    numbers = n_data or [None] * len(tasks)
-    held, sizes, own = [], [task.n_data for task in tasks], []
-    for k, (t, p) in enumerate(zip(owners, given, strict=True)):
-        held.append(precision_in_memory(f"precisions[{k}]", p, numbers[t]))
-        sizes[t] = int(numbers[t] or held[-1].n_data or sizes[t])
+    numbers = n_data or [None] * len(owners)
+    held = [
+        precision_in_memory(f"precisions[{k}]", p, n)
+        for k, (p, n) in enumerate(zip(given, numbers, strict=True))
+    ]
+    sizes = {t: int(n or h.n_data) for t, h, n in zip(owners, held, numbers, strict=True)}
     found = Surrogates(trial.models, held, owners, [0.0] * len(held))
-    if found.mixed and any(h.structure == "gram" for h in held):
-        raise InputError('several checkpoints need losses: precisions "diag" or "kron", not "gram"')
+    if not all(sizes.values()) or any(h.structure == "gram" for h in held):
+        if found.mixed:
+            raise InputError('several checkpoints take precisions "diag" or "kron", and n_data')
+        return found, []
+    own = []
     for t, state in zip(owners, trial.models, strict=True):
         with at_weights(tasks[t], state, "a model") as params:
             own.append(sizes[t] * evaluated(tasks[t], params, progress=False)[0].nll)
-    return replace(found, own=own), sizes
+    return replace(found, own=own), [sizes[t] for t in range(len(tasks))]
 
 
 def _searched(

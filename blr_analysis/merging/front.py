@@ -27,7 +27,7 @@ from blr_analysis.merging.precisions import StoredPrecision
 
 ROUNDS = 30  # of EM
 STARTS = 16  # choices of one component for each task that it starts from, at most
-SETTLED = 1e-6
+SETTLED = 1e-4  # of a share
 State = Mapping[str, Tensor]
 
 

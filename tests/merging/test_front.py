@@ -58,7 +58,7 @@ def test_of_two_tasks_it_is_drawn_as_a_line(family: dict[str, Any]) -> None:
     fitted = {n: fit_laplace(t, structure="diag", prior_precision=1.0) for n, t in two.items()}
     curve = merge_curve(
         family["base"], family["models"][:2], two, search="front", precisions=fitted,
-        method="fisher", budget=5, progress=False,
+        method="fisher", budget=5, progress=False, threads=1,
     )  # fmt: skip
     assert len(curve.points) == 5
     ax = plot_merge_curve(curve)
@@ -82,7 +82,7 @@ def test_checkpoints_of_a_task_follow_a_curved_front(monkeypatch: pytest.MonkeyP
     """Losses of several minima, L = −log Σ_k exp(−c_k − ½ (θ − m_k)ᵀ H_k (θ − m_k)), are what the
     mixture says, to rounding: its merges are their minima, found by a grid. Of one minimum each
     the losses are foretold wrong."""
-    monkeypatch.setattr("blr_analysis.merging.curve.FRONT", 60)  # which takes a fifth of the time
+    monkeypatch.setattr("blr_analysis.merging.curve.FRONT", 20)  # which takes a tenth of the time
     generator = torch.Generator().manual_seed(0)
     n = 5
     means = torch.tensor([[[-3.0, 0.0], [0.0, 3.0]], [[3.0, 0.5], [0.5, 4.0]]])
@@ -102,9 +102,14 @@ def test_checkpoints_of_a_task_follow_a_curved_front(monkeypatch: pytest.MonkeyP
         name: Task(Point(means[t, 0]), data, likelihood=loss(t)) for t, name in enumerate("AB")
     }
     models = {name: [{"at": m} for m in means[t]] for t, name in enumerate("AB")}
-    h = {name: [{"at": c} for c in curved[t]] for t, name in enumerate("AB")}
+    h = {name: [{"at": c / n} for c in curved[t]] for t, name in enumerate("AB")}
     base = {"at": torch.zeros(2)}
-    how: dict[str, Any] = {"method": "fisher", "search": "front", "progress": False, "threads": 1}
+    how: dict[str, Any] = {
+        "method": "fisher",
+        "search": "front",
+        "progress": False,
+        "n_data": [n, n],
+    }
     curve = merge_curve(base, models, tasks, precisions=h, **how)
     grid = torch.cartesian_prod(torch.linspace(-4, 4, 801), torch.linspace(-1, 5, 601))
     losses = torch.stack([loss(t)(grid, None) for t in (0, 1)])
@@ -121,7 +126,15 @@ def test_checkpoints_of_a_task_follow_a_curved_front(monkeypatch: pytest.MonkeyP
     apart = [abs(p.predicted[0] - p.nlls[0]) for p in single.points]
     assert max(apart) > 0.3
     assert {"predicted_A", "predicted_B"} <= set(curve.table)
-    for wrong, word in ((how | {"search": "grid"}, "front"), (how | {"precisions": one}, "precis")):
+    bare = merge_curve(
+        base, one, tasks, **how | {"precisions": {k: v[:1] for k, v in h.items()}, "n_data": None}
+    )
+    assert bare.points[0].predicted == ()  # per example of how many?
+    for wrong, word in (
+        (how | {"n_data": None}, "n_data"),
+        (how | {"search": "grid"}, "front"),
+        (how | {"precisions": one}, "precis"),
+    ):
         with pytest.raises(InputError, match=word):
             merge_curve(base, models, tasks, **{"precisions": h, **wrong})
 
