@@ -71,9 +71,10 @@ def end_to_end(rows: list[dict[str, float]]) -> pd.DataFrame:
 
 
 def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """IVON's step beside AdamW's."""
+    """IVON's step beside AdamW's, by what becomes of freed memory."""
     return pd.DataFrame(
         {
+            "freed memory": row["memory"],
             "what": row["what"],
             "milliseconds": f"{1e3 * row['seconds']:.1f}",
             "× AdamW (foreach)": f"{row['ratio']:.2f}",
@@ -142,13 +143,19 @@ def main() -> None:
     quick = ["--quick"] if args.quick else []
     on = ["--device", args.device]
     peer = ["--kronfluence", args.kronfluence] if args.kronfluence else []
+    ways = ("kept", "afresh") if args.device == "cpu" else ("default",)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        steps = [
+            {"memory": way, **row}
+            for way in ways
+            for row in run("ivon_step", folder, "--memory", way, *on)["rows"]
+        ]
         variance = run("variance", folder, *peer, *quick, *on)
         tables = {
             "costs": costs(variance),
             "end_to_end": end_to_end(run("end_to_end", folder, *quick, *on)),
-            "ivon_step": ivon_step(run("ivon_step", folder, *on)["rows"]),
+            "ivon_step": ivon_step(steps),
         }
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)

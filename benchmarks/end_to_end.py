@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from cases import CLASSES, mlp
-from measure import clock, peak_above, threads
+from measure import interleaved, peak_above, threads
 from variance import floor
 
 import blr_analysis as blr
@@ -31,24 +31,21 @@ def measure(n: int, device: str) -> dict[str, float]:
     precision = {name: torch.full_like(p, 2.0) for name, p in params.items()}
     q = blr.Posterior(params, precision, prior_precision=1.0, n_data=n)
     blr.sensitivity(blr.Task(model, (x[:500], y[:500])), replaced(q, 500), progress=False)
-    taken = {}
 
     def run() -> None:
-        start = clock()
         scores = blr.sensitivity(task, q, progress=False)
-        taken["seconds"] = clock() - start
         assert scores.variance is not None and len(scores) == n
+
+    def bottom() -> None:
+        for part in bottoms:
+            part()
 
     peak = peak_above(run)
     bottoms = [floor(model, part) for part in x.split(1000)]
-    start = clock()
-    for bottom in bottoms:
-        bottom()
     results = 4 * n * (CLASSES**2 + 6 * CLASSES)
     return {
         "n": n,
-        "seconds": taken["seconds"],
-        "floor": clock() - start,
+        **interleaved({"seconds": run, "floor": bottom}, rounds=3, warm=1),
         "peak_mb": peak / 2**20,
         "results_mb": results / 2**20,
     }

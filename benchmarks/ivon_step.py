@@ -1,6 +1,7 @@
 """Seconds of an optimizer step on a model of ten million parameters, gradients given.
 
-    python benchmarks/ivon_step.py [--json FILE] [--repeats 15] [--threads 2] [--device cuda]
+    python benchmarks/ivon_step.py --memory kept|afresh [--json FILE] [--repeats 15] [--threads 2]
+    python benchmarks/ivon_step.py --device cuda
 
 Compared are torch's AdamW (``foreach=True``, and its compiled ``fused=True`` kernel for reference),
 the IVON of this package, and ``ivon-opt`` where it is installed. Two rows each for the IVONs:
@@ -8,6 +9,11 @@ the IVON of this package, and ``ivon-opt`` where it is installed. Two rows each 
 * step: ``step()`` alone. A draw is on hand.
 * draw + step: everything that training pays beside forward and backward pass: draw and perturb
   the weights, put them back, ``step()``.
+
+AdamW (foreach) makes 40 MB of temporary tensors several times in a step. Where the allocator keeps
+freed memory for them they cost nothing, where it gives it back every page is faulted in anew, which
+takes longer than the step: ``--memory`` says which. A process may do either, by what it freed
+before, so that a ratio stands only beside the word.
 
 The contestants take turns, so that a busy machine is busy for all; medians are printed. The noise
 alone, ten million normal numbers of torch's generator (which runs on one thread), is a row of its

@@ -1,6 +1,6 @@
 """kronfluence's EK-FAC self-influence on a trial problem, in an environment of its own.
 
-    python benchmarks/peer_kronfluence.py mlp|lenet
+    python benchmarks/peer_kronfluence.py mlp|lenet cpu|cuda
 
 Prints one line of JSON. Fitting the factors is not timed; the scores (one number per example)
 are, as :mod:`variance` times ours with a fitted posterior.
@@ -35,7 +35,7 @@ class Softmax(Task):
         return self.compute_train_loss(batch, model)
 
 
-def main(name: str) -> None:
+def main(name: str, device: str) -> None:
     threads(2)
     model, x, y = case(name)
     data, task = TensorDataset(x, y), Softmax()
@@ -45,7 +45,7 @@ def main(name: str) -> None:
             name,
             model,
             task,
-            cpu=True,
+            cpu=device == "cpu",
             output_dir=folder,
             disable_tqdm=True,
             disable_model_save=True,
@@ -74,4 +74,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Seconds of a training step with each optimizer of the rule, against torch's Adam.
 
-    python benchmarks/rule_step.py [--json FILE] [--repeats 30] [--threads 1]
+    python benchmarks/rule_step.py [--json FILE] [--repeats 30] [--threads 1] [--device cuda]
+        [--memory kept|afresh]
 
 A training step is everything that a loop pays for one minibatch of 128: forward and backward pass,
 the draw of the weights where there is one, per-example gradients where they are needed, and the
@@ -15,13 +16,12 @@ to torch.optim.Adam.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import arguments, write
+from measure import arguments, clock, write
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, RowOptimizer, Vadam
@@ -71,9 +71,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 class Contestant:
     """A model with its optimizer, and the seconds of its steps."""
 
-    def __init__(self, build: Callable[[], nn.Module], make: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module], make: Callable[[nn.Module], Any], device: str
+    ) -> None:
         torch.manual_seed(0)
-        self.model = build()
+        self.model = build().to(device)
         self.optimizer = make(self.model)
         self.seconds: list[float] = []
 
@@ -82,7 +84,7 @@ class Contestant:
         F.cross_entropy(self.model(x), y).backward()
 
     def run(self, x: Tensor, y: Tensor) -> None:
-        start = time.perf_counter()
+        start = clock()
         if hasattr(self.optimizer, "sampled_params"):
             with self.optimizer.sampled_params(train=True):
                 self.gradients(x, y)
@@ -92,22 +94,25 @@ class Contestant:
             with self.optimizer.adversarial_params():
                 self.gradients(x, y)
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(clock() - start)
 
 
 def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Seconds of as many backward passes as there are examples."""
-    start = time.perf_counter()
+    start = clock()
     for i in range(len(x)):
         loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
         torch.autograd.grad(loss, list(model.parameters()))
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measure(build: Callable[[], nn.Module], repeats: int, warmup: int = 5) -> dict[str, float]:
+def measure(
+    build: Callable[[], nn.Module], repeats: int, device: str, warmup: int = 5
+) -> dict[str, float]:
     """Median seconds by name."""
-    contestants = {name: Contestant(build, make) for name, make in OPTIMIZERS.items()}
-    x, y = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+    contestants = {name: Contestant(build, make, device) for name, make in OPTIMIZERS.items()}
+    x = torch.randn(BATCH, 1, 28, 28).to(device)
+    y = torch.randint(10, (BATCH,)).to(device)
     single: list[float] = []
     for repeat in range(warmup + repeats):
         for contestant in contestants.values():
@@ -125,7 +130,7 @@ def main() -> None:
     given = arguments(__doc__, repeats=30, n=1)
     rows = []
     for name, build in MODELS.items():
-        seconds = measure(build, given.repeats)
+        seconds = measure(build, given.repeats, given.device)
         count = sum(p.numel() for p in build().parameters())
         print(f"{f'{name}, {count:,} parameters, batch {BATCH}':<48}{'ms':>8}{'ratio':>8}")
         for what, value in seconds.items():

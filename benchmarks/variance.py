@@ -236,6 +236,7 @@ def main() -> None:
             print(name, method, results[name][method], flush=True)
         if args.kronfluence:
             command = [args.kronfluence, "-W", "ignore", str(HERE / "peer_kronfluence.py"), name]
+            command.append(args.device)
             results[name]["kronfluence"] = run(command)
             print(name, "kronfluence", results[name]["kronfluence"], flush=True)
     if args.out:
