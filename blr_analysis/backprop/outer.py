@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.single import product
 from blr_analysis.backprop.terms import (
     HELD,
     Dense,
@@ -201,7 +202,7 @@ class Outer(Term):
         a = term.inputs.transpose(0, 1).reshape(g, b * t, i)
         for at in slices(r, HELD // (g * o * max(b * t, i))):
             d = torch.einsum("bkr,bgkto->gbtro", weights[..., at], term.stacked())
-            matrices = (d.reshape(g, b * t, -1).mT @ a).view(g, -1, o, i).transpose(0, 1)
+            matrices = product(d.reshape(g, b * t, -1).mT, a).view(g, -1, o, i).transpose(0, 1)
             into[term.weight][at] += term.layout.parameter(matrices)
             if term.bias is not None:
                 into[term.bias][at] += d.sum((1, 2)).transpose(0, 1).reshape(-1, g * o)
@@ -284,9 +285,9 @@ class Outer(Term):
             a = torch.cat([a, one], dim=-1)
         if self.weight is None:
             a = a[..., -1:]
-        right = a.mT @ a
+        right = product(a.mT, a)
         parts = (part.movedim(2, 0).flatten(1, 3) for part in _together(self.grads))
-        left = sum((m.mT @ m for m in parts), start=a.new_zeros(()))
+        left = sum((product(m.mT, m) for m in parts), start=a.new_zeros(()))
         return right, left
 
 
@@ -374,7 +375,7 @@ def _one_position_gram(
     half = root.new_empty(len(columns), *root.shape)
     start = 0
     for part in _together(columns):
-        part = part if left is None else part @ left
+        part = part if left is None else product(part, left)
         torch.mul(part, root, out=half[start : start + len(part)])
         start += len(part)
     half = half.transpose(0, 1).flatten(2)
@@ -416,7 +417,7 @@ def _by_rows(
     products = a.new_empty(len(a), len(variance))
     rows = max(64, numbers // a.shape[-1])
     for part, out in zip(a.split(rows), products.split(rows), strict=True):
-        torch.mm(squared(part), variance.mT, out=out)
+        out.copy_(product(squared(part), variance.mT))
     return products
 
 
@@ -427,8 +428,8 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor, into: Tensor | Non
 
         def squared(part: Tensor) -> Tensor:
             if len(right) == i:
-                return (part @ right).square_()
-            return torch.addmm(right[-1], part, right[:-1]).square_()
+                return product(part, right).square_()
+            return product(part, right[:-1], right[-1]).square_()
 
         rows = term.inputs.reshape(-1, i)
         scale = _by_rows(rows, variance[0], TURNED, squared).unsqueeze(1)
@@ -529,7 +530,8 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
         a = (a if joint == i else a.add_(right[0, -1].unsqueeze(1))).mT.unsqueeze(1)
     elif g == 1:
         flat = term.inputs.reshape(-1, i)
-        a = flat @ right[0] if joint == i else torch.addmm(right[0, -1], flat, right[0, :-1])
+        bias = None if joint == i else right[0, -1]
+        a = product(flat, right[0, :i], bias)
         a = a.view(*term.inputs.shape[:-1], joint)
     else:
         a = term.inputs @ right[:, :i]
@@ -537,7 +539,7 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     if left is None:
         d = term.grads
     elif t == g == 1:
-        d = [x for part in _together(term.grads) for x in (part @ left[0]).unbind()]
+        d = [x for part in _together(term.grads) for x in product(part, left[0]).unbind()]
     else:
         d = [grad @ left for grad in term.grads]
     return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)
@@ -573,7 +575,7 @@ def factored_products(
     for at in slices(r, size):
         u = term.layout.matrix(unflat(term, taken(stack, term.weight, at, dtype, scale)))
         u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])
-        x = a @ u.mT
+        x = product(a, u.mT)
         if term.bias is not None and not swapped:
             bias = taken(stack, term.bias, at, dtype, scale).view(-1, g, o)
             x += bias.transpose(0, 1).reshape(g, 1, -1)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.single import product
 from blr_analysis.backprop.tree import Tree
 from blr_analysis.errors import ModelError
 
@@ -142,7 +143,12 @@ class Term(ABC):
             shares.append(
                 torch.cat(
                     [
-                        total([g @ taken(stack, n, at, dtype, scale).mT for n, g in flat.items()])
+                        total(
+                            [
+                                product(g, taken(stack, n, at, dtype, scale).mT)
+                                for n, g in flat.items()
+                            ]
+                        )
                         for at in rows
                     ],
                     dim=-1,
@@ -156,7 +162,7 @@ class Term(ABC):
         for name, g in self.jacobian().items():
             columns = g.to(weights.dtype).reshape(flat.shape[1], -1)
             for at in slices(len(flat), HELD // max(1, columns.shape[1])):
-                into[name][at] += (flat[at] @ columns).view(-1, *g.shape[2:])
+                into[name][at] += product(flat[at], columns).view(-1, *g.shape[2:])
 
     def joints(self) -> list[Joint]:
         """How each parameter is read as matrices: a weight as the layer does, the rest by rows."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
+from blr_analysis.backprop.single import product
 from blr_analysis.backprop.terms import Term, pieces, products, slices, total
 from blr_analysis.checks import positive_int, positive_number
 from blr_analysis.errors import InputError, PosteriorError
@@ -29,7 +30,8 @@ TOLERANCE = 0.05  # of tr(ΛV); V itself is nearer, by the diagonal that is kept
 
 @dataclass(frozen=True)
 class Whitened:
-    """D^{-1/2} S D^{-1/2} = I + F diag(c) Fᵀ with F = D^{-1/2} B H of orthonormal columns."""
+    """D^{-1/2} S D^{-1/2} = I + F diag(c) Fᵀ with F = D^{-1/2} B H of orthonormal columns: H = L⁻ᵀ
+    times the eigenvectors of A."""
 
     turn: Tensor  # H
     values: Tensor  # c, ascending
@@ -49,10 +51,13 @@ class LowRank(Structure):
     full posterior was, with and without it: 3.2 and 6.7 (r = 20), 1.38 and 1.63 (r = 100), 1.04
     and 1.07 (r = 200), 0.997 and 1.003 (r = 400); ranks agreed alike (Spearman above 0.998).
 
-    Inverse, roots and determinant come from the eigenvalues c of D^{-1/2} B C Bᵀ D^{-1/2}, an
-    r×r problem: with F its eigenvectors
+    The inverse is Woodbury's: with L Lᵀ = BᵀD⁻¹B and A = Lᵀ C L, both r×r,
 
-        Σ = D^{-1/2} (I − F diag(c / (1 + c)) Fᵀ) D^{-1/2}
+        Σ = D⁻¹ − D⁻¹ B L⁻ᵀ (I − (I + A)⁻¹) L⁻¹ Bᵀ D⁻¹
+
+    Roots and determinant come from the eigenvalues c of A, those of D^{-1/2} B C Bᵀ D^{-1/2}; with
+    F the eigenvectors of the latter
+
         R = D^{1/2} (I + F diag(√(1 + c) − 1) Fᵀ),    log|S| = log|D| + Σ log(1 + c)
 
     Small matrices and all sums that cancel are float64, whatever the dtype of B: what is left of
@@ -147,13 +152,34 @@ class LowRank(Structure):
         return float(shares_of(values, trace, largest)[-1])
 
     @cached_property
-    def whitened(self) -> Whitened:
-        """The r×r problem behind inverse, roots and determinant, solved once."""
+    def _within(self) -> tuple[Tensor, Tensor]:
+        """L with L Lᵀ = BᵀD⁻¹B, and A = Lᵀ C L."""
         if self._cholesky is None:
             self._cholesky = torch.linalg.cholesky(self._metric())
         low = self._cholesky
-        values, turn = torch.linalg.eigh(low.mT @ self.core @ low)
+        return low, low.mT @ self.core @ low
+
+    @cached_property
+    def whitened(self) -> Whitened:
+        """The r×r eigenproblem behind roots and determinant, solved once."""
+        low, inner = self._within
+        values, turn = torch.linalg.eigh(inner)
         return Whitened(torch.linalg.solve_triangular(low.mT, turn, upper=True), values)
+
+    @cached_property
+    def _root(self) -> tuple[Tensor, bool]:
+        """The Cholesky factor of I + A, and whether it is positive definite."""
+        inner = self._within[1]
+        root, failed = torch.linalg.cholesky_ex(inner + torch.eye(len(inner)).to(inner))
+        return root, not bool(failed)
+
+    @cached_property
+    def _shrinkage(self) -> Tensor:
+        """L⁻ᵀ (I − (I + A)⁻¹) L⁻¹."""
+        low, root = self._within[0], self._root[0]
+        part = torch.eye(len(low)).to(low) - torch.cholesky_inverse(root)
+        part = torch.linalg.solve_triangular(low.mT, part, upper=True)
+        return torch.linalg.solve_triangular(low, part, upper=False, left=False)
 
     def _metric(self) -> Tensor:
         """BᵀD⁻¹B in float64."""
@@ -162,14 +188,14 @@ class LowRank(Structure):
             add_products(metric, part / self.base[name].flatten()[columns].double(), part)
         return mirrored(metric)
 
-    def _columns(self) -> Iterator[tuple[str, slice, Tensor]]:
-        """B in float64, some weights at a time: name, which weights, ``[r, weights]``."""
+    def _columns(self, *, exact: bool = True) -> Iterator[tuple[str, slice, Tensor]]:
+        """B, in float64 or as it is, some weights at a time: name, which, ``[r, weights]``."""
         size = max(1, HELD // max(1, self.rank))
         for name, b in self.basis.items():
             flat = b.reshape(self.rank, torch.Size(self.shapes[name]).numel())
             for start in range(0, flat.shape[1], size):
                 columns = slice(start, start + size)
-                yield name, columns, flat[:, columns].double()
+                yield name, columns, flat[:, columns].double() if exact else flat[:, columns]
 
     def _inner(self, v: Tree) -> Tensor:
         """Bᵀ v, ``[n, r]``, for v ``[n, p]`` in float64."""
@@ -213,8 +239,7 @@ class LowRank(Structure):
         return self._apply(v, 0.0, self.core, 0.0, 1.0)
 
     def solve(self, v: Tree) -> Tree:
-        c = self.whitened.values
-        return self._apply(v, -1.0, self._small(-c / (1 + c)), -1.0, -1.0)
+        return self._apply(v, -1.0, -self._shrinkage, -1.0, -1.0)
 
     def root(self, v: Tree) -> Tree:
         c = self.whitened.values
@@ -231,14 +256,10 @@ class LowRank(Structure):
         diagonal = {
             n: 1 / d.double() if inverse else d.double().clone() for n, d in self.base.items()
         }
-        if inverse:
-            c = self.whitened.values
-            small = self._small(-c / (1 + c))
-        else:
-            small = self.core
+        small = -self._shrinkage if inverse else self.core
         lower = small.tril() + small.tril(-1)
-        for name, columns, part in self._columns():
-            share = squares(lower, part)
+        for name, columns, part in self._columns(exact=inverse):  # C's squares do not cancel
+            share = squares(lower.to(part), part)
             flat = diagonal[name] = diagonal[name].flatten().contiguous()
             if inverse:
                 share = share / self.base[name].flatten()[columns].double().square()
@@ -250,22 +271,21 @@ class LowRank(Structure):
         return torch.stack([*parts, self.whitened.values.log1p().sum()]).sum()
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
-        """J_i Σ J_iᵀ = J_i D⁻¹ J_iᵀ − T_i H diag(c / (1 + c)) Hᵀ T_iᵀ with T_i = J_i D⁻¹ B."""
+        """J_i Σ J_iᵀ = J_i D⁻¹ J_iᵀ − T_i L⁻ᵀ (I − (I + A)⁻¹) L⁻¹ T_iᵀ with T_i = J_i D⁻¹ B."""
         if not terms:
             return total([])
-        c = self.whitened.values
+        small = self._shrinkage
         variance = {n: 1 / d.double() for n, d in self.base.items()}
         like = next(iter(self.base.values())).dtype
         grams = []
         for part in pieces(terms, self._examples_at_once(terms)):
             exact = [t.cast(torch.float64) for t in part]
             t = products(exact, self.basis, dtype=torch.float64, scale=variance)
-            t = t @ self.whitened.turn
             whole: Tensor | None = None
             for term in exact:
                 whole = term.gram(variance, whole)
             assert whole is not None
-            grams.append((whole - (t * (c / (1 + c))) @ t.mT).to(like))
+            grams.append((whole - (t @ small) @ t.mT).to(like))
         return torch.cat(grams)
 
     def _examples_at_once(self, terms: Sequence[Term]) -> int:
@@ -280,8 +300,8 @@ class LowRank(Structure):
         core = self.core.tril()
         for part in pieces(terms, self._examples_at_once(terms)) if terms else ():
             t = products(part, self.basis, dtype=next(iter(self.basis.values())).dtype)
-            t = t.flatten(0, 1).double().mT
-            add_products(core, t, t)
+            t = t.flatten(0, 1).mT
+            add_products(core, t, t)  # rounded like t itself, which is small where C is
         return self._with(mirrored(core))
 
     def _with(self, core: Tensor) -> LowRank:
@@ -351,14 +371,14 @@ class LowRank(Structure):
                 )
         if not bool(torch.isfinite(self.core).all()):
             raise PosteriorError("the low-rank precision's core holds NaN or inf")
-        if self.rank and not bool(self.whitened.values[0] > -1):
+        if self.rank and not self._root[1]:
             raise PosteriorError("the matrix is not positive definite; raise prior_precision")
 
 
 def add_products(into: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left rightᵀ, which is symmetric, to the lower blocks of ``into``."""
     for rows in slices(len(into), BLOCK):
-        into[rows, : rows.stop].addmm_(left[rows], right[: rows.stop].mT)
+        into[rows, : rows.stop] += product(left[rows], right[: rows.stop].mT)
 
 
 def mirrored(lower: Tensor) -> Tensor:
@@ -370,7 +390,8 @@ def squares(lower: Tensor, part: Tensor) -> Tensor:
     """The diagonal of partᵀ L part for a lower triangular L."""
     sums = part.new_zeros(part.shape[1])
     for rows in slices(len(lower), BLOCK):
-        sums += (lower[rows, : rows.stop] @ part[: rows.stop]).mul_(part[rows]).sum(0)
+        below = product(lower[rows, : rows.stop], part[: rows.stop])
+        sums += below.mul_(part[rows]).sum(0)
     return sums
 
 

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.terms import Term, products
+from blr_analysis.backprop.single import product
+from blr_analysis.backprop.terms import Term, products, slices
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.contract import Tree
 
 WIDEST, NARROWEST = 128, 8  # vectors multiplied in one pass
+MUCH = 0.7  # of a unit vector's length left outside of a space: it is made orthogonal once more
 OVERSAMPLING = 1.5  # size of the Krylov space over the rank asked for
 Passes = Callable[[str], Iterable[list[Term]]]
 
@@ -79,14 +81,12 @@ def sketch(
         grown = space.grow()
         if space.rank < check and grown:
             continue
-        if rank is None:
-            values = torch.linalg.eigvalsh(space.core).flip(0).clamp_min(0)
-            if bool((shares_of(values, curvature.trace, size) >= 1 - tolerance).any()):
-                break
+        if rank is None and _share_of_all(space.core, curvature.trace, size) >= 1 - tolerance:
+            break
         if not grown or space.rank >= full:
             break
         check = min(full, int(1.2 * space.rank))
-    values, vectors = (x.flip(-1) for x in torch.linalg.eigh(space.core))
+    values, vectors = (x.flip(-1) for x in _eigenvectors(space.core, curvature.like.dtype))
     values = values.clamp_min(0)
     shares = shares_of(values, curvature.trace, size)
     kept = min(most if rank is None else rank, space.rank)
@@ -105,6 +105,31 @@ def shares_of(values: Tensor, trace: float, size: int) -> Tensor:
     left = size - torch.arange(1, len(values) + 1, device=values.device)
     most = missing / (1 + missing / left.clamp_min(1))
     return torch.where(explained > 0, explained / (explained + most), torch.ones_like(most))
+
+
+def _share_of_all(core: Tensor, trace: float, size: int) -> float:
+    """:func:`shares_of` of all of them, by Σ θ / (1 + θ) = m − tr (1 + Qᵀ K Q)⁻¹."""
+    m = len(core)
+    root, failed = torch.linalg.cholesky_ex(core + torch.eye(m).to(core))
+    if failed:  # negative by rounding
+        values = torch.linalg.eigvalsh(core).flip(0).clamp_min(0)
+        return float(shares_of(values, trace, size)[-1])
+    explained = m - float(torch.cholesky_inverse(root).trace())
+    missing = max(0.0, trace - float(core.trace()))
+    most = missing / (1 + missing / max(1, size - m))
+    return explained / (explained + most) if explained > 0 else 1.0
+
+
+def _eigenvectors(core: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of Qᵀ K Q, ascending, in the precision of K's products: its
+    numbers are no better. The eigenvalues are vᵀ Qᵀ K Q v in float64."""
+    values, vectors = torch.linalg.eigh(core.to(dtype))
+    if dtype == core.dtype:
+        return values, vectors
+    lengths = vectors.double().square().sum(0)
+    values = ((core @ vectors.double()) * vectors.double()).sum(0) / lengths
+    values, order = values.sort()
+    return values, vectors[:, order]
 
 
 class _WhitenedCurvature:
@@ -157,7 +182,7 @@ class _WhitenedCurvature:
         if bool((self._scale != self._scale[0]).any()):
             q = q / self._scale
             for _ in range(2):  # Cholesky QR, twice
-                factor = torch.linalg.cholesky((q @ q.mT).double())
+                factor = torch.linalg.cholesky(product(q, q.mT).double())
                 q = torch.linalg.solve_triangular(factor.to(q), q, upper=False)
         return self.tree(q)
 
@@ -172,7 +197,7 @@ class _Krylov:
         self._next: Tensor | None = None
         self._largest = 0.0
         like = curvature.like
-        self._sides: list[Tensor] = []  # Qᵀ K of each block, for the blocks up to it
+        self._sides: list[Tensor] = []  # Qᵀ K of each block, for the one before and itself
         self.noise = 1e-13 if like.dtype == torch.float64 else 4 * torch.finfo(like.dtype).eps
 
     @property
@@ -183,9 +208,10 @@ class _Krylov:
     def core(self) -> Tensor:
         """Qᵀ K Q, ``[m, m]``."""
         upper = self._curvature.like.new_zeros(self.rank, self.rank, dtype=torch.float64)
+        m = 0
         for side in self._sides:
-            m, new = side.shape
-            upper[:m, m - new : m] = side
+            m += side.shape[1]
+            upper[m - len(side) : m, m - side.shape[1] : m] = side
         return upper.triu() + upper.triu(1).mT
 
     def grow(self) -> bool:
@@ -198,9 +224,12 @@ class _Krylov:
         label = f"low-rank directions, {self.rank} so far"
         image = self._curvature.times(block, label)
         self._blocks.append(block)
-        within = [b @ image.mT for b in self._blocks]
-        for other, share in zip(self._blocks, within, strict=True):
-            image.addmm_(share.mT, other, alpha=-1)
+        # K maps every older block into the space of those up to the one before this: by symmetry
+        # nothing of the image lies there.
+        near = self._blocks[-2:]
+        within = [product(b, image.mT) for b in near]
+        for other, share in zip(near, within, strict=True):
+            image -= product(share.mT, other)
         self._sides.append(torch.cat(within).double())
         room = self._size - self.rank
         self._next = self._orthonormal(image)[:room]
@@ -224,17 +253,24 @@ class _Krylov:
     def _without(self, v: Tensor) -> Tensor:
         """v outside of the space, in its place."""
         for block in self._blocks:
-            v.addmm_(v @ block.mT, block, alpha=-1)
+            v -= product(product(v, block.mT), block)
         return v
 
     def _orthonormal(self, v: Tensor) -> Tensor:
         """An orthonormal basis of v, which is outside of the space but for rounding, without what
-        is rounding alone: once more made orthogonal to the space, of unit length by then."""
+        is rounding alone: once more made orthogonal to the space, of unit length by then, and
+        again those of which that took much."""
         q, r = torch.linalg.qr(v.mT)
         left, values, _ = torch.linalg.svd(r)
         self._largest = max(self._largest, float(values[0]) if len(values) else 0.0)
         kept = values > self.noise * self._largest
         q = self._without((q @ left[:, kept]).mT.contiguous())
+        for _ in range(2):
+            lengths = q.norm(dim=1, keepdim=True)
+            lost = (lengths < MUCH).squeeze(1)
+            if bool(lost.any()):
+                q[lost] = self._without(q[lost] / lengths[lost])
+        q = q[q.norm(dim=1) >= MUCH]
         return torch.linalg.qr(q.mT)[0].mT.contiguous() if len(q) else q
 
     def rotated(self, vectors: Tensor) -> Tensor:
@@ -244,7 +280,8 @@ class _Krylov:
         start = 0
         for i, block in enumerate(self._blocks):
             part = vectors[start : start + len(block)].to(like)
-            turned.addmm_(part.mT, block)
+            for rows in slices(len(turned), WIDEST):
+                turned[rows] += product(part[:, rows].mT, block)
             start += len(block)
             self._blocks[i] = block[:0]
         return turned
