@@ -58,11 +58,9 @@ def load(folder: str | None, dtype: torch.dtype) -> Any:
     return model.to(dtype).eval()
 
 
-def task_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> Any:
+def ids_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> Tensor:
     """n sequences of random tokens; or the first tokens of every line of ``texts``, from line
     1,000 · ``seed`` on."""
-    import blr_analysis as blr
-
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (n, tokens), generator=g)
     if texts is not None:
@@ -74,6 +72,13 @@ def task_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> An
         held = [tokenizer(line)["input_ids"][:tokens] for line in lines]
         held = [row for row in held if len(row) == tokens]
         ids = torch.tensor([held[i % len(held)] for i in range(seed * 1000, seed * 1000 + n)])
+    return ids
+
+
+def task_of(model: Any, n: int, seed: int, texts: str | None, tokens: int) -> Any:
+    import blr_analysis as blr
+
+    ids = ids_of(model, n, seed, texts, tokens)
     model.config.use_cache = False
     return blr.Task(model, (ids, ids), likelihood="causal_lm", forward=forward, batch_size=8)
 

@@ -1,10 +1,11 @@
 """Does influence tell what a language model would say had it not read half of its texts?
 
     python -m benchmarks.language_halves train --texts FILE.jsonl --out FOLDER [--device cuda]
+                        [--passages 2000] [--halves 32] [--layers 4] [--width 192]
     python -m benchmarks.language_halves score --out FOLDER [--peer NAME=SCORES.safetensors ...]
                                               [--row NAME ...]
 
-``train``: a Llama of 4 layers learns to read passages from nothing, for every seed, and 32 times
+``train``: a Llama learns to read passages from nothing, for every seed, and 32 times
 more without a random half of them. ``score``: the **linear datamodeling score**, for each held-out
 passage Spearman's correlation over the halves of its true loss (the mean over the seeds) with
 minus the sum of the influences of the passages in the half; the mean over held-out passages, ± a
@@ -27,21 +28,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-N, M, TOKENS, WORDS = 2000, 100, 64, 4000
-HALVES = 32
+M, TOKENS, WORDS = 100, 64, 4000
 EPOCHS, BATCH, RATE, DECAY = 12, 32, 2e-3, 0.01
 
 
-def model_of(seed: int) -> Any:
+def model_of(seed: int, layers: int, width: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=WORDS,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
             num_attention_heads=6,
             tie_word_embeddings=True,
             use_cache=False,
@@ -50,12 +50,12 @@ def model_of(seed: int) -> Any:
     )
 
 
-def passages(texts: str) -> Tensor:
-    """``[N + M, T]`` of the most frequent words, by their rank; 0: any other."""
+def passages(texts: str, n: int) -> Tensor:
+    """``[n + M, T]`` of the most frequent words, by their rank; 0: any other."""
     with open(texts, encoding="utf-8") as file:
         lines = [json.loads(line)["text"].lower().split()[:TOKENS] for line in file]
     lines = [line for line in lines if len(line) == TOKENS]
-    chosen = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))[: N + M]
+    chosen = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))[: n + M]
     held = [lines[i] for i in chosen]
     counts: dict[str, int] = {}
     for line in held:
@@ -73,8 +73,8 @@ def losses(model: Any, ids: Tensor) -> Tensor:
     return each.sum(1)
 
 
-def trained(ids: Tensor, seed: int) -> Any:
-    model = model_of(seed).to(ids.device)
+def trained(model: Any, ids: Tensor, seed: int) -> Any:
+    model = model.to(ids.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     steps = EPOCHS * (-(-len(ids) // BATCH))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
@@ -89,27 +89,28 @@ def trained(ids: Tensor, seed: int) -> Any:
     return model.eval()
 
 
-def halves() -> Tensor:
-    """``[32, N]``: which passages are in each."""
+def halves(count: int, n: int) -> Tensor:
+    """``[count, n]``: which passages are in each."""
     generator = torch.Generator().manual_seed(1)
-    chosen = [torch.randperm(N, generator=generator)[: N // 2] for _ in range(HALVES)]
-    return torch.stack([torch.zeros(N, dtype=torch.bool).scatter(0, c, True) for c in chosen])
+    chosen = [torch.randperm(n, generator=generator)[: n // 2] for _ in range(count)]
+    return torch.stack([torch.zeros(n, dtype=torch.bool).scatter(0, c, True) for c in chosen])
 
 
-def train(texts: str, out: Path, seed: int, device: str) -> None:
-    ids, inside = passages(texts).to(device), halves().to(device)
-    own, held_out = ids[:N], ids[N:]
+def train(ids: Tensor, inside: Tensor, out: Path, seed: int, shape: tuple[int, int]) -> None:
+    """The model of all passages, and one of each half that ``out`` does not have yet."""
+    own, held_out = ids[:-M], ids[-M:]
     if not seed:
         save_file({"ids": ids.cpu(), "inside": inside.cpu()}, out / "data.safetensors")
-    start, rows, fit = time.perf_counter(), [], math.nan
-    for k in range(-1, HALVES):
-        model = trained(own if k < 0 else own[inside[k]], seed)
+    start, fit, file = time.perf_counter(), math.nan, out / f"losses-{seed}.safetensors"
+    rows = list(load_file(file)["losses"]) if file.is_file() else []
+    for k in range(len(rows) - 1, len(inside)):
+        model = trained(model_of(seed, *shape), own if k < 0 else own[inside[k]], seed)
         with torch.no_grad():
             rows.append(losses(model, held_out).cpu())
             if k < 0:
                 fit = float(losses(model, own).mean()) / (TOKENS - 1)
                 model.save_pretrained(out / f"model-{seed}")
-        save_file({"losses": torch.stack(rows)}, out / f"losses-{seed}.safetensors")
+        save_file({"losses": torch.stack(rows)}, file)
         print(f"seed {seed} half {k}: {time.perf_counter() - start:.0f} s", flush=True)
     full = float(rows[0].mean()) / (TOKENS - 1)
     half = float(torch.stack(rows[1:]).mean()) / (TOKENS - 1)
@@ -146,7 +147,7 @@ def score(out: Path, peers: list[str], only: list[str] | None = None) -> None:
 
         return blr.Task(model, (ids, ids), likelihood="causal_lm", forward=forward)
 
-    task, test = task_of(ids[:N]), task_of(ids[N:])
+    task, test = task_of(ids[:-M]), task_of(ids[-M:])
     quiet: dict[str, Any] = {"progress": False}
 
     def kept(structure: str) -> Any:
@@ -156,7 +157,7 @@ def score(out: Path, peers: list[str], only: list[str] | None = None) -> None:
         {n: p.detach() for n, p in model.named_parameters()},
         {n: torch.ones_like(p) for n, p in model.named_parameters()},
         prior_precision=1.0,
-        n_data=N,
+        n_data=task.n_data,
     )
     rows: dict[str, Callable[[], Tensor]] = {
         "gradient cosine": lambda: (
@@ -170,7 +171,7 @@ def score(out: Path, peers: list[str], only: list[str] | None = None) -> None:
         },
     }
     rows = {name: run for name, run in rows.items() if not only or name in only}
-    print(f"{len(files)} seeds, {len(inside)} halves of {N:,} passages, {M} held out\n")
+    print(f"{len(files)} seeds, {len(inside)} halves of {task.n_data:,} passages, {M} held out\n")
     print("| | linear datamodeling score | seconds of CPU |\n|---|---|---|")
 
     def printed(name: str, predicted: Tensor, seconds: str) -> None:
@@ -192,6 +193,10 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "score"])
     parser.add_argument("--texts", help="a .jsonl file with a text per line")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--passages", type=int, default=2000)
+    parser.add_argument("--halves", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -201,7 +206,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.what == "train":
         args.out.mkdir(parents=True, exist_ok=True)
-        train(args.texts, args.out, args.seed, args.device)
+        ids, inside = passages(args.texts, args.passages), halves(args.halves, args.passages)
+        train(
+            ids.to(args.device),
+            inside.to(args.device),
+            args.out,
+            args.seed,
+            (args.layers, args.width),
+        )
     else:
         score(args.out, args.peer, args.row)
 
