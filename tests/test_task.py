@@ -238,3 +238,14 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
 
 def test_repr() -> None:
     assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
+
+
+def test_half_precision_weights_that_are_equal_are_the_models_own() -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    task = Task(model, (torch.zeros(2, 4), torch.zeros(2).long()))
+    given = task.parameters()
+    assert all(p.dtype == torch.float32 for p in given.values())
+    given["bias"] = given["bias"] + 1
+    cast, own = task.cast(given), dict(model.named_parameters())
+    assert cast["weight"].data_ptr() == own["weight"].data_ptr()
+    assert cast["bias"].dtype == torch.bfloat16 and not torch.equal(cast["bias"], own["bias"])

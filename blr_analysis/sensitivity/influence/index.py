@@ -233,7 +233,7 @@ class Index:
         """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples.
 
         Args:
-            normalize: as there; the lengths are those of :attr:`self_influence`.
+            normalize: as there; the lengths are those of ``self_influence``.
 
         Raises:
             InputError: another ``normalize``.
