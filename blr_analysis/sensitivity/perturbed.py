@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.backprop.engine import predict
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import add
 from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError, PosteriorError
+from blr_analysis.likelihoods import Bernoulli
+from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.ranks import divided, held_as
@@ -237,9 +240,10 @@ LARGE = 0.25  # of the data: what as many epochs of the rest lack in steps count
 class References:
     """What answers are compared with on ``where``, measured once for all groups."""
 
-    def __init__(self, where: Task, before: Evaluation) -> None:
-        self.where, self.before = where, before
+    def __init__(self, where: Task, before: Evaluation, mean: Tree) -> None:
+        self.where, self.before, self.mean = where, before, mean
         self._replays: dict[int, tuple[Evaluation, Evaluation]] = {}
+        self._reaches: dict[int, float] = {}
 
     def answer(self, moved: Moved) -> Answer:
         """How the model does where a solver ended."""
@@ -296,7 +300,8 @@ class References:
                 kind = "one class, kind of steps unclear"
         elif replay.shuffled:
             kind = f"replay, {'most' if replay.shuffled > 0.5 else 'some'} weights shuffled"
-        low, high = self._range(after, kind, missing, steps + LEARNT * moved.relabelled)
+        more = {"steps": steps + LEARNT * moved.relabelled, "reach": self._reach(replay)}
+        low, high = self._range(after, kind, missing, **more)
         high = max(high, plain.nll)
         if before.correct is None:
             high = after.nll + math.hypot(high - after.nll, SQUARES * before.nll)
@@ -355,9 +360,9 @@ class References:
         return replace(after, losses=after.losses.clamp(max=most)).nll
 
     def _range(
-        self, after: Evaluation, kind: str, missing: float, steps: float = 0.0
+        self, after: Evaluation, kind: str, missing: float, **more: float
     ) -> tuple[float, float]:
-        low, high = interval(self.before.nll, after.nll, kind, missing, steps)
+        low, high = interval(self.before.nll, after.nll, kind, missing, **more)
         least = -math.inf if self.before.correct is None else 0.0  # −log of a probability
         return max(low, least), high
 
@@ -370,6 +375,24 @@ class References:
             )
             self._replays[id(replay)] = start, reference
         return self._replays[id(replay)]
+
+    def _reach(self, replay: Replay) -> float:
+        """log of how many times as far apart as the replay's the logits of the model are, at
+        least 0; 0 of sequences and where there are none."""
+        likelihood = self.where.likelihood
+        if likelihood.is_sequence or not isinstance(likelihood.kind, Classes | Bernoulli):
+            return 0.0
+        if id(replay) not in self._reaches:
+            apart = []
+            for weights in (self.mean, replay.reference):
+                f, _ = predict(self.where, weights, progress=False)
+                of_classes = isinstance(likelihood.kind, Classes)
+                low, high = f.aminmax(dim=-1) if of_classes else (0.0, f.abs())
+                apart.append(float((high - low).double().mean()))
+            own, reached = apart
+            gain = math.log(own / reached) if own > 0 and reached > 0 else 0.0
+            self._reaches[id(replay)] = max(0.0, gain)
+        return self._reaches[id(replay)]
 
     def _further(self, descent: Descent, after: Evaluation) -> float:
         """|change of the nll| by one more step."""
@@ -424,11 +447,16 @@ def supported(after: Evaluation, before: Evaluation, start: Evaluation) -> Evalu
 
 
 def interval(
-    before: float, after: float, solver: str, missing: float = 0.0, steps: float = 0.0
+    before: float,
+    after: float,
+    solver: str,
+    missing: float = 0.0,
+    steps: float = 0.0,
+    reach: float = 0.0,
 ) -> tuple[float, float]:
     """Where the nll after retraining is likely to lie.
 
-    change e^−a … change e^(a + |steps|)  ⊕  b · before  ⊕  missing
+    change e^−a … change e^(max(a, reach) + |steps|)  ⊕  b · before  ⊕  missing
 
     added as independent errors; a, b: SPREADS
 
@@ -443,6 +471,7 @@ def interval(
     """
     relative, noise = SPREADS[solver]
     change = after - before
-    ends = sorted(change * math.exp(log) for log in (-relative, relative + abs(steps)))
+    furthest = max(relative, reach) + abs(steps)
+    ends = sorted(change * math.exp(log) for log in (-relative, furthest))
     low, high = (math.hypot(change - end, noise * before, missing) for end in ends)
     return after - low, after + high

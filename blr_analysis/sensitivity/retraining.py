@@ -86,14 +86,15 @@ def calibrated(
 ) -> list[Answer]:
     """The same with ``count`` exact ones, of the largest and the smallest predicted nll first; the
     others' changes are scaled by the mean log ratio of true to predicted change, of those groups
-    whose range is narrower than their change."""
+    whose range comes less than half of the way back to no change."""
     order = sorted(range(len(answers)), key=lambda k: answers[k].nll)
     turns = [order[-1 - k // 2] if k % 2 == 0 else order[k // 2] for k in range(len(order))]
     true = {k: exact(k) for k in turns[:count]}
     ratios = []
     for k, answer in true.items():
         predicted, (low, high) = answers[k].change, answers[k].interval
-        if high - low < abs(predicted) and predicted * answer.change > 0:
+        back = answers[k].nll - low if predicted > 0 else high - answers[k].nll
+        if 2 * back < abs(predicted) and predicted * answer.change > 0:
             ratios.append(math.log(answer.change / predicted))
     scale = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
     spread = float(torch.tensor(ratios).std()) if len(ratios) > 1 else 0.0

@@ -170,7 +170,7 @@ def what_if(
             around = made_of(q, weights, n_data=left, **how)
         else:
             moved = GroupSolver(task, q, plan, chunking, seed=seed).solve(change)
-            account = References(where, before).answer(moved)
+            account = References(where, before, dict(q.mean)).answer(moved)
             around, floored = moved.posterior, moved.floored
             caveat = "" if moved.solver == "replay" else caveat_of(q)
         return WhatIf(
@@ -251,7 +251,7 @@ def what_if_each(
             raise InputError(f"column {by!r} has the same value everywhere; choose another")
         before, _ = evaluated(where, q.mean, progress=False)
         solver_of_all = GroupSolver(task, q, plan, chunking, groups=len(groups), seed=seed)
-        references = References(where, before)
+        references = References(where, before, dict(q.mean))
         retraining = Retraining(task, q, train, seeds, cache)
         changes = [Change(indices) for indices in groups.values()]
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import blr_analysis as blr
-from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.sensitivity.first_weights import first_weights
 from blr_analysis.sensitivity.objective import changed
-from blr_analysis.sensitivity.perturbed import ByClass, against, interval, supported
-from blr_analysis.sensitivity.replay import ReplayRecipe, _minibatches
+from blr_analysis.sensitivity.perturbed import ByClass, References, against, interval, supported
+from blr_analysis.sensitivity.replay import Replay, ReplayRecipe, _minibatches
 from blr_analysis.views import make_table
 
 EPOCHS, BATCH = 12, 32
@@ -548,6 +548,29 @@ def test_a_step_that_overshoots_is_shortened_unless_it_was_asked_for() -> None:
     assert "damped" in repr(damped)
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "times"), [("categorical", 3), ("bernoulli", 3), ("gaussian", 1)]
+)
+def test_ranges_reach_as_far_as_the_logits_do(likelihood: str, times: float) -> None:
+    model = nn.Linear(4, 3)
+    y = torch.arange(40) % 3
+    task = blr.Task(
+        model,
+        (
+            torch.randn(40, 4),
+            y if likelihood == "categorical" else nn.functional.one_hot(y).float(),
+        ),
+        likelihood=likelihood,
+    )
+    reached = task.parameters()
+    replay = Replay(reached, ReplayRecipe("sgd", 0.1, 9, 8, 0, 40), reached, 0.0, 0.0, {})
+    before, _ = evaluated(task, reached, progress=False)
+    own = {n: 3 * w for n, w in reached.items()}
+    for weights, reach in ((own, times), (reached, 1), ({n: w / 3 for n, w in own.items()}, 1)):
+        found = References(task, before, weights)._reach(replay)
+        assert found == pytest.approx(np.log(reach), abs=1e-5)
+
+
 def test_intervals_and_differences_follow_their_formulas() -> None:
     low, high = interval(1.0, 2.0, "cg")
     assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
@@ -557,6 +580,8 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     low, high = interval(2.0, 1.0, "replay", 0.3, np.log(2))  # half the data
     assert low == pytest.approx(1 - np.hypot(2 * np.exp(0.15) - 1, 0.3))
     assert high == pytest.approx(1 + np.hypot(1 - np.exp(-0.15), 0.3))
+    _, high = interval(1.0, 2.0, "replay", reach=np.log(3))  # logits three times as far apart
+    assert high == pytest.approx(1 + 3)
     before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
     reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
     without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
