@@ -499,7 +499,8 @@ def calibration_table(posterior: Posterior) -> pd.DataFrame:
 
 @make_table.register(Matches)
 def top_influence_table(top: Any) -> pd.DataFrame:
-    """One row per test example and strong training example, most helpful first.
+    """One row per test example and strong training example, most helpful first; of
+    ``top.helpful`` those that help, of ``top.harmful`` those that harm.
 
     ================ ========================================================
     column           what
@@ -516,16 +517,16 @@ def top_influence_table(top: Any) -> pd.DataFrame:
 
     ``table.attrs["note"]`` says of which curvature it is, where not of the posterior's own.
     """
-    n_test, k = top.helpful.shape
-    train = torch.cat([top.helpful, top.harmful], dim=1).flatten()
-    harmful = top.harmful.shape[1]
-    test = torch.arange(n_test).repeat_interleave(k + harmful)
+    kept = torch.cat(top.own_sign, dim=1)
+    test, place = kept.nonzero().unbind(1)
+    harms, rank = place >= top.k, place % top.k + 1
+    train = torch.cat([top.helpful, top.harmful], dim=1)[kept]
     columns: dict[str, Any] = {
         "test": test,
-        "effect": (["helpful"] * k + ["harmful"] * harmful) * n_test,
-        "rank": [*range(1, k + 1), *range(1, harmful + 1)] * n_test,
+        "effect": np.where(harms, "harmful", "helpful"),
+        "rank": rank,
         "train": train,
-        top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1).flatten(),
+        top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1)[kept],
     }
     for side, indices in (("test", test), ("train", train)):
         for name, values in top.described(indices, test=side == "test").items():

@@ -251,12 +251,16 @@ def query(
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()
-    for row in sources.to_dict("records"):
-        if row["rank"] == 1:
-            asked = task.metadata["text"][row["question"]]
-            console.print(f"\n{row['question']}  {printable(asked)}")
-        line = f"  {row[matches.quantity]:>10.4g}  {row['example']:>7}  {row.get('text', '')[:90]}"
-        console.print(printable(line), soft_wrap=True)
+    for question, asked in enumerate(task.metadata["text"]):
+        console.print(f"\n{question}  {printable(asked)}")
+        found = sources.query("question == @question").to_dict("records")
+        for row in found:
+            line = (
+                f"{row[matches.quantity]:>10.4g}  {row['example']:>7}  {row.get('text', '')[:90]}"
+            )
+            console.print(f"  {printable(line)}", soft_wrap=True)
+        if not found:
+            console.print("  no example helps")
 
 
 def _query_task(

@@ -16,7 +16,7 @@ import torch
 
 from blr_analysis.errors import BLRError, InputError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import SHARDED, Recorder, look
+from blr_analysis.huggingface.recording import LOGGED, SHARDED, Recorder, look
 from blr_analysis.learning_rule.optim import BSAM
 from blr_analysis.sensitivity import Monitor
 
@@ -263,9 +263,11 @@ class VariationalSteps(Callback):
 class LightningMonitor(Callback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
-    What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which
-    ``EarlyStopping(monitor="loo_nll")`` and loggers read. It is saved and restored with Lightning's
-    checkpoints.
+    What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which loggers and,
+    behind it in ``callbacks``, ``EarlyStopping(monitor="loo_nll")`` read. Of a ``Monitor(every=2)``
+    nothing is logged between its looks: ``EarlyStopping("loo_nll", strict=False)``, whose patience
+    then counts looks, and ``ModelCheckpoint(monitor="loo_nll", every_n_epochs=2)`` wait for the
+    next. It is saved and restored with Lightning's checkpoints.
 
         monitor = blr.Monitor(blr.Task(module.net, data), test=test_task, examples=200)
         trainer = lightning.Trainer(callbacks=[LightningMonitor(monitor)])
@@ -273,11 +275,34 @@ class LightningMonitor(Callback):
     Args:
         monitor: made with a task of the module, or of its part, that is trained.
         known: as in :class:`blr_analysis.huggingface.MonitorCallback`.
+
+    Raises:
+        InputError: when training begins, of a monitor that has watched another run, and of
+            callbacks that would not wait.
     """
 
     def __init__(self, monitor: Monitor, **known: Any) -> None:
         self.monitor = monitor
         self.known = known
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse what would end this run after an epoch."""
+        self.monitor.check_epoch(trainer.current_epoch + 1)
+        every = self.monitor.every
+        for other in trainer.callbacks:
+            if every == 1 or getattr(other, "monitor", None) not in LOGGED:
+                continue
+            if getattr(other, "strict", False):
+                raise InputError(f"{other.monitor} comes every {every} epochs: give strict=False")
+            if (getattr(other, "every_n_epochs", None) or 0) % every:
+                raise InputError(
+                    f"{other.monitor} comes every {every} epochs: give every_n_epochs={every}"
+                )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """What an earlier epoch has logged is not this one's."""
+        for name in LOGGED:
+            trainer.callback_metrics.pop(name, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """One row of the monitor, where this epoch is due."""

@@ -38,6 +38,7 @@ DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "
     "times weight_decay, not divided by sqrt(v_hat), so it is no L2 penalty of the loss exactly"
 )
+LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # of a monitor, for trainers
 SHARDED = (
     "no precision can be written while training. Export the whole optimizer state after it and "
     "read that with Posterior.from_checkpoint."
@@ -202,7 +203,7 @@ def look(monitor: Any, optimizer: Any, epoch: int, known: dict[str, Any]) -> dic
     """The monitor's losses and accuracies after this epoch; nothing where it is not due."""
     model = monitor.task.model
     row = monitor(lambda: Posterior.from_optimizer(optimizer, model, **known), epoch)
-    return {k: v for k, v in (row or {}).items() if k.startswith(("loo_", "test_")) and v == v}
+    return {k: row[k] for k in LOGGED if row[k] == row[k]} if row else {}
 
 
 def checkpoint_precision(

@@ -139,6 +139,9 @@ class MonitorCallback(TrainerCallback):
         monitor: made with a task of the model that is trained.
         known: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside optimizer and
             model: ``n_data`` and ``prior_precision`` of Adam; nothing of IVON.
+
+    Raises:
+        InputError: when training begins, of a monitor that has watched another run.
     """
 
     def __init__(self, monitor: Monitor, **known: Any) -> None:
@@ -146,7 +149,7 @@ class MonitorCallback(TrainerCallback):
         self.known = known
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The epochs before, where this run is resumed."""
+        """The epochs before, where this run is resumed; another run's monitor is refused."""
         saved = state.stateful_callbacks.get(SAVED)
         if saved is not None:
             known = json.loads(saved)
@@ -157,6 +160,7 @@ class MonitorCallback(TrainerCallback):
                 kept = torch.tensor(values, dtype=torch.float32)
                 known["kept"][name] = kept.reshape(-1, len(known["indices"]))
             self.monitor.load_state_dict(known)
+        self.monitor.check_epoch(int(state.epoch or 0) + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One row of the monitor, where an epoch ends and is due; before the Trainer saves."""

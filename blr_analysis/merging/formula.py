@@ -113,7 +113,7 @@ def combine_into(
     a tensor is cut at multiples of it. ``base_precision`` holds δ already.
 
     Returns:
-        The number of entries where H̄ ≤ 0 and task arithmetic stands.
+        The number of entries where task arithmetic stands, see the module.
     """
     scratch = Scratch() if scratch is None else scratch
     fixed = not any(isinstance(c, Tensor) for c in (base_precision, *precisions))
@@ -139,7 +139,7 @@ def combine_into(
 def _shares(
     weights: Sequence[float], precisions: Sequence[float], base_precision: float
 ) -> tuple[list[float], bool]:
-    """α_t (H_0 + H_t) / H̄ where all of them are numbers, or α_t itself where H̄ ≤ 0."""
+    """α_t (H_0 + H_t) / H̄ where all of them are numbers, or α_t itself where H̄ is too small."""
     pairs = list(zip(weights, precisions, strict=True))
     total = base_precision + sum(a * h for a, h in pairs)
     size = base_precision + sum(abs(a) * h for a, h in pairs)
@@ -188,7 +188,7 @@ class _Workspace:
         precisions: Sequence[PrecisionValue],
         base_precision: PrecisionValue,
     ) -> int:
-        """The module's formula; the number of entries with H̄ ≤ 0 comes back."""
+        """The module's formula; the number of entries where task arithmetic stands."""
         if base is None:
             self.add_up(None, models, [a / sum(weights) for a in weights])
             start = self._buffer("start").copy_(self.out)

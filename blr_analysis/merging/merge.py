@@ -70,8 +70,8 @@ def merge(
 
         θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
 
-    entry by entry; where H̄ ≤ 0, task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is
-    ``base_precision`` plus δ.
+    entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t |α_t| H_t,
+    task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ.
 
     Args:
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".

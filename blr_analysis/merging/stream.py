@@ -77,7 +77,7 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         tell: called with the bytes read, after every piece.
 
     Returns:
-        The entries where H̄ ≤ 0 and task arithmetic stands, and the layers' residuals.
+        The entries where task arithmetic stands, and the layers' residuals.
 
     Raises:
         ModelError: NaN or inf in a model or in the result.

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
-from blr_analysis.plots._canvas import BLUE, ORANGE, as_array, axes_or_new, name_of
+from blr_analysis.plots._canvas import BLUE, ORANGE, axes_or_new, name_of
 from blr_analysis.plots.examples import image_of
 from blr_analysis.sensitivity.influence.results import SHOWN, Influence, TopInfluence, index_of_test
 
@@ -38,7 +38,7 @@ def plot_influence(
         result: what :func:`blr_analysis.influence` or :func:`blr_analysis.top_influence` returns.
         ax: where to draw; a new figure if None.
         test: index of the test example.
-        k: bars of either sign, or fewer where the result holds fewer.
+        k: bars of either sign, or fewer where the result holds fewer of that sign.
         images: pictures of the training examples, drawn beside their bars; see
             :func:`blr_analysis.plots.image_of`.
         test_images: pictures of the test examples, of which one is drawn in the corner.
@@ -63,13 +63,13 @@ def plot_influence(
     if isinstance(result, Influence):
         result = result.top(min(k, result.shape[0]))
     test = index_of_test(test, len(result.helpful))
-    few = min(k, result.k)
-    helpful, harmful = result.helpful[test, :few], result.harmful[test, :few].flip(0)
-    indices = torch.cat([helpful, harmful]).numpy()
-    rises = (result.helpful_values[test, :few], result.harmful_values[test, :few].flip(0))
-    values = as_array(torch.cat(rises))
+    helps, harms = result.sides(test)
+    indices, values = (
+        torch.cat([helpful[:k], harmful[:k].flip(0)]).numpy()
+        for helpful, harmful in zip(helps, harms, strict=True)
+    )
     place = np.arange(len(values))
-    ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * len(values)))
+    ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
     for at, value in zip(place, values, strict=True):
         helps = value >= 0
         ax.barh(at, value, 0.72, color=BLUE if helps else ORANGE, ec="black", lw=0.7,

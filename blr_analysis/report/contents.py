@@ -21,6 +21,7 @@ from blr_analysis.audit.findings import influence_column
 from blr_analysis.audit.pictures import images_of, plain
 from blr_analysis.audit.summary import REGION_MEANS
 from blr_analysis.errors import DataError, InputError
+from blr_analysis.likelihoods import Poisson
 from blr_analysis.plots import image_of
 from blr_analysis.sensitivity import TopInfluence, top_influence
 from blr_analysis.task import Task
@@ -158,7 +159,7 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
     count = 1 + int(findings.table[["target", "left_out_prediction"]].to_numpy().max())
     config = getattr(findings.task.model, "config", None)
     known = getattr(config, "id2label", None) if given is None else dict(enumerate(given))
-    names = [str(known[i]) or "(empty)" for i in range(count) if i in known] if known else []
+    names = [str(known[i]) or "(empty)" for i in range(len(known)) if i in known] if known else []
     if given is not None and len(names) < count:
         raise InputError(f"classes= names {len(names)} classes of {count}")
     unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in enumerate(names))
@@ -183,7 +184,7 @@ def label_names(findings: Findings, given: Sequence[str] | None) -> dict[str, st
 
 def named(value: Any, names: Sequence[str] | None) -> str:
     """A class by its name, where it has one; 1 for 1.0."""
-    if names is not None:
+    if names is not None and int(value) < len(names):
         return names[int(value)]
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
     return str(int(value) if whole else value)
@@ -199,7 +200,7 @@ def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str
     for name in [*[*first, *between, *last][:MOST_COLUMNS], *rows.inputs]:
         values = rows.table[name]
         if names is not None and name in OF_CLASSES:
-            values = values.map(lambda v: names[int(v)])
+            values = values.map(lambda v: named(v, names))
         numbers = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
         shown = [_cell(v) for v in values]
         columns.append({"name": str(name), "number": bool(numbers), "values": shown})
@@ -251,9 +252,9 @@ def tests_of(
     told = []
     for k, index in enumerate(chosen.tolist()):
         sides = {}
-        for side in ("helpful", "harmful"):
-            at, by = getattr(top, side)[k].tolist(), getattr(top, f"{side}_values")[k].tolist()
-            sides[side] = [[rows.place(i), _cell(v)] for i, v in zip(at, by, strict=True)]
+        for side, (at, by) in zip(("helpful", "harmful"), top.sides(k), strict=True):
+            told_of = zip(at.tolist(), by.tolist(), strict=True)
+            sides[side] = [[rows.place(i), _cell(v)] for i, v in told_of]
         about = {
             name: named(values[k].item(), names)
             if names is not None and name in OF_CLASSES
@@ -274,13 +275,23 @@ def suspects_of(findings: Findings, rows: Shown) -> list[int]:
     return [rows.place(i) for i in most_suspicious(findings.table, GALLERY)["index"]]
 
 
+def proposals_of(findings: Findings, rows: Shown, suspects: Sequence[int]) -> list[Any]:
+    """The new target of each suspect, as :func:`blr_analysis.what_if` takes it: its left-out
+    prediction, of counts the nearest one; None for several targets."""
+    if "left_out_prediction" not in rows.table:
+        return [None] * len(suspects)
+    counts = isinstance(findings.task.likelihood.kind, Poisson)
+    said = rows.table["left_out_prediction"].to_numpy()[list(suspects)]
+    return [_cell(v) for v in (said.round() if counts else said)]
+
+
 def classes_of(findings: Findings, names: Sequence[str] | None = None) -> list[Any]:
-    """The labels that an example could have, and how they are shown; none for regression and
-    several targets."""
+    """The labels that an example has or would be given, and how they are shown; none for
+    regression and several targets."""
     table = findings.table
     if "suspicious" not in table or "target" not in table:
         return []
-    labels = [_cell(v) for v in sorted(set(table["target"]))]
+    labels = sorted({_cell(v) for v in table[["target", "left_out_prediction"]].to_numpy().flat})
     return [[v, v if names is None else names[int(v)]] for v in labels]
 
 

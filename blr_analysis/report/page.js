@@ -235,12 +235,12 @@ const decided = () => {
   $("decided").textContent = decisions.size
     ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet";
 };
-const suspect = (k) => {
+const suspect = (k, place) => {
   const doubt = data.classes.length ? `${said(value("target", k))} or ${said(value("left_out_prediction", k))}?` : "";
   const item = make("li", {}, ...about(k, ["target", "left_out_prediction", "label_quality", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
-  const proposed = value("left_out_prediction", k);
+  const proposed = data.proposed[place];
   const label = data.classes.length
-    ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, name === proposed)))
+    ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
     : make("input", { ariaLabel: "new target", size: 8, value: said(proposed) });
   const set = make("fieldset", {}, make("legend", { className: "hidden", textContent: "Decision on example " + value("index", k) }));
   const choose = (action) => {
@@ -281,9 +281,9 @@ const testCard = (place) => {
     make("h4", { textContent: "Test example " + t.index }),
     tile(data.testsPictured ? n + place : null, 96), words(t.text), list));
   for (const side of ["helpful", "harmful"])
-    $(side).replaceChildren(...t[side].map(([k, nats]) => make("li", {},
+    $(side).replaceChildren(...t[side].length ? t[side].map(([k, nats]) => make("li", {},
       make("h4", { textContent: `Example ${value("index", k)}: ${nats > 0 ? "+" : ""}${nats} nats` }),
-      tile(k, 64), words(data.texts?.[k]), known(k, ["target", "left_out_prediction", ...extra]))));
+      tile(k, 64), words(data.texts?.[k]), known(k, ["target", "left_out_prediction", ...extra]))) : [make("li", { textContent: "No example does." })]);
 };
 if ($("test")) {
   data.tests.forEach((t, i) => $("test").append(new Option(

@@ -41,6 +41,7 @@ from blr_analysis.report.contents import (
     named,
     neighbours_of,
     pictures_of,
+    proposals_of,
     regions_of,
     rows_of,
     sheet_of,
@@ -79,7 +80,7 @@ def write_page(
         charts["removals"] = removals_chart(told, truths)
     if monitor is not None and len(monitor.rows):
         charts["training"] = training_chart(monitor.table)
-    colours = colours_of(rows)
+    colours, suspects = colours_of(rows), suspects_of(findings, rows)
     data = {
         "n": len(findings.table),
         "columns": columns_of(rows, names),
@@ -89,7 +90,8 @@ def write_page(
         "colours": colours,
         "filters": filters_of(rows, colours),
         "classes": classes_of(findings, names),
-        "suspects": suspects_of(findings, rows),
+        "suspects": suspects,
+        "proposed": proposals_of(findings, rows, suspects),
         "tests": tests_of(rows, neighbours, names),
         "testsPictured": sheet is not None and sheet.n > len(rows.index),
         "across": None if sheet is None else sheet.across,
@@ -115,7 +117,7 @@ def write_page(
         agreement=None if findings.on_test is None else agreement(findings.loo, findings.on_test),
         classification="suspicious" in findings.table,
         suspicious=_doubtful(findings),
-        n_suspects=len(data["suspects"]),
+        n_suspects=len(suspects),
         n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
         removals=removal_rows(removals, chosen),
         removed_by=grouped(findings),

@@ -139,6 +139,18 @@ class Monitor(Plottable):
         """Whether :meth:`__call__` would record this epoch."""
         return at_least(0, "epoch", epoch) % self.every == 0
 
+    def check_epoch(self, epoch: int) -> int:
+        """This epoch, where it may come next.
+
+        Raises:
+            InputError: it does not rise, as in a second training run.
+        """
+        if at_least(0, "epoch", epoch) <= self._last:
+            raise InputError(
+                f"epoch {epoch} does not follow epoch {self._last}; build a new Monitor"
+            )
+        return int(epoch)
+
     @torch.inference_mode(False)  # also where the caller switched it on
     def __call__(self, posterior: Source, epoch: int) -> dict[str, float] | None:
         """Record one epoch.
@@ -159,11 +171,7 @@ class Monitor(Plottable):
             ModelError: outputs that are not finite. Whatever is raised, what was recorded stays,
                 and the same epoch can be tried again.
         """
-        epoch = at_least(0, "epoch", epoch)
-        if epoch <= self._last:
-            raise InputError(
-                f"epoch {epoch} does not follow epoch {self._last}; build a new Monitor"
-            )
+        epoch = self.check_epoch(epoch)
         if epoch % self.every:
             if not callable(posterior):
                 instance("posterior", posterior, Posterior, "a blr_analysis.Posterior")

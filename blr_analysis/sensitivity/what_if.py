@@ -86,7 +86,8 @@ def what_if(
             (``lambda row: row.target == 3``; metadata columns included). A pandas Series is a mask
             by its own index, a pandas Index names rows; numbers in a list are places, 0 … N − 1.
         add: a task with examples to be added (its model is not used, its data and forward are).
-        relabel: index → new target; a pandas Series: row label → new target.
+        relabel: index → new target; a pandas Series: row label → new target. Sequences have a
+            target per token: remove them, and add them corrected.
         evaluate: where to measure; default: ``task`` itself. Only its examples, their forward
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step in the posterior's structure; where "auto" takes it for
@@ -124,7 +125,8 @@ def what_if(
     Raises:
         InputError: nothing to change, nothing left, a bad selection, an unknown solver, bad
             steps or passes, an example both removed and relabelled, ``add`` of another
-            likelihood, a replay of a model whose weights cannot be drawn anew, no ``train``.
+            likelihood, a replay of a model whose weights cannot be drawn anew, no ``train``,
+            ``relabel`` of sequences.
         DataError: a new target out of range; of "retrain", items of another form than above.
         PosteriorError: a posterior of another model or number of examples, S − S_G that is not
             positive definite, weights at which the model breaks down.

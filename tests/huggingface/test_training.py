@@ -260,6 +260,9 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
     assert other.table[columns].equals(monitor.table[columns])
     assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     assert torch.equal(other.deviations, monitor.deviations)
+    with pytest.raises(InputError, match="epoch 1 does not follow epoch 2; build a new Monitor"):
+        run.train()  # another run, refused before its first step
+    assert run.state.global_step == 0
 
 
 # A script for Hugging Face's Trainer trains with IVON when two of its lines are changed.

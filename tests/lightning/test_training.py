@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from optimizers import ROWS, make
 from torch import Tensor, nn
@@ -174,6 +175,28 @@ def test_a_monitor_watches_and_is_restored(tmp_path: Path) -> None:
     again, callback = watched(other)
     fit(tmp_path, other, callback, resume=tmp_path / "epoch=0.ckpt")
     assert again.table["loo_nll"].tolist() == monitor.table["loo_nll"].tolist()
+    before = deepcopy(other.net)
+    with pytest.raises(InputError, match="build a new Monitor"):
+        fit(tmp_path, other, callback)  # another run
+    same(other.net, before)
+
+
+def test_between_looks_nothing_stops_and_nothing_is_saved(tmp_path: Path) -> None:
+    module = Module("IVON")
+    monitor = blr.Monitor(blr.Task(module.net, (X, Y)), every=2)
+    stopper = EarlyStopping(monitor="loo_nll", strict=False, patience=2, min_delta=100.0)
+    options = {"save_top_k": -1, "monitor": "loo_nll", "filename": "{epoch} {loo_nll:.5f}"}
+    saver = ModelCheckpoint(tmp_path, **options, every_n_epochs=2)
+    kept = {"enable_checkpointing": True, "max_epochs": 9}
+    fit(tmp_path, module, LightningMonitor(monitor), stopper, saver, **kept)
+    assert monitor.epochs == [2, 4, 6] and stopper.stopped_epoch == 5
+    saved = {f"epoch={row['epoch'] - 1} loo_nll={row['loo_nll']:.5f}" for row in monitor.rows}
+    assert {path.stem for path in tmp_path.glob("*.ckpt")} == saved
+    for impatient in (EarlyStopping(monitor="loo_nll"), ModelCheckpoint(tmp_path, **options)):
+        other = Module("IVON")
+        watching = LightningMonitor(blr.Monitor(blr.Task(other.net, (X, Y)), every=2))
+        with pytest.raises(InputError, match="every 2 epochs"):
+            fit(tmp_path, other, watching, impatient, **kept)
 
 
 @pytest.mark.parametrize(

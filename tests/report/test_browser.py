@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import blr_analysis as blr
+from blr_analysis.report.contents import _cell
 from blr_analysis.report.decisions import read_decisions
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.skipif(
 )
 N = 300
 HEIGHTS = [100 + i % 7 for i in range(N)]
-NAMES = [f"a species of long name, number {k}" for k in range(3)]
+NAMES = [f"a species of long name, number {k}{' or so' * 9 * k}" for k in range(3)]
+CELLS = [_cell(name) for name in NAMES]  # the last is cut off
 TEXTS = ("</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>",
          "\"it's\", he said", "שלום \u202eabc", "long " * 2_000)  # fmt: skip
 PIXEL = """(k) => {
@@ -74,9 +76,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         window.goto(path.as_uri())
         window.wait_for_selector("html[data-ready]")
         memory = blr.memory_map(blr.sensitivity(task, posterior, progress=False))
+        left_out = blr.leave_one_out(task, posterior, progress=False).predictions.tolist()
         yield SimpleNamespace(
-            window=window, faults=faults, asked=asked, memory=memory, texts=texts, monitor=monitor
-        )
+            window=window, faults=faults, asked=asked, memory=memory, texts=texts, monitor=monitor,
+            left_out=left_out,
+        )  # fmt: skip
         browser.close()
 
 
@@ -122,7 +126,7 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
     assert page.window.eval_on_selector("#card .tile", picture) > 1000
     row = dict(zip(*(page.window.locator(f"#card {e}").all_inner_texts() for e in ("dt", "dd")),
                    strict=True))  # fmt: skip
-    assert (row["target"], row["source"]) == (NAMES[k % 3], f"<i>{k % 4}</i>")
+    assert (row["target"], row["source"]) == (CELLS[k % 3], f"<i>{k % 4}</i>")
     assert row["region"] == page.memory.region[k]
     assert row["height"] == str(HEIGHTS[k])
     assert float(row["loss"]) == pytest.approx(float(page.memory.scores.losses[k]), rel=1e-3)
@@ -195,8 +199,12 @@ def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path
     window.check("#gallery > li >> nth=0 >> input[value=drop]")
     window.select_option("#gallery > li >> nth=1 >> select", "2")
     window.check("#gallery > li >> nth=2 >> input[value=keep]")
+    for radio in window.locator("#gallery input[value=relabel]").all()[3:]:
+        radio.check()  # to what is proposed
     (tmp_path / "d.csv").write_text(saved(page, "#save"))
-    assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": {cards[1]: 2}}
+    relabel = {cards[1]: 2, **{k: page.left_out[k] for k in cards[3:]}}
+    assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": relabel}
+    assert {*relabel.values()} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("by", ["target", "source", "region"])
@@ -205,7 +213,7 @@ def test_each_class_source_and_region_has_a_colour_and_a_shape(
 ) -> None:
     """Both of its own: told apart by a colour-blind reader, and in grey."""
     of = {
-        "target": [NAMES[k % 3] for k in range(N)],
+        "target": [CELLS[k % 3] for k in range(N)],
         "source": [f"<i>{k % 4}</i>" for k in range(N)],
         "region": list(page.memory.region),
     }[by]

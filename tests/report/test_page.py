@@ -165,7 +165,12 @@ def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
 )
 def test_every_likelihood_has_a_page(tmp_path: Path, outputs: int, likelihood: str) -> None:
     path = written(tmp_path, *problem(24, outputs, likelihood))
-    assert len(data_of(path)["suspects"]) > 0
+    data = data_of(path)
+    assert len(data["suspects"]) > 0
+    if outputs == 1:  # what the page proposes is a target
+        relabel = dict(zip(data["suspects"], data["proposed"], strict=True))
+        task, _, posterior = problem(24, outputs, likelihood)
+        assert blr.what_if(task, posterior, relabel=relabel, progress=False).relabelled > 0
 
 
 def test_a_hundred_classes_and_no_test_data(tmp_path: Path) -> None:
@@ -199,7 +204,20 @@ def test_one_class(tmp_path: Path) -> None:
     task = blr.Task(torch.nn.Linear(4, 3), (torch.randn(20, 4), torch.zeros(20, dtype=torch.long)))
     posterior = blr.fit_laplace(task, prior_precision=1.0, progress=False)
     data = data_of(blr.report(task, posterior, tmp_path / "r.html", progress=False))
-    assert data["classes"] == [[0, 0]] and "removals" not in data["charts"]
+    left_out = blr.leave_one_out(task, posterior, progress=False).predictions
+    assert data["classes"] == [[c, c] for c in sorted({0, *left_out.tolist()})]
+    assert data["proposed"] == left_out[data["suspects"]].tolist() and max(data["proposed"]) > 0
+    assert "removals" not in data["charts"]
+    test = blr.Task(task.model, (torch.randn(3, 4), torch.arange(3)))  # of classes not seen
+    path = written(tmp_path, task, test, posterior, classes=["a", "b", "c"])
+    assert {told["target"] for told in data_of(path)["tests"]} == {"a", "b", "c"}
+
+
+def test_of_three_examples_none_helps_and_harms(tmp_path: Path) -> None:
+    for told in data_of(written(tmp_path, *problem(3)))["tests"]:
+        helpful, harmful = (dict(told[side]) for side in ("helpful", "harmful"))
+        assert {*helpful, *harmful} == {0, 1, 2} and not {*helpful} & {*harmful}
+        assert min(helpful.values(), default=1) > 0 > max(harmful.values(), default=-1)
 
 
 def test_texts_of_a_megabyte(tmp_path: Path) -> None:

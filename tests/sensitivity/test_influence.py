@@ -475,6 +475,9 @@ def test_the_table_names_the_strongest_pairs(world: World, posterior: blr.Poster
         f = world.test.model(world.test.dataset.tensors[0][row.test])
         assert row.test_prediction == int(f.argmax())
     assert len(found.top(2).table) == 7 * 4
+    whole = found.top(40).table  # each example once, on the side of its sign
+    assert whole.groupby("test").train.nunique().tolist() == [40] * 7 and len(whole) == 7 * 40
+    assert ((whole.influence > 0) == (whole.effect == "helpful")).all()
 
 
 def test_the_picture(world: World, posterior: blr.Posterior) -> None:
@@ -494,6 +497,8 @@ def test_the_picture(world: World, posterior: blr.Posterior) -> None:
     assert len(ax.artists) == 10 and len(ax.child_axes) == 1
     ax.figure.canvas.draw()
     assert found.plot(ax=ax) is ax
+    all_bars = [bar.get_width() for bar in found.plot(0, k=40).patches]
+    np.testing.assert_allclose(all_bars, found[:, 0].sort(descending=True).values)
 
 
 def test_another_measure(world: World, posterior: blr.Posterior) -> None:

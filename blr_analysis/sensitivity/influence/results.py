@@ -223,8 +223,8 @@ class Matches(Tabular):
         helpful_values: influence ``[M, k]`` in nats (or normalized), falling.
         harmful: indices ``[M, k]``: leaving them out lowers the question's loss most.
         harmful_values: influence ``[M, k]``, rising from the most negative. With few
-            training examples of one sign, the last of either list are of the other. Where only
-            helpful ones were asked for, these two are ``[M, 0]``.
+            training examples of one sign, the last of either list are of the other; table and
+            plot leave those out. Where only helpful ones were asked for, these two are ``[M, 0]``.
         metadata: of the training examples, by column.
         quantity: what the values are: "influence", "normalized_influence" or "cosine".
     """
@@ -239,6 +239,19 @@ class Matches(Tabular):
     @property
     def k(self) -> int:
         return self.helpful.shape[1]
+
+    @property
+    def own_sign(self) -> tuple[Tensor, Tensor]:
+        """Which of ``helpful`` do help, and which of ``harmful`` do harm, ``[M, k]`` each."""
+        return self.helpful_values > 0, self.harmful_values < 0
+
+    def sides(self, question: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Indices and influences of those that help a question, and of those that harm it."""
+        helps, harms = (kept[question] for kept in self.own_sign)
+        return (
+            (self.helpful[question][helps], self.helpful_values[question][helps]),
+            (self.harmful[question][harms], self.harmful_values[question][harms]),
+        )
 
     @property
     def note(self) -> str:
