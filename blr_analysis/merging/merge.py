@@ -70,7 +70,7 @@ def merge(
 
         θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
 
-    entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t |α_t| H_t,
+    entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t abs(α_t) H_t,
     task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ.
 
     Args:
