@@ -174,8 +174,8 @@ def report_json(report: MergeReport) -> str:
                 "weight": repr(member.weight) if callable(member.weight) else member.weight,
                 "precision": named or None,
                 "n_data": member.n_data,
-                "data": None if member.data is None else member.data.name,
                 "density": repr(member.density) if callable(member.density) else member.density,
+                **({} if member.data is None else {"data": member.data.name}),
             }
             for member, named in zip(
                 job.members, precision_names(plan, described=False), strict=True
