@@ -582,7 +582,8 @@ def _stored(value: Tensor, parameter: Tensor) -> Tensor:
 def _shared(value: Tensor, parameter: Tensor) -> Tensor:
     """The same; the parameter itself where it is equal, which holds nothing twice."""
     stored = _stored(value, parameter)
-    if stored is not value and torch.equal(stored, parameter):
+    alike = stored is not value and stored.device == parameter.device
+    if alike and torch.equal(stored, parameter):
         return parameter.detach()
     return stored
 

@@ -102,6 +102,8 @@ def test_statistics_behind_merged_layers(
         (", data: b.jsonl", "", "other models"),
         ("data: b.jsonl", "data: c.jsonl", "no data 'c.jsonl'"),
         ("weight: 2", "weight: [1, 2]", "none by layer"),
+        ("weight: 2", "weight: -2", "at least 0"),
+        *[("data: b.jsonl", "data: b.jsonl, n_data: 3", "counted")] * (method == "fisher"),
         (f"method: {method}", "method: gradient_matching", "not gradient_matching"),
     ):
         (here / "data.yml").write_text(text.replace(old, new))

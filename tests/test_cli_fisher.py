@@ -167,6 +167,8 @@ def test_a_dry_run_counts_passes_and_bytes(
         assert run(capsys, "fisher", model, data, *how, "-o", tmp_path / structure)[0] == 0
         size = sum(t.nbytes for t in storage.read(tmp_path / structure)[0].values())
         assert fisher_cost(model, data, structure=structure).disk == size
+    for wrong in (("--kind", "emp", "--samples", 5), ("--kind", "squared-minibatch")):
+        assert run(capsys, "fisher", model, data, *wrong, "--dry-run")[0] == 2
 
 
 @pytest.mark.parametrize(("kind", "task"), [("bert", "classification"), ("gpt2", "causal_lm")])

@@ -37,16 +37,18 @@ def _one_dnn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b (+ bias), as ``torch.matmul`` and ``torch.addmm``; nothing goes back through it.
+    """a b (+ bias ``[n]``), as ``torch.matmul`` and ``torch.addmm``.
 
     >>> product(torch.ones(2, 3), torch.ones(3, 4), torch.ones(4))[0]
     tensor([4., 4., 4., 4.])
     """
     one = b.ndim == 2 or (b.ndim == a.ndim == 3 and len(a) == len(b) == 1)
     plain = a.dtype == b.dtype == torch.float32 and a.device.type == "cpu"
+    plain = plain and not (a.requires_grad or b.requires_grad)
     if one and plain and a.numel() * b.shape[-1] >= WORTH and slow_mkl():
         right = b if b.ndim == 2 else b[0]
         if not (right.is_contiguous() or right.mT.is_contiguous()):
             right = right.contiguous()  # oneDNN is slow on part of a matrix
+        bias = None if bias is None else bias.contiguous()  # oneDNN would pass over its stride
         return _one_dnn(a, right, bias)
     return a @ b if bias is None else torch.addmm(bias, a, b)

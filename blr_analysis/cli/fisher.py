@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -163,39 +163,31 @@ def fisher(
 
     say = Teller()
     say(f"loading {model}")
-    asked = {"base": base, "text": text or None, "examples": examples, "max_length": max_length}
+    asked: dict[str, Any] = {
+        "kind": str(kind).replace("-", "_"),
+        "structure": str(structure),
+        "samples": samples,
+        "batch_size": batch_size,
+        "base": base,
+        "text": text or None,
+        "examples": examples,
+        "max_length": max_length,
+        "task": None if task is None else str(task).replace("-", "_"),
+        "device": device,
+        "dtype": torch.bfloat16 if dtype is StoredDtype.bfloat16 else None,
+    }
     if dry_run:
-        half = dtype is StoredDtype.bfloat16
-        kinds = None if task is None else str(task).replace("-", "_")
-        cost = fisher_cost(
-            model,
-            data,
-            kind=str(kind).replace("-", "_"),
-            structure=str(structure),
-            samples=samples,
-            task=kinds,
-            half=half,
-            device=device,
-            **asked,
-        )
-        show_forecast(cost)
+        show_forecast(fisher_cost(model, data, **asked))
         return
     result = compute(
         model,
         data,
-        kind=str(kind).replace("-", "_"),
-        structure=str(structure),
-        samples=samples,
-        label=label,
-        task=None if task is None else str(task).replace("-", "_"),
         **asked,
-        batch_size=batch_size,
+        label=label,
         seed=seed,
         out=out,
         force=force,
-        device=device,
         memory_budget=read_size("--max-memory", max_memory),
-        dtype=torch.bfloat16 if dtype is StoredDtype.bfloat16 else None,
     )
     say("done")
     show_result(result)

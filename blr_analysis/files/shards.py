@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from torch import Tensor
 from blr_analysis.checks import positive_int
 from blr_analysis.files.headers import write_header
 from blr_analysis.files.source import Spec
-
-EVERY = 0.05  # seconds between two times that what was written is brought to the disk
 
 
 def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -119,37 +115,6 @@ class Shards:
             total = sum(spec.nbytes for spec in self.specs.values())
             held = {name: file for file, names in self._shards.items() for name in names}
             write_index(self.folder, self.stem, held, {"total_size": total})
-
-    @contextmanager
-    def flushed(self) -> Iterator[None]:
-        """What is put until the block ends is brought to the disk meanwhile, and stands there then.
-
-        Raises:
-            OSError: the disk has not taken it.
-        """
-        done, failed = threading.Event(), list[OSError]()
-
-        def flush(files: list[FileIO]) -> None:
-            last = False
-            try:
-                while not last:
-                    last = done.wait(EVERY)
-                    for file in files:
-                        os.fsync(file.fileno())
-            except OSError as error:  # told once: the next to ask would hear of no fault
-                failed.append(error)
-
-        with ExitStack() as stack:
-            files = [stack.enter_context(FileIO(self.folder / n, "r+")) for n in self.names]
-            helper = threading.Thread(target=flush, args=(files,), daemon=True)
-            helper.start()
-            try:
-                yield
-            finally:
-                done.set()
-                helper.join()
-        if failed:
-            raise failed[0]
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""

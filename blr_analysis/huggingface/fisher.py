@@ -162,17 +162,7 @@ def fisher(
         blr_analysis.errors.StorageError: there is no folder 'no-model': ...
     """
     started = time.monotonic()
-    kind = one_of("kind", kind, (*KINDS, *KINDS.values()))
-    kind = KINDS.get(kind, kind)
-    one_of("structure", structure, ("diag", *FACTORED))
-    positive_int("samples", samples)
-    check_dtype(dtype)
-    if structure != "diag" and (dtype is not None or kind == "squared_minibatch"):
-        raise InputError(
-            f"structure={structure!r} is kept in float32, and of no squared_minibatch: leave them"
-        )
-    if samples > 1 and kind != "fisher_mc":
-        raise InputError("samples belongs to kind='mc', whose labels are drawn")
+    kind = _asked(kind, structure, samples, dtype)
     place = Path(path_of(model)).expanduser()
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
     adapter = is_adapter(place)
@@ -285,6 +275,22 @@ def text_tasks(
     return [encoded.task(loaded) for encoded in read]
 
 
+def _asked(kind: str, structure: str, samples: int, dtype: Any) -> str:
+    """The kind's full name, of settings that go together."""
+    kind = one_of("kind", kind, (*KINDS, *KINDS.values()))
+    kind = KINDS.get(kind, kind)
+    one_of("structure", structure, ("diag", *FACTORED))
+    positive_int("samples", samples)
+    check_dtype(dtype)
+    if structure != "diag" and (dtype is not None or kind == "squared_minibatch"):
+        raise InputError(
+            f"structure={structure!r} is kept in float32, and of no squared_minibatch: leave them"
+        )
+    if samples > 1 and kind != "fisher_mc":
+        raise InputError("samples belongs to kind='mc', whose labels are drawn")
+    return kind
+
+
 def fisher_cost(
     model: str | os.PathLike[str],
     data: str | os.PathLike[str],
@@ -293,27 +299,30 @@ def fisher_cost(
     kind: str = "mc",
     structure: str = "diag",
     samples: int = 1,
+    batch_size: int | None = None,
     text: str | Sequence[str] | None = None,
     task: str | None = None,
     examples: int | None = None,
     max_length: int | None = None,
-    half: bool = False,
+    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> Forecast:
     """What :func:`fisher` would cost; nothing is written. An example takes a forward pass, and for
     every label that is drawn ("ggn": for every label but one) a backward pass, twice as long."""
+    kind = _asked(kind, structure, samples, dtype)
     loaded = load_tuned(model, base=base, task=task, device=device)
+    check_kind(kind, loaded.task == "causal_lm", batch_size)
     encoded, _ = _read(loaded, data, "fisher_mc", text, None, examples, max_length, 0)
     ours = encoded.task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
-    check_kind("ggn" if kind == "ggn" else "fisher_mc", loaded.task == "causal_lm", None)
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
     backward = 0 if structure == "gram" else exact if kind == "ggn" else samples
     run = round(len(encoded) * (1 + 2 * backward) / 3)
     stages = [Stage("precision", run)]
     if structure == "kron":
         stages.append(Stage("eigenvalues", run, rotated=True))
-    return Forecast.of(ours, stages, disk=size * (2 if half else 4), structure=structure)
+    itemsize = torch.float32.itemsize if dtype is None else dtype.itemsize
+    return Forecast.of(ours, stages, disk=size * itemsize, structure=structure)
 
 
 def definition(kind: str, samples: int, batch_size: int | None, task: str) -> str:

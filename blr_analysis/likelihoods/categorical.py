@@ -192,7 +192,7 @@ class Categorical(Classes):
         variance-covariance matrix of the multinomial distribution", 1992.
         """
         p = _softmax(outputs)
-        left = p.flip(-1).cumsum(-1).flip(-1)  # p_c + r_c
+        left = p @ p.new_ones(p.shape[-1], p.shape[-1]).tril()  # p_c + r_c
         rest, tiny = left[:, 1:], torch.finfo(p.dtype).tiny
         below = (p.unsqueeze(-1) / rest.clamp_min(tiny).unsqueeze(-2)).tril(-1)
         size = (p[:, :-1] / left[:, :-1].clamp_min(tiny) * rest).sqrt()

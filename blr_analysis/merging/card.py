@@ -56,7 +56,11 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
     job, plan = report.plan.job, report.plan
     title = markdown(os.path.basename(os.path.abspath(report.folder)))
     rows = [
-        [markdown(shown(member.model)), f"`{markdown_code(repr(member.weight))}`", markdown(named)]
+        [
+            markdown(shown(member.model)),
+            f"`{markdown_code(repr(member.weight))}`",
+            markdown(named if member.data is None else f"of {member.data.name}, on the way"),
+        ]
         for member, named in zip(
             job.members, precision_names(report.plan, described=True), strict=True
         )

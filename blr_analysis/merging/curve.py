@@ -39,6 +39,8 @@ class MergePoint:
         failure: why it could not be run; "" where it could.
         predicted: of a front, the mean loss on each task that its surrogate foretold; empty where
             precisions are of no loss ("gram"), or of an unknown number of examples.
+        checkpoints: where models have several, what each checkpoint was merged with; those of a
+            model add up to its weight.
     """
 
     method: str
@@ -47,6 +49,7 @@ class MergePoint:
     accuracies: tuple[float, ...]
     failure: str = ""
     predicted: tuple[float, ...] = ()
+    checkpoints: tuple[float, ...] = ()
 
     @property
     def nll(self) -> float:
@@ -531,7 +534,8 @@ def _on_front(
     for k in track(picked, total=len(picked), label=f"merges: {name}", show=progress):
         point = trial.point(name, previews[k].weights)
         means = tuple(sums / n for sums, n in zip(previews[k].losses, sizes, strict=False))
-        points.append(replace(point, weights=rows[k], predicted=means))
+        several = point.weights if surrogates.mixed else ()
+        points.append(replace(point, weights=rows[k], predicted=means, checkpoints=several))
     return points
 
 

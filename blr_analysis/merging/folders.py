@@ -154,8 +154,7 @@ def execute(
         draft.mkdir()
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
         shards.begin()
-        shown = bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True)
-        with shown, shards.flushed():
+        with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
             met = fill(plan, shards, shown.update)
         change = partial(fit_config, plan, reference)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)

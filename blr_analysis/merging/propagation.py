@@ -58,8 +58,7 @@ def propagated(
     """
     if len(tasks) != len(models):
         raise InputError(f"{len(tasks)} tasks for {len(models)} models: give one each")
-    if min(weights) < 0 or not sum(weights) > 0:
-        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
+    check_weights(weights)
     orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
     repeated = {key for order in orders for key in order.repeated}
     groups, noise = _groups(orders, repeated), 0.0
@@ -105,8 +104,16 @@ def check_propagates(method: str, precisions: object, weights: Sequence[Weight])
     """Raise :class:`InputError` where tasks cannot stand for precisions."""
     if method != "fisher" or precisions is not None:
         raise InputError('tasks= stands for precisions, with method="fisher"')
-    if any(map(callable, weights)):
+    plain = [w for w in weights if not callable(w)]
+    if len(plain) < len(weights):
         raise InputError("propagated statistics take one weight a model, none by layer")
+    check_weights(plain)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise :class:`InputError` unless they are those of a mean."""
+    if min(weights) < 0 or not sum(weights) > 0:
+        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
 
 
 def in_dtypes(made: State, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

@@ -269,3 +269,6 @@ def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypat
     if not lead:
         bias = normal(20, seed=2).float()
         assert relative(single.product(a, b, bias).double(), truth + bias.double()) < 1e-6
+        apart = normal(20, 2, seed=2).float()[:, 0]
+        assert relative(single.product(a, b, apart).double(), truth + apart.double()) < 1e-6
+        assert single.product(a.requires_grad_(), b).requires_grad

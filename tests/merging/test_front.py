@@ -116,6 +116,8 @@ def test_checkpoints_of_a_task_follow_a_curved_front(monkeypatch: pytest.MonkeyP
     assert len(curve.front) > 4
     # The Laplace mixture leaves out what the other component adds at a minimum: some e⁻¹⁰.
     for point in curve.points:
+        parts = [sum(point.checkpoints[:2]), sum(point.checkpoints[2:])]
+        assert parts == pytest.approx(list(point.weights), abs=1e-6)
         assert point.predicted == pytest.approx(point.nlls, abs=1e-3)
         alphas = torch.tensor(point.weights)
         least = float((alphas @ losses).min())

@@ -48,6 +48,22 @@ def variances(task: blr.Task, q: blr.Posterior) -> Tensor:
 # ------------------------------------------------------------------------ all directions kept
 
 
+def test_single_precision_keeps_small_eigenvalues() -> None:
+    """Beside curvature of 10⁶ δ: leverages are what they are in float64."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(100, 6, generator=generator, dtype=torch.float64).to(dtype)
+        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 2)).to(dtype)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2)
+        task = blr.Task(model, (x, torch.arange(100) % 2), likelihood="categorical")
+        q = fitted(task, prior=1e-4, rank=60)
+        found.append(blr.sensitivity(task, q, progress=False).leverage.double())
+    assert float((found[0] - found[1]).abs().max()) < 5e-3
+
+
 def test_at_full_rank_it_is_the_full_posterior() -> None:
     task = task_of(9)  # a curvature of rank 18: two independent outputs each
     low, full = fitted(task, rank=SIZE - 1), fitted(task, "full")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 import blr_analysis as blr
+from blr_analysis.errors import PosteriorWarning
 from blr_analysis.posterior.structures import LowRank
 from blr_analysis.sensitivity.influence import whole
 
@@ -160,8 +161,14 @@ def test_off_the_minimum_the_mean_over_networks_of_other_draws(stopped: nn.Modul
     noise = torch.randn(120, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     target = 1.2 * stopped(x).detach() + 0.5 * noise
     task = blr.Task(stopped, (x, target), likelihood="gaussian")
-    found = blr.influence(task, blr.fit_laplace(task, **QUIET), task, **QUIET)
-    assert f"mean of {whole.DRAWS[1]} draws" in found.note and "checkpoints" not in repr(found)
+    taken, note = whole.whole(task, blr.fit_laplace(task, **QUIET), None, None, drawn=True)
+    assert f"mean of {whole.DRAWS[1]} draws" in note
+    matrices = []
+    for q in taken:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PosteriorWarning)  # the model stands elsewhere
+            matrices.append(blr.influence(task, q, task, solver="posterior", **QUIET).matrix)
+    found = torch.stack(matrices).mean(0)
     theta, outputs = flat(stopped)
 
     def gradients(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +186,14 @@ def test_off_the_minimum_the_mean_over_networks_of_other_draws(stopped: nn.Modul
         weights = torch.randn(120, 1, generator=generator).double()
         there, matrix = gradients(theta - torch.linalg.solve(curvature, (weights * pulls).sum(0)))
         known += there @ torch.linalg.solve(matrix, there.mT) / whole.DRAWS[1]
-    assert float((found.matrix - known).norm() / known.norm()) < 1e-6
+    assert float((found - known).norm() / known.norm()) < 1e-6
+    assert "draws" not in blr.influence(task, blr.fit_laplace(task, **QUIET), task, **QUIET).note
+    classes = blr.Task(stopped, data(0, 120), likelihood="categorical")
+    q = blr.fit_laplace(classes, **QUIET)
+    result = blr.influence(classes, q, classes, **QUIET)
+    assert "draws of the data" in result.note and "checkpoints" not in repr(result)
+    bound = blr.influence(classes, q, classes, memory_budget=2**24, **QUIET)
+    assert "draws" not in bound.note
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])

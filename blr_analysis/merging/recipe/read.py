@@ -440,6 +440,8 @@ class _RecipeReader:
         }
         taken = ("delta", "density", "seed", "rescale", *CURVED)
         idle |= {key: not method.takes(key) for key in taken} | dict.fromkeys(FOREIGN, True)
+        if self.text.merge_method != AUTO and any(one.entry.data for one in self.listed):
+            idle |= {"power": True, "damping": True}  # of moments of inputs
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
         if len(self.slices) > 1:
             parts += [
@@ -517,6 +519,8 @@ class _RecipeReader:
         for one in members if name == "fisher" else ():
             if one.entry.precision is not None:
                 raise self.page.wrong((*one.way, "precision"), "beside data: one of them")
+            if one.entry.n_data is not None:
+                raise self.page.wrong((*one.way, "n_data"), "beside data, which are counted")
         places = ((one.model, self._stored((*one.way, "data"), one.entry.data)) for one in members)
         return {model: place for model, place in places if place is not None}
 

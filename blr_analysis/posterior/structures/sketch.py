@@ -86,7 +86,7 @@ def sketch(
         if not grown or space.rank >= full:
             break
         check = min(full, int(1.2 * space.rank))
-    values, vectors = (x.flip(-1) for x in _eigenvectors(space.core, curvature.like.dtype))
+    values, vectors = (x.flip(-1) for x in torch.linalg.eigh(space.core))
     values = values.clamp_min(0)
     shares = shares_of(values, curvature.trace, size)
     kept = min(most if rank is None else rank, space.rank)
@@ -118,18 +118,6 @@ def _share_of_all(core: Tensor, trace: float, size: int) -> float:
     missing = max(0.0, trace - float(core.trace()))
     most = missing / (1 + missing / max(1, size - m))
     return explained / (explained + most) if explained > 0 else 1.0
-
-
-def _eigenvectors(core: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of Qᵀ K Q, ascending, in the precision of K's products: its
-    numbers are no better. The eigenvalues are vᵀ Qᵀ K Q v in float64."""
-    values, vectors = torch.linalg.eigh(core.to(dtype))
-    if dtype == core.dtype:
-        return values, vectors
-    lengths = vectors.double().square().sum(0)
-    values = ((core @ vectors.double()) * vectors.double()).sum(0) / lengths
-    values, order = values.sort()
-    return values, vectors[:, order]
 
 
 class _WhitenedCurvature:

@@ -293,7 +293,7 @@ class Index:
 
     @cached_property
     def self_influence(self) -> Tensor:
-        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact, but for some 1e-4 where signs are
+        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact, but for some 1e-3 where signs are
         kept and the device multiplies bfloat16 faster than float32."""
         return torch.tensor(self.examples["self_influence"], dtype=torch.float64)
 

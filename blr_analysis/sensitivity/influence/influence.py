@@ -117,11 +117,11 @@ def influence(
             one posterior of :func:`blr_analysis.fit_laplace` found δ. Off the minimum the errors
             of classes, or of tokens, are averaged over the training's time:
             :mod:`blr_analysis.sensitivity.influence.averaged`, and a small model (up to 4,096
-            parameters) has its whole curvature, damped as far as training came, and is the mean of
-            what 4 to 16 networks of other draws of the data say; at the minimum a small one has its
-            exact Hessian, or else the whole curvature:
-            :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with retraining;
-            ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
+            parameters) has its whole curvature, damped as far as training came (of classes, and
+            where no ``memory_budget`` is given, the mean of what 4 to 16 networks of other draws of
+            the data say); at the minimum a small one has its exact Hessian, or else the whole
+            curvature: :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with
+            retraining; ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
             the posterior (kron is best) preconditions: for a few test examples, some tens of passes
             over the training data for all of them, five of whose gradients are held for each.
@@ -285,12 +285,12 @@ class _Question:
             if self.solver == "auto" and len(qs) == 1:
                 free = self.expected is None
                 own = training_errors(task, given, progress=progress) if free else None
-                drawn = free and self.projection is None
+                # Of classes, and where time and memory were not bound.
+                drawn = own is not None and self.projection is None and memory_budget is None
                 taken, note = whole(task, given, memory_budget, own, drawn=drawn)
                 note = "; ".join(filter(None, (note, AVERAGED if own else "")))
             if len(taken) > 1:
-                share = (memory_budget or DEFAULT_MEMORY) // len(taken)
-                question = replace(question, memory_budget=max(1, share))
+                question = replace(question, memory_budget=DEFAULT_MEMORY // len(taken))
             for q in taken:
                 errors = own or question.errors(task, q)
                 works.append(
