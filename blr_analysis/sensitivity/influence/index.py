@@ -79,6 +79,7 @@ NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of what a plan
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 TOGETHER = 2**22  # numbers of what is kept that are made at once
+LARGE = 2**20  # parameters, from which on gradients are turned in bfloat16
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
 FEW = 8  # questions that are looked for together
@@ -173,15 +174,18 @@ class Index:
         described["averaged"] = own is not None
         own = own or loss_gradient
         compression = Compression.of(q, rank, DTYPES[dtype])
-        with held(place) if leads else nullcontext(), _claimed(place, described, leads):
+        begun = {"half": compression.signs and multiplies_half(q)}
+        with held(place) if leads else nullcontext(), _claimed(place, described, begun, leads):
             ranks.wait()
+            half = bool(_read_json(place / PLAN).get("half"))  # as it was begun, on any machine
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
             check_room(place / STEM, len(missing) * SHARD * compression.nbytes(DTYPES[dtype]))
             roots = compression.roots(q) if missing else {}
             for k in ranks.share(torch.arange(len(missing))).tolist():
                 file, rows = place / missing[k], files[missing[k]]
-                _write_shard(task, q, compression, roots, file, rows, DTYPES[dtype], chunking, own)
+                kept = _projected(task, q, compression, roots, chunking, rows, own, half=half)
+                _write_shard(compression, kept, file, DTYPES[dtype])
             del roots
             ranks.wait()
             if leads and not (place / CONFIG).is_file():
@@ -189,10 +193,10 @@ class Index:
                 _write_examples(place, task, list(files))
                 with ranks.alone():
                     error = _measured(task, q, compression, place, chunking, own)
-                kept = {"numbers": compression.size, "signs": compression.signs}
-                kept |= {"sums": compression.sums, "blocks": compression.blocks}
+                sizes = {"numbers": compression.size, "signs": compression.signs, "half": half}
+                sizes |= {"sums": compression.sums, "blocks": compression.blocks}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
-                _write_json(place / CONFIG, described | more | kept)
+                _write_json(place / CONFIG, described | more | sizes)
         ranks.wait()
         return cls.open(place, task=task)
 
@@ -480,8 +484,11 @@ def _read(
 
 
 @contextmanager
-def _claimed(place: Path, described: dict[str, Any], leads: bool) -> Iterator[None]:
-    """The folder says whose index it will hold; not where the work ended before a file was whole.
+def _claimed(
+    place: Path, described: dict[str, Any], begun: dict[str, Any], leads: bool
+) -> Iterator[None]:
+    """The folder says whose index it will hold, and how it was ``begun``; not where the work ended
+    before a file was whole.
 
     Raises:
         StorageError: it holds something else.
@@ -492,7 +499,7 @@ def _claimed(place: Path, described: dict[str, Any], leads: bool) -> Iterator[No
     _check_claim(place, described)
     place.mkdir(parents=True, exist_ok=True)
     if not (place / PLAN).is_file():
-        _write_json(place / PLAN, described)
+        _write_json(place / PLAN, described | begun)
     try:
         yield
     except BaseException:
@@ -521,9 +528,10 @@ def _check_claim(place: Path, described: dict[str, Any]) -> None:
 
 
 def multiplies_half(q: Posterior) -> bool:
-    """Whether this device multiplies bfloat16 faster than the float32 that the posterior is in."""
+    """Whether this device multiplies bfloat16 faster than the float32 that the posterior is in,
+    of so many parameters that it counts."""
     m = next(iter(q.mean.values()))
-    if m.dtype != torch.float32:
+    if m.dtype != torch.float32 or sum(m.numel() for m in q.mean.values()) < LARGE:
         return False
     if m.device.type == "cpu":
         return bool(torch.cpu._is_avx512_bf16_supported())
@@ -565,20 +573,8 @@ def _projected(
     )
 
 
-def _write_shard(
-    task: Task,
-    q: Posterior,
-    compression: Compression,
-    roots: Roots,
-    file: Path,
-    rows: Tensor,
-    dtype: torch.dtype,
-    chunking: Chunking,
-    cotangent: Cotangent,
-) -> None:
-    """What is kept of these examples, and their exact self-influences."""
-    half = compression.signs and multiplies_half(q)
-    own = _projected(task, q, compression, roots, chunking, rows, cotangent, half=half)
+def _write_shard(compression: Compression, own: Compressed, file: Path, dtype: torch.dtype) -> None:
+    """What is kept of these examples, and their self-influences."""
     stored = {**compression.stored(own, dtype), "self_influence": own.squares}
     with drafted(file) as draft:
         save_file(stored, draft, {"format": "pt"})
