@@ -148,6 +148,8 @@ def test_the_lines_beside_a_formula_are_there(page: Path) -> None:
     for path, options in SHOWN.findall(page.read_text("utf-8")):
         code = (page.parent / path).read_text("utf-8")
         for name, line in PLACE.findall(options):
-            line = f"def {line}(" if name == "pyobject" else line
+            for part in line.split(".")[:-1] if name == "pyobject" else ():
+                code = code[code.index(f"class {part}") :]
+            line = f"def {line.split('.')[-1]}(" if name == "pyobject" else line
             assert line in code, line
             code = code[code.index(line) :]
