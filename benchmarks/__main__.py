@@ -85,7 +85,7 @@ def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def compared(measured: Result) -> dict[str, str]:
     """What one problem says, of one run: multiples of the floor and of the others' times."""
-    floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron", "inputs turned")
+    floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron")
     floors += ("self-influence diag", "self-influence kron")
     row = {
         f"{what}: × floor": f"{measured[what]['seconds'] / measured[what]['floor']:.2f}"
@@ -117,6 +117,22 @@ def summary(variance: dict[str, Result]) -> list[str]:
     for what in next(iter(columns.values())):
         lines.append(f"| {what} | {' | '.join(c[what] for c in columns.values())} |")
     return lines
+
+
+def in_words(images: list[dict[str, float]], steps: list[dict[str, Any]]) -> list[str]:
+    """A line on whole calls, and one on IVON's step."""
+    most = images[-1]
+    of = {(row["memory"], row["what"]): f"{row['ratio']:.2f}" for row in steps}
+    kept, afresh = (
+        f"{of[way, 'IVON, step']}, with its draw {of[way, 'IVON, draw + step']}"
+        for way in ("kept", "afresh")
+    )
+    return [
+        f"`sensitivity` of {most['n']:,} images, 784-500-300-10: {most['seconds']:.2f} s, "
+        f"{most['seconds'] / most['floor']:.2f} floors. A step of",
+        f"IVON, in steps of torch's AdamW (foreach): {kept}; where freed memory is faulted in",
+        f"afresh {afresh}.",
+    ]
 
 
 def machine() -> str:
@@ -152,9 +168,10 @@ def main() -> None:
             for row in run("ivon_step", folder, "--memory", way, *on)["rows"]
         ]
         variance = run("variance", folder, *peer, *quick, *on)
+        images = run("end_to_end", folder, *quick, *on)
         tables = {
             "costs": costs(variance),
-            "end_to_end": end_to_end(run("end_to_end", folder, *quick, *on)),
+            "end_to_end": end_to_end(images),
             "ivon_step": ivon_step(steps),
         }
     for name, table in tables.items():
@@ -164,6 +181,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if args.device != "cpu":
         return
+    lines += ["", *in_words(images, steps)]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))
