@@ -123,15 +123,15 @@ def in_words(images: list[dict[str, float]], steps: list[dict[str, Any]]) -> lis
     """A line on whole calls, and one on IVON's step."""
     most = images[-1]
     of = {(row["memory"], row["what"]): f"{row['ratio']:.2f}" for row in steps}
-    kept, afresh = (
-        f"{of[way, 'IVON, step']}, with its draw {of[way, 'IVON, draw + step']}"
-        for way in ("kept", "afresh")
+    step, drawn = (
+        ", ".join(of[way, what] for way in ("default", "kept", "afresh"))
+        for what in ("IVON, step", "IVON, draw + step")
     )
     return [
         f"`sensitivity` of {most['n']:,} images, 784-500-300-10: {most['seconds']:.2f} s, "
         f"{most['seconds'] / most['floor']:.2f} floors. A step of",
-        f"IVON, in steps of torch's AdamW (foreach): {kept}; where freed memory is faulted in",
-        f"afresh {afresh}.",
+        f"IVON, in steps of torch's AdamW (foreach): {step}, with its draw {drawn}, with glibc as",
+        "it is, with freed memory kept, and with every large tensor's faulted in afresh.",
     ]
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     quick = ["--quick"] if args.quick else []
     on = ["--device", args.device]
     peer = ["--kronfluence", args.kronfluence] if args.kronfluence else []
-    ways = ("kept", "afresh") if args.device == "cpu" else ("default",)
+    ways = ("default", "kept", "afresh") if args.device == "cpu" else ("default",)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         steps = [
