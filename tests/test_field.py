@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.field import cases, tables, truth
 
@@ -18,6 +19,7 @@ TINY = cases.Case(cases.breast_cancer, cases.mlp(30, 4, 2), "adamw", 1e-2, 0.0, 
 def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> truth.Truth:
     monkeypatch.setitem(cases.CASES, NAME, TINY)
     monkeypatch.setattr(truth, "HALVES", 4)
+    monkeypatch.setattr(truth, "SINGLES", 4)
     return truth.of(NAME, tmp_path, seeds=2)
 
 
@@ -49,6 +51,31 @@ def test_retrainings_have_the_changed_data(known: truth.Truth) -> None:
         assert torch.equal(x, data.x) and sorted(change) == moved.tolist()
         assert len(moved) == -(-int((data.groups == k).sum()) // 10)
         assert bool((data.groups[moved] == k).all())
+
+
+def test_a_single_example_is_left_out_of_its_minibatch(known: truth.Truth) -> None:
+    """Whose training is the same up to there."""
+    data, left = known.data, truth.singles(400)
+    assert len(left) == 4 and known.losses["singles"].shape == (2, 4, len(data.test_x) + 4)
+    model = cases.train(TINY, data.x, data.y, 1, without=left[2])
+    x, y = torch.cat([data.test_x, data.x[left]]), torch.cat([data.test_y, data.y[left]])
+    with torch.no_grad():
+        again = cases.test_losses(model(x)[None], y)[0]
+    assert torch.equal(known.losses["singles"][1, 2], again)
+    once, kept = replace(TINY, optimizer="sgd", lr=1.0, epochs=1, batch=400), torch.arange(400) != 7
+    models = (
+        cases.train(once, data.x, data.y, 0, without=torch.tensor(7)),
+        cases.train(once, data.x[kept], data.y[kept], 0),
+        cases.train(once, data.x, data.y, 0),
+    )
+    less, other, whole = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in models)
+    assert float((less - other).abs().max()) < 1e-6 < 1e-4 < float((less - whole).abs().max())
+    rows = list(tables.left_out(known, 1))
+    assert [row[0] for row in rows][:2] == ["one seed against the others", "leave_one_out"]
+    assert {len(row) for row in rows} == {7}
+    true = tables.rise_of(torch.arange(4 * 9).view(4, 9).double() ** 2)
+    assert tables.risen([true], [true]) == ("1.00",) * 6
+    assert tables.risen([{"own": 2 * true["own"]}], [true]) == ("1.00", "1.00", "2.00", "", "", "")
 
 
 def test_a_perfect_answer_scores_one_and_the_ceiling_is_the_other_seeds() -> None:

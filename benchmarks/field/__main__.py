@@ -2,7 +2,7 @@
 
     python -m benchmarks.field [--case NAME ...] [--table NAME ...] [--peers DIR] [--quick]
         [--models 3] [--cache FOLDER]
-        | python -m benchmarks.results field_groups field_relabelled field_halves
+        | python -m benchmarks.results field_groups field_relabelled field_halves field_singles
 
 Truth is retraining by the same recipe (benchmarks/field/cases.py), the mean over five seeds (three
 for halves); the ceiling is one seed against the mean of the others. It is kept in FOLDER, one file
@@ -15,6 +15,8 @@ the models of the first seeds, every one compared with the mean of the retrainin
   groups, error the mean of |loss − true| / true, "nothing" that of the loss before, "covered" how
   often the interval holds the truth. Where two groups are retrained, they are not counted.
 * Relabelled: the same where a tenth of a group has other labels, by ``what_if``.
+* Singles (of four small cases): 48 examples left out one at a time, the minibatches otherwise the
+  same; what their own losses rise by ("total": Σ estimated / Σ true), and 200 test losses.
 * Halves: the linear datamodeling score of 32 random halves and 200 test examples. Peers see the
   first model, each at its default and at every damping of a grid, of which hindsight may take the
   best; TRAK also the models of three seeds.
@@ -31,15 +33,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.field import tables, truth
-from benchmarks.field.cases import CASES
+from benchmarks.field.cases import CASES, SINGLES
 from benchmarks.truth import store
 
-KINDS = ("groups", "relabelled", "halves")
+KINDS = ("groups", "relabelled", "halves", "singles")
 COLUMNS = "| r | error | nothing | covered | passes |\n|---|---|---|---|---|---|"
 HEADS = {
     "groups": "| without a group " + COLUMNS,
     "relabelled": "| a tenth relabelled " + COLUMNS,
     "halves": "| linear datamodeling score | mean | first model |\n|---|---|---|",
+    "singles": "| an example left out | own loss: r | ranks | total | mean test loss: r | ranks "
+    "| each test loss: ranks |\n|---|---|---|---|---|---|---|",
 }
 
 
@@ -59,14 +63,16 @@ def main() -> None:
         names, seeds, models = ["table, class weights"], 2, 1
     for name in names:
         print(f"\n## {name}", flush=True)
-        known = truth.of(name, args.cache, seeds)
+        kinds = [kind for kind in args.table if kind != "singles" or name in SINGLES]
+        known = truth.of(name, args.cache, seeds, ["models", *kinds])
         folder = truth.place(args.cache, name)
         rows = {
             "groups": lambda t=known, f=folder: tables.groups(t, models, f),
             "relabelled": lambda t=known: tables.relabellings(t, models),
             "halves": lambda t=known, f=folder: tables.datamodeling(t, models, f, args.peers),
+            "singles": lambda t=known: tables.left_out(t, models),
         }
-        for kind in args.table:
+        for kind in kinds:
             print("", HEADS[kind], sep="\n", flush=True)
             began = time.process_time()
             for row in rows[kind]():

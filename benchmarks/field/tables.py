@@ -15,7 +15,7 @@ import blr_analysis as blr
 from benchmarks.agreement import metrics, runner
 from benchmarks.agreement.cases import Case as Asked
 from benchmarks.field.cases import Case, test_losses, train
-from benchmarks.field.truth import Truth, halves, relabelled
+from benchmarks.field.truth import Truth, asked, halves, relabelled, singles
 from benchmarks.peers.problem import build
 from benchmarks.truth import store
 
@@ -150,6 +150,64 @@ def relabellings(truth: Truth, models: int) -> Iterator[Row]:
         solvers |= {(one.solver, f"{one.passes:.0f}") for one in found}
     used = ", ".join(f"{passes}, {solver}" for solver, passes in sorted(solvers))
     yield ("default", *described(answers, rows.mean(0)), used)
+
+
+def left_out(truth: Truth, models: int) -> Iterator[Row]:
+    """One example at a time: what its own loss and those of test examples rise by."""
+    (x, y), left = asked(truth.data, "singles"), singles(len(truth.data.x))
+    count = len(x) - len(left)
+    judged = torch.cat([torch.arange(min(JUDGED, count)), torch.arange(count, len(x))])
+    x, y = x[judged], y[judged]
+    with torch.no_grad():
+        before = test_losses(torch.stack([model(x) for model in truth.models]), y)
+    rise = truth.losses["singles"][:, :, judged].double() - before[:, None]  # [seeds, 48, 200 + 48]
+    seeds, true = range(len(rise)), rise_of(rise.mean(0))
+    others = [rise_of(rise[[k for k in seeds if k != s]].mean(0)) for s in seeds]
+    yield ("one seed against the others", *risen([rise_of(r) for r in rise], others))
+    answers: dict[str, list[dict[str, Tensor]]] = {}
+    for k, model in enumerate(truth.models[:models]):
+        task = task_of(truth, model)
+        q = fitted(task)
+        alone = blr.leave_one_out(task, q, progress=False)
+        own = test_losses(alone.logits[None, left], y[-len(left) :])[0] - before[k, -len(left) :]
+        answers.setdefault("leave_one_out", []).append({"own": own})
+        where = blr.Task(model, (x, y), likelihood=truth.case.loss())
+        for label, solver in (("influence", "auto"), ("influence, kron", "posterior")):
+            options: dict[str, Any] = {"measure": test_losses, "solver": solver, "progress": False}
+            matrix = blr.influence(task, q, where, **options)[left].as_subclass(Tensor)
+            answers.setdefault(label, []).append(rise_of(matrix))
+        where = judged_by(truth, model, JUDGED)
+        options = {"evaluate": where, "progress": False}
+        each = [blr.what_if(task, q, remove=[i], **options) for i in left.tolist()]
+        mean = torch.tensor([one.change for one in each])
+        answers.setdefault("what_if", []).append({"mean": mean})
+    for label, of in answers.items():
+        yield (label, *risen(of, [true] * len(of)))
+
+
+def rise_of(changes: Tensor) -> dict[str, Tensor]:
+    """Of changes ``[48, 200 + 48]``: of the examples' own losses, of every test loss and of their
+    mean."""
+    tests, own = changes[:, : -len(changes)], changes[:, -len(changes) :].diagonal()
+    return {"own": own, "mean": tests.mean(1), "each": tests}
+
+
+def risen(answers: list[dict[str, Tensor]], true: list[dict[str, Tensor]]) -> Row:
+    """Means over the models: own losses' Pearson's r, rank correlation and total, the mean test
+    loss's r and rank correlation, the mean rank correlation of every test loss."""
+
+    def mean(part: str, score: Callable[[Tensor, Tensor], float]) -> str:
+        if part not in answers[0]:
+            return ""
+        pairs = zip(answers, true, strict=True)
+        return f"{sum(score(a[part], b[part]) for a, b in pairs) / len(answers):.2f}"
+
+    def ranks(a: Tensor, b: Tensor) -> float:
+        return metrics.bootstrap(metrics.spearman(a.view(len(a), -1), b.view(len(b), -1))).value
+
+    total = mean("own", lambda a, b: float(a.double().sum() / b.double().sum()))
+    tests = (mean("mean", correlation), mean("mean", ranks), mean("each", ranks))
+    return mean("own", correlation), mean("own", ranks), total, *tests
 
 
 def datamodeling(truth: Truth, models: int, folder: Path, peers: Path | None) -> Iterator[Row]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from benchmarks.field.cases import CASES, Case, Data, test_losses, train
 from benchmarks.peers.problem import build
 from benchmarks.truth import store
 
-HALVES = 32
-SEEDS = {"models": 5, "groups": 5, "relabelled": 5, "halves": 3}  # how many of each kind
+HALVES, SINGLES = 32, 48
+# How many of each kind.
+SEEDS = {"models": 5, "groups": 5, "relabelled": 5, "halves": 3, "singles": 5}
 
 
 def relabelled(data: Data) -> list[dict[int, Tensor]]:
@@ -43,6 +45,27 @@ def halves(count: int) -> Tensor:
     return torch.stack(
         [torch.randperm(count, generator=generator).argsort() < count // 2 for _ in range(HALVES)]
     )
+
+
+def singles(count: int) -> Tensor:
+    """Which examples are left out one at a time, ``[48]``."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(13))[:SINGLES]
+
+
+def retrained(case: Case, data: Data, kind: str, seed: int) -> list[nn.Module]:
+    """Every model of a kind."""
+    if kind == "singles":
+        left = singles(len(data.x))
+        return [train(case, data.x, data.y, seed, without=i) for i in left]
+    return [train(case, x, y, seed) for x, y in changed(data, kind)]
+
+
+def asked(data: Data, kind: str) -> tuple[Tensor, Tensor]:
+    """Where losses are measured: the test examples, and behind them those that are left out."""
+    if kind != "singles":
+        return data.test_x, data.test_y
+    left = singles(len(data.x))
+    return torch.cat([data.test_x, data.x[left]]), torch.cat([data.test_y, data.y[left]])
 
 
 def changed(data: Data, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,7 +93,8 @@ class Truth:
     Attributes:
         recipe: the hash of all that decides it.
         models: trained on everything, one per seed.
-        losses: kind → ``[seeds, changes, M]``.
+        losses: kind → ``[seeds, changes, M]``; of "singles" ``[seeds, 48, M + 48]``, those of the
+            examples that are left out behind.
         seconds: processor time of one training, the median.
     """
 
@@ -91,21 +115,23 @@ def of(name: str, folder: Path, seeds: int = 5, kinds: Iterable[str] = SEEDS) ->
     """A case's truth, from ``folder`` as far as it is there and of the same recipe."""
     case, data = CASES[name], CASES[name].data()
     described = asdict(case) | {"data": case.data.__name__, "halves": HALVES}
-    recipe = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    recipe = _hashed(described)
     found: dict[str, list[store.Stored]] = {kind: [] for kind in kinds}
+    where = {kind: asked(data, kind) for kind in found}
     for kind, seed in ((k, s) for k in found for s in range(min(seeds, SEEDS[k]))):
         path = place(folder, name) / f"{kind}-{seed}.safetensors"
-        kept = store.read(path, recipe)
+        made = _hashed(described | {"singles": SINGLES}) if kind == "singles" else recipe
+        kept = store.read(path, made)
         if kept is None:
             began = time.process_time()
-            models = [train(case, x, y, seed) for x, y in changed(data, kind)]
+            models, (x, y) = retrained(case, data, kind, seed), where[kind]
             taken = (time.process_time() - began) / len(models)
             with torch.no_grad():
-                outputs = torch.stack([model(data.test_x) for model in models])
+                outputs = torch.stack([model(x) for model in models])
             tensors = {"outputs": outputs} | (models[0].state_dict() if kind == "models" else {})
-            kept = store.Stored(tensors, {"hash": recipe, "seconds": taken, **described})
+            kept = store.Stored(tensors, {"hash": made, "seconds": taken, **described})
             store.write(path, kept.tensors, kept.record)
-            loss = test_losses(outputs, data.test_y).mean(1)
+            loss = test_losses(outputs, y).mean(1)
             print(
                 f"{name}: {kind} {seed}, {taken:.2f} s each, test loss {loss.min():.3f} … "
                 f"{loss.max():.3f}",
@@ -118,8 +144,12 @@ def of(name: str, folder: Path, seeds: int = 5, kinds: Iterable[str] = SEEDS) ->
         models.append(build(case.network).eval())
         models[-1].load_state_dict({n: t for n, t in kept.tensors.items() if n != "outputs"})
     losses = {
-        kind: test_losses(torch.stack([k.tensors["outputs"] for k in some]), data.test_y)
+        kind: test_losses(torch.stack([k.tensors["outputs"] for k in some]), where[kind][1])
         for kind, some in found.items()
     }
     seconds = [float(k.record["seconds"]) for k in found["models"]]
     return Truth(case, data, recipe, models, losses, statistics.median(seconds))
+
+
+def _hashed(described: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]

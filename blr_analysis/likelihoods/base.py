@@ -104,6 +104,11 @@ class Likelihood(ABC):
         """How far outputs moved where linearising ℓ is off by a part of that, ``[B]``."""
         return torch.linalg.vector_norm(after - before, dim=-1)
 
+    def spread(self, outputs: Tensor) -> Tensor | None:
+        """How far apart the logits of each example lie, ``[B]``, which grows as long as a training
+        goes on; None where outputs are no logits of an example's classes."""
+        return None
+
     def looks_normalised(self, outputs: Tensor) -> bool:
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
         return False

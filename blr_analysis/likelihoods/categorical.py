@@ -116,6 +116,11 @@ class Categorical(Classes):
         if self.weight is not None and len(self.weight) != c:
             raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
 
+    def spread(self, outputs: Tensor) -> Tensor:
+        """From the lowest to the highest."""
+        low, high = outputs.aminmax(dim=-1)
+        return high - low
+
     def looks_normalised(self, outputs: Tensor) -> bool:
         return bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-4).all())
 

@@ -69,6 +69,10 @@ class Bernoulli(_Independent):
         super().check_outputs(outputs)
         self._weights(outputs)
 
+    def spread(self, outputs: Tensor) -> Tensor:
+        """From 0, the logit of the other class, in mean over the labels."""
+        return outputs.abs().mean(-1)
+
     def looks_normalised(self, outputs: Tensor) -> bool:
         """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
         if len(outputs) < SEVERAL:

@@ -15,8 +15,6 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import add
 from blr_analysis.checks import instance
 from blr_analysis.errors import ModelError, PosteriorError
-from blr_analysis.likelihoods import Bernoulli
-from blr_analysis.likelihoods.categorical import Classes
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.ranks import divided, held_as
@@ -378,21 +376,20 @@ class References:
 
     def _reach(self, replay: Replay) -> float:
         """log of how many times as far apart as the replay's the logits of the model are, at
-        least 0; 0 of sequences and where there are none."""
-        likelihood = self.where.likelihood
-        if likelihood.is_sequence or not isinstance(likelihood.kind, Classes | Bernoulli):
-            return 0.0
+        least 0; 0 where there are none."""
         if id(replay) not in self._reaches:
-            apart = []
-            for weights in (self.mean, replay.reference):
-                f, _ = predict(self.where, weights, progress=False)
-                of_classes = isinstance(likelihood.kind, Classes)
-                low, high = f.aminmax(dim=-1) if of_classes else (0.0, f.abs())
-                apart.append(float((high - low).double().mean()))
-            own, reached = apart
+            own, reached = (self._spread(weights) for weights in (self.mean, replay.reference))
             gain = math.log(own / reached) if own > 0 and reached > 0 else 0.0
             self._reaches[id(replay)] = max(0.0, gain)
         return self._reaches[id(replay)]
+
+    def _spread(self, weights: Tree) -> float:
+        """Of the logits, in mean over the examples; 0 where there are none."""
+        kind = self.where.likelihood.kind
+        if kind.is_sequence:
+            return 0.0
+        spread = kind.spread(predict(self.where, weights, progress=False)[0])
+        return 0.0 if spread is None else float(spread.double().mean())
 
     def _further(self, descent: Descent, after: Evaluation) -> float:
         """|change of the nll| by one more step."""

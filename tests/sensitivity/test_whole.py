@@ -196,6 +196,22 @@ def test_off_the_minimum_the_mean_over_networks_of_other_draws(stopped: nn.Modul
     assert "draws" not in bound.note
 
 
+def test_where_a_drawn_network_fails_the_note_says_so(
+    stopped: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = blr.Task(stopped, data(0, 120))
+    q = blr.fit_laplace(task, **QUIET)
+    single = blr.influence(task, q, task, memory_budget=2**24, **QUIET)  # takes one network
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(whole, "write", full)
+    found = blr.influence(task, q, task, **QUIET)
+    assert "of one network" in found.note and "OutOfMemoryError" in repr(found)
+    assert torch.allclose(found.matrix, single.matrix)
+
+
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_of_a_large_network_the_errors_alone(
     stopped: nn.Module, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -96,8 +96,12 @@ def whole(
         return [damped], "; ".join(filter(None, (said, _short_of_rank(damped))))
     taken = fitted(structure, prior)
     build = partial(fitted, structure, prior)
-    if drawn and structure == "full" and (several := _drawn(task, taken, averaged, build)):
-        return several, f"{said}, mean of {len(several)} draws of the data"
+    if drawn and structure == "full":
+        try:
+            several = _drawn(task, taken, averaged, build)
+            return several, f"{said}, mean of {len(several)} draws of the data"
+        except (BLRError, RuntimeError) as error:  # no copy of it, or one breaks down there
+            said += f"; of one network, those of other draws failed ({type(error).__name__})"
     if not isinstance(task.likelihood.kind, Gaussian):  # whose curvature is the same everywhere
         taken = fitted(structure, prior, expected=taken)
     return [taken], said
@@ -106,20 +110,18 @@ def whole(
 def _drawn(
     task: Task, q: Posterior, averaged: Averaged | None, fitted: Callable[..., Posterior]
 ) -> list[Posterior]:
-    """Posteriors at θ_k; none where the model cannot be copied, or breaks down there."""
+    """Posteriors at θ_k."""
     errors = torch.cat(list(_errors(task, q, averaged)))
     generator, everyone = torch.Generator().manual_seed(0), torch.arange(task.n_data)
     rows, size = errors.numel(), sum(m.numel() for m in q.mean.values())
     count = min(DRAWS[1], max(DRAWS[0], int(CHEAP / (rows * size * min(rows, size)))))
-    several = []
-    with suppress(BLRError, RuntimeError):
-        under = on_a_copy(task)
-        for _ in range(count):
-            weights = torch.randn(task.n_data, 1, generator=generator).to(errors)
-            pull, _ = loss_and_gradient(task, q.mean, everyone, weights * errors)
-            write(under, add(q.mean, -1.0, q.form.solve(pull)))
-            several.append(fitted(task=under))
-    return several if len(several) == count else []
+    several, under = [], on_a_copy(task)
+    for _ in range(count):
+        weights = torch.randn(task.n_data, 1, generator=generator).to(errors)
+        pull, _ = loss_and_gradient(task, q.mean, everyone, weights * errors)
+        write(under, add(q.mean, -1.0, q.form.solve(pull)))
+        several.append(fitted(task=under))
+    return several
 
 
 def _errors(task: Task, q: Posterior, averaged: Averaged | None) -> Iterator[Tensor]:
