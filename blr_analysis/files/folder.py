@@ -35,8 +35,8 @@ class Folder(Source):
     Opening reads headers and the index only, and checks them against each other: every tensor
     stands once, in the shard that the index names (or its rows in several, as
     ``torch.distributed.checkpoint`` writes safetensors), and every shard is as long as its header
-    says. Reading is by position into the caller's buffers; nothing is mapped, nothing stays open,
-    and a file that changes after it was opened is refused.
+    says. Reading is by position into the caller's buffers, through files that stay open as long as
+    these; nothing is mapped, and a file that changes after it was opened is refused.
 
     Attributes:
         metadata: what the files' headers say beside their tensors.
@@ -106,8 +106,8 @@ class Folder(Source):
             begin, end = max(start, first), min(stop, first + stored.spec.numel)
             if begin < end:
                 part = view[(begin - start) * size : (end - start) * size]
-                with reading(path), self._open(path) as file:
-                    _fill(part, file, stored.offset + (begin - first) * size)
+                with reading(path):
+                    _fill(part, self._open(path, scratch), stored.offset + (begin - first) * size)
             first += stored.spec.numel
         return raw.view(spec.dtype)
 
@@ -119,12 +119,11 @@ class Folder(Source):
         """All of them, each in memory of its own."""
         return {name: self.tensor(name) for name in self.specs}
 
-    def _open(self, path: Path) -> FileIO:
+    def _open(self, path: Path, scratch: Scratch) -> FileIO:
         """The file, as long as it is the one whose header was read."""
-        file = FileIO(path)
+        file = scratch.file(path)
         state, header = os.fstat(file.fileno()), self._headers[path]
         if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
-            file.close()
             raise StorageError(f"{str(path)!r} was changed while it was being read.")
         return file
 

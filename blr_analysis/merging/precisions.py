@@ -21,7 +21,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
 from blr_analysis.files.storage import SAMPLE, checked_record
-from blr_analysis.merging.formula import extremes
+from blr_analysis.merging.formula import is_precision
 from blr_analysis.merging.layers import Factors
 from blr_analysis.merging.vocabularies import (
     Arranged,
@@ -224,8 +224,8 @@ class StoredPrecision:
             PosteriorError: S holds negative numbers, NaN or inf.
         """
         values = self.source.read(self.stored[name], start, stop, scratch)
-        low, high = extremes(values) if values.numel() else (0.0, 0.0)
-        if not (low >= 0 and high < torch.inf):
+        if values.numel() and not is_precision(values):
+            low, high = map(float, torch.aminmax(values))
             raise PosteriorError(
                 f"the precision of {name!r} in {self.name!r} is negative, NaN or inf "
                 f"({low:g} to {high:g}): compute it again"

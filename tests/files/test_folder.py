@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, fingerprint
+from blr_analysis.files.source import OPEN
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 
@@ -96,6 +97,27 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path: Path
     changed = {**tensors(), "scalar": torch.tensor(2.25)}
     assert print_ != fingerprint(Loaded("memory", changed), progress=False)
     assert len(print_) == 64
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists what is open")
+def test_few_files_stay_open_and_none_for_longer_than_the_buffers(tmp_path: Path) -> None:
+    for k in range(3 * OPEN):
+        save_file({f"t{k}": torch.tensor([float(k)])}, tmp_path / f"{k}.safetensors")
+    sources = [Folder.open(path) for path in sorted(tmp_path.iterdir())]
+
+    def held() -> int:
+        places = (os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir())
+        return sum(place.startswith(os.path.realpath(tmp_path)) for place in places)
+
+    scratch = Scratch()
+    for _ in range(2):
+        for source in sources:
+            (name,) = source.specs
+            assert source.read(name, 0, 1, scratch).item() == float(name[1:])
+            assert held() <= OPEN
+    assert held() == OPEN
+    del scratch
+    assert held() == 0
 
 
 def test_a_piece_outside_a_tensor_is_refused(tmp_path: Path) -> None:
