@@ -576,12 +576,13 @@ def test_intervals_and_differences_follow_their_formulas() -> None:
     assert low == pytest.approx(2 - np.hypot(1 - np.exp(-0.15), 0.02))
     assert high == pytest.approx(2 + np.hypot(np.exp(0.15) - 1, 0.02))
     low, _ = interval(1.0, 2.0, "replay", 0.3)
-    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.15)) ** 2 + 0.3**2))
+    assert low == pytest.approx(2 - np.sqrt((1 - np.exp(-0.3)) ** 2 + 0.3**2))
     low, high = interval(2.0, 1.0, "replay", 0.3, np.log(2))  # half the data
     assert low == pytest.approx(1 - np.hypot(2 * np.exp(0.15) - 1, 0.3))
-    assert high == pytest.approx(1 + np.hypot(1 - np.exp(-0.15), 0.3))
-    _, high = interval(1.0, 2.0, "replay", reach=np.log(3))  # logits three times as far apart
-    assert high == pytest.approx(1 + 3)
+    assert high == pytest.approx(1 + np.hypot(1 - np.exp(-0.3), 0.3))
+    assert interval(1.0, 2.0, "replay", reach=np.log(3)) == pytest.approx(  # the logits' spread
+        (1 + np.exp(-0.3), 1 + 3)
+    )
     before = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, True]))
     reference = Evaluation(torch.tensor([0.1, 0.3]), torch.tensor([True, False]))
     without = Evaluation(torch.tensor([0.2, 2.3]), torch.tensor([True, False]))
