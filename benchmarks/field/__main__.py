@@ -42,8 +42,8 @@ HEADS = {
     "groups": "| without a group " + COLUMNS,
     "relabelled": "| a tenth relabelled " + COLUMNS,
     "halves": "| linear datamodeling score | mean | first model |\n|---|---|---|",
-    "singles": "| an example left out | own loss: r | ranks | total | mean test loss: r | ranks "
-    "| each test loss: ranks |\n|---|---|---|---|---|---|---|",
+    "singles": "| an example left out | own loss: r | own: ranks | own: total | mean test loss: r "
+    "| mean: ranks | each test loss: ranks |\n|---|---|---|---|---|---|---|",
 }
 
 
