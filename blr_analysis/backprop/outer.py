@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
-from blr_analysis.backprop.single import product
+from blr_analysis.backprop.single import batch_product, product
 from blr_analysis.backprop.terms import (
     HELD,
     Dense,
@@ -253,9 +253,12 @@ class Outer(Term):
             return self.stacked().mT * self.inputs.unsqueeze(2)
         if k == 1:
             left, right = self.grads[0].reshape(b * g, t, o), self.inputs.reshape(b * g, t, i)
-            return torch.bmm(left.mT, right).view(b, g, 1, o, i)
-        left = torch.stack([d.mT for d in self.grads], dim=2).reshape(b * g, k * o, t)
-        return torch.bmm(left, self.inputs.reshape(b * g, t, i)).view(b, g, k, o, i)
+            return batch_product(left.mT, right).view(b, g, 1, o, i)
+        if self.grads[0].stride(-1) == 1:  # side by side as they are; of images, positions are last
+            left = torch.stack(self.grads, dim=3).reshape(b * g, t, k * o).mT
+        else:
+            left = torch.stack([d.mT for d in self.grads], dim=2).reshape(b * g, k * o, t)
+        return batch_product(left, self.inputs.reshape(b * g, t, i)).view(b, g, k, o, i)
 
     def _bias_grads(self) -> Tensor:
         return torch.stack([d.sum(2) for d in self.grads], dim=2)  # [B, g, K, O]
@@ -525,8 +528,8 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     if term.weight is None:
         a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
     elif g == 1 and t > 1 and term.inputs.stride(-1) > 1:  # patches: positions last, not copied
-        turn = right[:, :i].mT.expand(len(term.inputs), -1, -1)
-        a = torch.bmm(turn, term.inputs.squeeze(1).mT)
+        turn = right[:, :i].mT.contiguous().expand(len(term.inputs), -1, -1)
+        a = batch_product(turn, term.inputs.squeeze(1).mT)
         a = (a if joint == i else a.add_(right[0, -1].unsqueeze(1))).mT.unsqueeze(1)
     elif g == 1:
         flat = term.inputs.reshape(-1, i)

@@ -259,6 +259,7 @@ def test_factors_of_an_outer_product(kind: str) -> None:
 def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypatch) -> None:
     """Those of oneDNN are torch's, whichever way their operands lie in memory."""
     monkeypatch.setattr(single, "WORTH", 1)
+    monkeypatch.setattr(single, "EACH", 1)
     a, b = normal(*lead, 40, 30).float(), normal(*lead, 30, 20).float()
     a = a.mT.contiguous().mT if turned in ("left", "both") else a
     b = b.mT.contiguous().mT if turned in ("right", "both") else b
@@ -266,6 +267,8 @@ def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypat
     assert relative(single.product(a, b).double(), truth) < 1e-6
     part = single.product(a[..., 3:27, :17], b[..., :17, 5:])
     assert relative(part.double(), a[..., 3:27, :17].double() @ b[..., :17, 5:].double()) < 1e-6
+    many = [x.expand(3, *x.shape[-2:]) for x in (a, b)]
+    assert relative(single.batch_product(*many).double(), truth.expand(3, 40, 20)) < 1e-6
     if not lead:
         bias = normal(20, seed=2).float()
         assert relative(single.product(a, b, bias).double(), truth + bias.double()) < 1e-6
