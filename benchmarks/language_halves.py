@@ -1,7 +1,7 @@
 """Does influence tell what a language model would say had it not read half of its texts?
 
     python -m benchmarks.language_halves train --texts FILE.jsonl --out FOLDER [--device cuda]
-                        [--passages 2000] [--halves 32] [--layers 4] [--width 192]
+                        [--passages 2000] [--halves 32] [--layers 4] [--width 192] [--words 4000]
     python -m benchmarks.language_halves score --out FOLDER [--peer NAME=SCORES.safetensors ...]
                                               [--row NAME ...]
 
@@ -28,17 +28,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-M, TOKENS, WORDS = 100, 64, 4000
+M, TOKENS = 100, 64
 EPOCHS, BATCH, RATE, DECAY = 12, 32, 2e-3, 0.01
 
 
-def model_of(seed: int, layers: int, width: int) -> Any:
+def model_of(seed: int, layers: int, width: int, words: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=WORDS,
+            vocab_size=words,
             hidden_size=width,
             intermediate_size=width * 8 // 3,
             num_hidden_layers=layers,
@@ -50,7 +50,7 @@ def model_of(seed: int, layers: int, width: int) -> Any:
     )
 
 
-def passages(texts: str, n: int) -> Tensor:
+def passages(texts: str, n: int, words: int) -> Tensor:
     """``[n + M, T]`` of the most frequent words, by their rank; 0: any other."""
     with open(texts, encoding="utf-8") as file:
         lines = [json.loads(line)["text"].lower().split()[:TOKENS] for line in file]
@@ -61,7 +61,7 @@ def passages(texts: str, n: int) -> Tensor:
     for line in held:
         for word in line:
             counts[word] = counts.get(word, 0) + 1
-    known = sorted(counts, key=lambda word: (-counts[word], word))[: WORDS - 1]
+    known = sorted(counts, key=lambda word: (-counts[word], word))[: words - 1]
     places = {word: k for k, word in enumerate(known, start=1)}
     return torch.tensor([[places.get(word, 0) for word in line] for line in held])
 
@@ -96,7 +96,7 @@ def halves(count: int, n: int) -> Tensor:
     return torch.stack([torch.zeros(n, dtype=torch.bool).scatter(0, c, True) for c in chosen])
 
 
-def train(ids: Tensor, inside: Tensor, out: Path, seed: int, shape: tuple[int, int]) -> None:
+def train(ids: Tensor, inside: Tensor, out: Path, seed: int, shape: tuple[int, int, int]) -> None:
     """The model of all passages, and one of each half that ``out`` does not have yet."""
     own, held_out = ids[:-M], ids[-M:]
     if not seed:
@@ -165,6 +165,9 @@ def score(out: Path, peers: list[str], only: list[str] | None = None) -> None:
         ),
         "influence, diag": lambda: blr.influence(task, kept("diag"), test, **quiet).matrix,
         "influence, kron": lambda: blr.influence(task, kept("kron"), test, **quiet).matrix,
+        "influence, kron, last errors": lambda: (
+            blr.influence(task, kept("kron"), test, solver="posterior", **quiet).matrix
+        ),
         **{
             name: (lambda place=place: load_file(place)["scores"])
             for name, place in (peer.rsplit("=", 1) for peer in peers)
@@ -197,6 +200,7 @@ def main() -> None:
     parser.add_argument("--halves", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--words", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -206,13 +210,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.what == "train":
         args.out.mkdir(parents=True, exist_ok=True)
-        ids, inside = passages(args.texts, args.passages), halves(args.halves, args.passages)
+        ids = passages(args.texts, args.passages, args.words)
+        inside = halves(args.halves, args.passages)
         train(
             ids.to(args.device),
             inside.to(args.device),
             args.out,
             args.seed,
-            (args.layers, args.width),
+            (args.layers, args.width, args.words),
         )
     else:
         score(args.out, args.peer, args.row)
