@@ -6,7 +6,9 @@ base's precision where that is given; propagated statistics where there are task
 
 With validation tasks the best mean NLL (or accuracy) decides; without them that of the tasks whose
 statistics are propagated: these are of every other example then, and the rest are judged by, since
-merges fit best what their statistics are of (what is taken is made with all examples again). Where
+merges fit best what their statistics are of (what is taken is made with all examples again); the
+models have seen them all the same, which validation tasks avoid. The average stays unless the best
+is ahead of it by more than the standard error of that, of the differences example by example. Where
 there are neither, the predicted gap of each task decides, as a part of what the average loses,
 
     Σ_t gap_t(θ) / gap_t(average),      gap_t(θ) = ½ (θ − θ_t)ᵀ H_t (θ − θ_t)
@@ -66,12 +68,17 @@ class Choice(Tabular):
         settings: the arguments of :func:`blr_analysis.merge` that make it.
         points: every candidate with what it came to: on validation tasks, or its predicted gap.
         by: "nll", "accuracy" or "gap".
+        gain: by how much the best that was tried is ahead of the average, in nats or as a fraction,
+            and the standard error of that; None where the average is the best, and by "gap".
+        seen: whether it was judged by examples that the models were trained on.
     """
 
     name: str
     settings: Mapping[str, Any]
     points: tuple[MergePoint, ...]
     by: str
+    gain: tuple[float, float] | None = None
+    seen: bool = False
 
     @property
     def average(self) -> MergePoint:
@@ -89,8 +96,16 @@ class Choice(Tabular):
         ours, average = getattr(self.best, value), getattr(self.average, value)
         return (
             f"Choice({self.name!r}, {words} {ours:.4g}, average {average:.4g}, best of "
-            f"{len(self.points)})"
+            f"{len(self.points)}{self._note})"
         )
+
+    @property
+    def _note(self) -> str:
+        seen = "; by examples that the models have seen: validate= is surer" if self.seen else ""
+        if self.gain is None:
+            return seen
+        stays = ", the average stays" if self.name == "average" else ""
+        return "; ahead by {:.2g} ± {:.2g}".format(*self.gain) + stays + seen
 
 
 class Merged(dict[str, Tensor]):
@@ -198,7 +213,7 @@ def chosen(
     if any(there) and not all(there):
         raise InputError('method="auto" takes a precision of every model, or none')
     complete = any(there)
-    known = tasks
+    known, seen = tasks, validate is None
     if validate is None and tasks is not None:
         known, validate = zip(*map(_halves, tasks), strict=True)
     if validate is None and not complete:
@@ -223,24 +238,28 @@ def chosen(
     found = candidates(len(states), **kind, tasks=tasks)
     if validate is not None:
         tried = candidates(len(states), **kind, tasks=known)
-        points, by = _tried(start, states, validate, tried, common), criterion
-    else:
-        own = families(structure, settings)[0] if structure in FACTORED else {}
-        found = {
-            name: how
-            for name, how in found.items()
-            if all(how.get(key, value) == value for key, value in own.items())
-        }
-        points, by = _predicted(start, states, opened, found, common), "gap"
+        trial, points = _tried(start, states, validate, tried, common)
+        best = min(points, key=lambda point: rank(point, criterion))
+        average = next(p for p in points if p.method == "average")
+        if best is average or average.failure:
+            return Choice(best.method, found[best.method], tuple(points), criterion, seen=seen)
+        gain = trial.gain(best.method, "average", criterion)
+        name = best.method if gain[0] > gain[1] else "average"
+        return Choice(name, found[name], tuple(points), criterion, gain, seen)
+    own = families(structure, settings)[0] if structure in FACTORED else {}
+    found = {
+        name: how
+        for name, how in found.items()
+        if all(how.get(key, value) == value for key, value in own.items())
+    }
+    points = _predicted(start, states, opened, found, common)
 
-    def order(point: MergePoint) -> Any:
-        if by != "gap":
-            return rank(point, criterion)
+    def order(point: MergePoint) -> float:
         pairs = zip(point.nlls, gaps, strict=True)
         return round(sum(new / old if old else math.inf for new, old in pairs), 9)
 
     best = min(points, key=order)
-    return Choice(best.method, found[best.method], tuple(points), by)
+    return Choice(best.method, found[best.method], tuple(points), "gap")
 
 
 def _balanced(weights: Any, gaps: Sequence[float]) -> list[Weight]:
@@ -278,7 +297,7 @@ def _tried(
     validate: Any,
     found: Mapping[str, dict[str, Any]],
     common: Mapping[str, Any],
-) -> list[MergePoint]:
+) -> tuple[Trial, list[MergePoint]]:
     def maker(how: Mapping[str, Any]) -> Merger:
         def make(base: Any, models: Any, weights: Any) -> Any:
             return merged(base, models, progress=False, **{**common, **how})
@@ -287,9 +306,9 @@ def _tried(
 
     mergers = {name: maker(how) for name, how in found.items()}
     first = states[0] if base is None else base
-    trial = Trial(first, list(states), named_tasks(validate, "validate"), mergers)
+    trial = Trial(first, list(states), named_tasks(validate, "validate"), mergers, {})
     trial.check()
-    return [trial.point(name, _weights(how)) for name, how in found.items()]
+    return trial, [trial.point(name, _weights(how)) for name, how in found.items()]
 
 
 def _weights(how: Mapping[str, Any]) -> tuple[float, ...]:

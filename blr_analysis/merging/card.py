@@ -120,6 +120,11 @@ def outcome(report: MergeReport) -> list[str]:
             said.append(f"{some(sorted(tables))}: tied, and weighed by its use as a head alone")
     if plan.settings.power != 1 and any(not p.layers for p in plan.held):
         said.append(f"numbers of diagonal precisions to the power {plan.settings.power:g}")
+    if plain_fisher(plan):
+        said.append(
+            "a Fisher average by diagonals, as they are, can end below the plain average: their "
+            "roots (power 0.5) or `auto` did so least"
+        )
     if report.gap_ratios:
         mean = sum(report.gap_ratios) / len(report.gap_ratios)
         said.append(
@@ -134,6 +139,13 @@ def outcome(report: MergeReport) -> list[str]:
             "precision to weigh by, and were merged by task arithmetic"
         )
     return said + report.remarks
+
+
+def plain_fisher(plan: MergePlan) -> bool:
+    """Whether diagonals alone, neither raised nor beside a base's precision, decide."""
+    curved = plan.method.name in ("fisher", "gradient_matching") and bool(plan.used)
+    own = plan.base_precision is not None or plan.delta or plan.settings.power != 1
+    return curved and not own and not plan.layers
 
 
 def report_rows(report: MergeReport) -> list[dict[str, Any]]:

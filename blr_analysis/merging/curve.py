@@ -317,7 +317,24 @@ class Trial:
     models: Sequence[State]
     tasks: Mapping[str, Task]
     mergers: Mapping[str, Merger]
+    seen: dict[str, list[Evaluation]] | None = None  # filled, where it is there, by method
     _known: dict[tuple[str, Weights], MergePoint] = field(default_factory=dict)
+
+    def gain(self, name: str, over: str, criterion: str) -> tuple[float, float]:
+        """By how much a merge is better than another in the mean over the tasks, and the standard
+        error of that, from the differences of example by example."""
+        assert self.seen is not None
+        gain = variance = 0.0
+        for own, other in zip(self.seen[name], self.seen[over], strict=True):
+            if criterion == "nll":
+                apart = other.counted.double() - own.counted.double()
+            else:
+                assert own.correct is not None and other.correct is not None
+                apart = own.correct.double() - other.correct.double()
+                apart = apart[~apart.isnan()]
+            gain += float(apart.mean())
+            variance += float(apart.var()) / len(apart) if len(apart) > 1 else math.inf
+        return gain / len(self.tasks), math.sqrt(variance) / len(self.tasks)
 
     def check(self) -> None:
         """The tasks run at the base and at the first model, or an error says why not."""
@@ -359,6 +376,8 @@ class Trial:
             except ModelError as error:  # the same task runs at the base: the weights are at fault
                 return self._failed(name, weights, f"task {task_name!r}: {error}")
         accuracies = (math.nan if m.accuracy is None else m.accuracy for m in evaluations)
+        if self.seen is not None:
+            self.seen[name] = evaluations
         return MergePoint(name, weights, tuple(m.nll for m in evaluations), tuple(accuracies))
 
     def _failed(self, name: str, weights: Weights, why: str) -> MergePoint:

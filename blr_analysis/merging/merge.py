@@ -100,7 +100,8 @@ def merge(
             1; with ``tasks``, and where each model's moments of a layer ("gram") are of fewer rows
             than inputs and there is no H_0, 1 less the part of them that is chance, as measured.
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
-            0.5 puts half way, in logarithms, between the average and the Fisher average.
+            0.5 puts half way, in logarithms, between the average and the Fisher average; with 1 and
+            no H_0 a merge can end below the average.
         damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,
             what no precision decides stays at the average (with a base, at task arithmetic).
         trust: take precisions that were recorded for other weights than the model's.

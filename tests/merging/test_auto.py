@@ -67,6 +67,41 @@ def test_by_validation_it_takes_the_best_that_was_tried(family: dict[str, Any]) 
     assert best.best.accuracy == max(p.accuracy for p in best.points)
 
 
+@pytest.mark.parametrize("criterion", ["nll", "accuracy"])
+def test_the_average_stays_unless_it_is_surely_behind(
+    family: dict[str, Any], criterion: str
+) -> None:
+    """The standard error is of paired differences, by hand from the models' own outputs."""
+    fitted = [fit_laplace(t, structure="kron", prior_precision=1.0) for t in family["tasks"]]
+    stayed = []
+    for count in (100, 1):
+        held = [t.subset(range(count)) for t in family["validate"]]
+        given: dict[str, Any] = {"validate": held, "criterion": criterion, "method": "auto"}
+        choice = merge(family["base"], family["models"], precisions=fitted, **given).choice
+        value = "nll" if criterion == "nll" else "accuracy"
+        best = (min if criterion == "nll" else max)(getattr(p, value) for p in choice.points)
+        gain, error = choice.gain
+        assert gain == pytest.approx(abs(best - getattr(choice.average, value)), abs=1e-6)
+        stayed.append(choice.name == "average")
+        assert stayed[-1] == (gain <= error) == ("the average stays" in repr(choice))
+        if count == 1 or stayed[-1]:
+            continue
+        states = [merge(family["base"], family["models"], **choice.settings)]
+        states.append(merge(None, family["models"], method="linear"))
+        means, squares = [], []
+        for task in held:
+            each, (x, y) = [], task.dataset.dataset.tensors
+            for state in states:
+                f = torch.func.functional_call(task.model, dict(state), (x[:count],))
+                nll = nn.functional.cross_entropy(f, y[:count], reduction="none")
+                each.append(-nll if criterion == "nll" else (f.argmax(1) == y[:count]).double())
+            apart = (each[0] - each[1]).detach().numpy()
+            means.append(apart.mean())
+            squares.append(apart.std(ddof=1) ** 2 / count)
+        assert choice.gain == pytest.approx((sum(means) / 2, sum(squares) ** 0.5 / 2), rel=1e-4)
+    assert stayed == [False, True]
+
+
 def test_by_the_losses_of_the_tasks(family: dict[str, Any]) -> None:
     """Without data of their own to choose by: statistics of every other example, judged by the
     rest; what is taken is made with all of them."""
@@ -91,6 +126,7 @@ def test_by_the_losses_of_the_tasks(family: dict[str, Any]) -> None:
     assert {n: tried[n] for n in losses} == pytest.approx(losses, rel=1e-5)
     assert tried[merged.choice.name] == min(tried.values()) < tried["average"]
     assert merged.choice.by == "nll"
+    assert "that the models have seen" in repr(merged.choice)
 
 
 def test_by_the_predicted_gap(family: dict[str, Any]) -> None:
