@@ -119,7 +119,8 @@ def influence(
             :mod:`blr_analysis.sensitivity.influence.averaged`, and a small model (up to 4,096
             parameters) has its whole curvature, damped as far as training came (of classes, and
             where no ``memory_budget`` is given, the mean of what 4 to 16 networks of other draws of
-            the data say); at the minimum a small one has its exact Hessian, or else the whole
+            the data say; of a larger classifier that and two short trainings, where they take
+            seconds); at the minimum a small one has its exact Hessian, or else the whole
             curvature: :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with
             retraining; ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
