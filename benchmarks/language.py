@@ -223,14 +223,14 @@ def search(rank: int, repeats: int) -> dict[str, float]:
 
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence import compressed as kept_as
-    from blr_analysis.sensitivity.influence.index import _files
+    from blr_analysis.sensitivity.influence.index import MORE, _files
 
-    def places(count: int) -> Tensor:
+    def places(count: int, each: int) -> Tensor:
         """Of blocks, of a model of as many numbers as the small Llama's."""
-        return torch.randint(100_000, (count, blocks)) * kept_as.BLOCK
+        return torch.randint(100_000, (count, each), dtype=torch.int32)
 
     n, like, cosines = 100_000, 500, 0.3
-    blocks = 2 * rank // (kept_as.SHARE * kept_as.HELD)
+    blocks = rank // 2 // kept_as.HELD  # a quarter of the room, as where words are trained
     signs = 8 * (2 * rank - kept_as.HELD * blocks) // kept_as.MIX * kept_as.MIX
     kept, question = kept_as.Compression(signs, True, signs, blocks), torch.randn(1, signs)
     question /= question.norm()
@@ -246,10 +246,10 @@ def search(rank: int, repeats: int) -> dict[str, float]:
                 **apart,
                 "gradients": bits[:, kept.first // 8 :].contiguous(),
                 "blocks": torch.randint(
-                    -127, 128, (len(rows), blocks, kept_as.BLOCK), dtype=torch.int8
-                ),
+                    1, 16, (len(rows), blocks, kept_as.BLOCK // 2), dtype=torch.uint8
+                ).mul_(17),
                 "units": torch.rand(len(rows), blocks) / 1e5,
-                "places": places(len(rows)),
+                "places": places(len(rows), blocks),
                 "length": torch.ones(len(rows)),
             }
             save_file(stored, f"{folder}/{name}")
@@ -258,7 +258,10 @@ def search(rank: int, repeats: int) -> dict[str, float]:
         for name, value in {**known, "_blocks": blocks, "self_influence": torch.ones(n)}.items():
             object.__setattr__(index, name, value)
         asked = kept_as.Compressed(
-            question, torch.ones(1), torch.randn(1, blocks, kept_as.BLOCK) / 1e2, places(1)
+            question,
+            torch.ones(1),
+            torch.randn(1, MORE * blocks, kept_as.BLOCK) / 1e2,
+            places(1, MORE * blocks).long(),
         )
 
         def forget() -> None:

@@ -191,9 +191,10 @@ def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
     x, y = drawn(6, 3000, 0), drawn(5, 3000, 1)
     (compression, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
     starts = [*range(0, 700, 64), 700, *range(701, 3000, 64)]
+    ends = [*starts[1:], 3000]
 
     def split(v: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        pieces = {a: v[a:b] for a, b in zip(starts, [*starts[1:], 3000], strict=True)}
+        pieces = {k: v[a:b] for k, (a, b) in enumerate(zip(starts, ends, strict=True))}
         longest = sorted(pieces, key=lambda a: -float(pieces[a].norm()))[:3]
         rest = [torch.zeros_like(p) if a in longest else p for a, p in pieces.items()]
         return {a: pieces[a] for a in longest}, torch.cat(rest)
@@ -205,24 +206,42 @@ def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
     kept = compression.stored(own, torch.float16)
     assert relative(kept["length"], torch.stack([rest.norm() for _, rest in mine])) < 1e-6
     common = [[sum(float(a[k] @ b[k]) for k in a if k in b) for b, _ in theirs] for a, _ in mine]
-    assert relative(compressed.in_common(kept, asked), torch.tensor(common)) < 0.02
+    assert relative(compressed.in_common(kept, asked), torch.tensor(common)) < 0.1  # 4 bits
+    held = compressed.unpacked(kept["blocks"]) * kept["units"].unsqueeze(2)
+    assert relative(held, own.blocks) < 0.15
+    assert bool(((held - own.blocks).abs() <= kept["units"].unsqueeze(2) * 0.501).all())
     nothing = {n: t for n, t in kept.items()} | {"length": torch.zeros(6)}
     assert torch.equal(compression.values(nothing, asked), compressed.in_common(kept, asked))
     _, more = signed(y, 1024, 3, more=2)
-    assert torch.equal(more.z, asked.z) and torch.equal(more.places[:, :3], asked.places)
-    whole = [[sum(float(a[k] @ w[k : k + len(a[k])]) for k in a if k in set(places.tolist()))
+    assert relative(more.z, signed(y, 1024)[1].z) < 1e-12  # all of a question
+    assert torch.equal(more.places[:, :3], asked.places)
+    whole = [[sum(float(a[k] @ w[starts[k] : ends[k]]) for k in a if k in set(places.tolist()))
               for w, places in zip(y, more.places, strict=True)] for a, _ in mine]  # fmt: skip
-    assert relative(compressed.in_common(kept, more), torch.tensor(whole)) < 0.02
-    fitting = compressed.Compression.of(flat(), 2000, torch.float16)
-    assert fitting.blocks == 3 and 3600 < fitting.nbytes(torch.float16) <= 4000
+    assert relative(compressed.in_common(kept, more), torch.tensor(whole)) < 0.1
+    fitting = compressed.Compression.of(flat(), 2000, torch.float16, 50)
+    assert fitting.blocks == 50 and 3600 < fitting.nbytes(torch.float16) <= 4000
+
+
+@pytest.mark.parametrize(("kind", "share"), [("flat", 0), ("few", 1 / 4), ("none", 0)])
+def test_as_many_blocks_are_kept_as_leave_least(kind: str, share: float) -> None:
+    """A dozen blocks that hold nearly all, all alike, and gradients of 0."""
+    squares = torch.ones(5, 1000)
+    if kind == "few":
+        squares[:, ::100] = 1e4
+    squares *= kind != "none"
+    best = compressed.best_blocks(squares, 2000)
+    assert best == int(share * 2000) // compressed.HELD
+    tiles = [(slice(0, 2), 0, torch.ones(2, 100)), (slice(2, 3), 0, 2 * torch.ones(1, 100))]
+    assert compressed.block_squares(3, tiles).tolist() == [[64, 36], [64, 36], [256, 144]]
 
 
 def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     x = drawn(4, 3000, 0)
     mixed = signed(x, 512)[1].z
-    bits = np.unpackbits(np.random.PCG64(0).random_raw(47).view(np.uint8))[:3000]
+    bits = np.unpackbits(np.random.PCG64(0).random_raw(48).view(np.uint8))
+    places = torch.cat([torch.arange(700), torch.tensor([704]), 768 + torch.arange(2299)])
     by_hand = torch.zeros(4, 512, dtype=torch.float64)
-    by_hand.index_add_(1, torch.arange(3000) % 512, x * torch.from_numpy(bits * 2.0 - 1))
+    by_hand.index_add_(1, places % 512, x * torch.from_numpy(bits * 2.0 - 1)[places])
     matrix = compressed.hadamard(256).double()
     assert torch.equal(matrix, matrix.T) and relative(matrix @ matrix, torch.eye(256)) < 1e-6
     assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
@@ -258,9 +277,7 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
     q = posterior(task)
     index = blr.Index.build(task, q, tmp_path / "i", rank=60, **QUIET)
-    parameters = sum(p.numel() for p in task.parameters().values())
-    sums = -(-parameters // 256) * 256
-    assert index.signs and index.numbers == 960 // sums * sums
+    assert index.signs and 60 < index._compression.nbytes(torch.float16) <= 120
     assert compressed.Compression.of(q, 20, torch.float16).size == 256  # of 320 bits
     assert 0 < index.error.relative_rms < 1
     exact = blr.influence(task, q, test, **QUIET)

@@ -1,17 +1,19 @@
 """What an index keeps of a gradient w: all of it, or its longest blocks and signs of the rest.
 
 Where there is room, w is kept; elsewhere w = v + r: v are its longest blocks of 64 numbers, which
-in a table of words are the words of the text, as they are; of the rest, K signs:
+in a table of words are the words of the text, in 4 bits each; of the rest, K signs:
 
-    z = H S r,    w_iᵀ w_j ≈ v_iᵀ v_j + ‖r_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
+    z = H S r,    w_iᵀ w_j ≈ v_iᵀ w_j + ‖r_i‖ √(π / 2K) Σ_k sign(z_ik) z_jk
 
 S adds up the numbers of r, with random signs, in K places (a count sketch), and H mixes these by
 Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps its numbers, and
 ‖r_i‖ is exact. The error of a cosine is √(π / 2K), wherever gradients point: sixteen signs have a
 third of the error of one sum in half precision. Whitened gradients of language models fill their
 space, so that few directions hold little of any; but of one that trains its words, a hundredth of
-the numbers hold two thirds of ‖w‖². Of a question many more blocks are at hand, with which v_i is
-multiplied; left out are r_iᵀ v_j, and v_iᵀ w_j elsewhere.
+the numbers hold two thirds of ‖w‖². As much of the room is for blocks as leaves least to the signs'
+error, ‖r‖² / √K, in some examples: a quarter of it, or nothing in an adapter. Of a question, z
+is of all of w_j, and more blocks are at hand, with which v_i is multiplied; left out is v_iᵀ w_j
+elsewhere.
 
 Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et
 al., "Robust 1-bit compressive sensing via binary stable embeddings", 2013; Max, "Quantizing for
@@ -38,11 +40,12 @@ from blr_analysis.sensitivity.influence.results import rooted
 
 MIX = 256  # places that Hadamard's matrix mixes; a multiple of a word's bits
 SIDE = 16  # its root
-BLOCK, SHARE = 64, 16  # numbers of a block; one in so many bytes is for blocks
-HELD = BLOCK + 12  # bytes of one: whole numbers of 8 bits, their unit, and where it begins
+BLOCK, SHARES = 64, (1 / 16, 1 / 8, 1 / 4)  # numbers of a block; of the room, for blocks
+HELD = BLOCK // 2 + 8  # bytes of one: whole numbers of 4 bits, their unit, and which it is
+STEPS_UP = 7  # of these numbers, from 0 to the largest
 TILE = 2**18  # numbers of gradients that are made and used at once, so that they stay in the cache
 PAIRED = 2**24  # numbers of pairs of blocks at once, if all begin at the same place
-HASHED = 2**16  # entries of a table that tells most blocks apart
+HASHED = 2**20  # entries of a table that tells most blocks apart
 CACHED = 2**20  # bytes or numbers that are multiplied at once, so that they stay in the cache
 WORD = 64  # bits that are compared at once
 PART, FIRST = 8, 2**14  # one sign in so many is looked at first, where these are as many as that
@@ -54,8 +57,8 @@ Roots = Mapping[str, tuple[int, Tensor]]  # of every matrix: place of its first 
 
 @dataclass(frozen=True)
 class Compressed:
-    """Of some w: z ``[B, size]``, ‖w‖² ``[B]``, and blocks ``[B, blocks, 64]`` with the places
-    where they begin, by which z is less."""
+    """Of some w: z ``[B, size]``, ‖w‖² ``[B]``, and blocks ``[B, blocks, 64]`` with their numbers
+    (``places``), by which z is less."""
 
     z: Tensor
     squares: Tensor
@@ -84,13 +87,12 @@ class Compression:
     blocks: int
 
     @classmethod
-    def of(cls, q: Posterior, rank: int, dtype: torch.dtype) -> Compression:
-        """What takes the room of so many numbers at most."""
+    def of(cls, q: Posterior, rank: int, dtype: torch.dtype, blocks: int = 0) -> Compression:
+        """What takes the room of so many numbers at most, with so many blocks."""
         assert isinstance(q.form, Spectral)
         parameters = sum(s.numel() for s in q.form.values.values())
         if parameters <= rank:
             return cls(parameters, signs=False, sums=parameters, blocks=0)
-        blocks = dtype.itemsize * rank // (SHARE * HELD)
         room = max(1, 8 * (dtype.itemsize * rank - HELD * blocks) // MIX)
         sums = min(room, -(-parameters // MIX)) * MIX
         return cls(room * MIX // sums * sums, signs=True, sums=sums, blocks=blocks)
@@ -101,28 +103,32 @@ class Compression:
 
     def roots(self, q: Posterior) -> Roots:
         """Of every matrix in the posterior's basis the place of its first number, and Σ^½ there
-        times random signs."""
+        times random signs; with signs, matrices begin with a block."""
         assert isinstance(q.form, Spectral)
-        count = sum(s.numel() for s in q.form.values.values())
-        signs, roots, start = random_signs(count), {}, 0
+        step = BLOCK if self.signs else 1
+        starts, count = {}, 0
         for name, s in q.form.values.items():
-            own = signs[start : start + s.numel()].to(s).view_as(s)
-            roots[name] = start, s.rsqrt().mul_(own)
-            start += s.numel()
+            starts[name] = count
+            count += -(-s.numel() // step) * step
+        signs, roots = random_signs(count), {}
+        for name, s in q.form.values.items():
+            own = signs[starts[name] : starts[name] + s.numel()].to(s).view_as(s)
+            roots[name] = starts[name], s.rsqrt().mul_(own)
         return roots
 
     def compressed(
         self, count: int, parts: Iterable[tuple[slice, int, Tensor]], *, more: int = 1
     ) -> Compressed:
         """From parts of so many w, with random signs: see :func:`whitened`; ``more``: times as many
-        blocks, of which z lacks the longest as ever."""
+        blocks, of which z, that of a question, lacks none."""
         found: Sums | None = None
         for examples, start, w in parts:
             found = found or Sums.none(count, self, w, more)
             found.add(examples, start, w)
         assert found is not None
-        blocks, places = found.blocks[:, : self.blocks], found.places[:, : self.blocks]
-        within = places.unsqueeze(2) + torch.arange(BLOCK, device=found.z.device)
+        kept = self.blocks if more == 1 else 0
+        blocks, places = found.blocks[:, :kept], found.places[:, :kept]
+        within = BLOCK * places.unsqueeze(2) + torch.arange(BLOCK, device=found.z.device)
         z = found.z.scatter_add_(1, (within % self.sums).flatten(1), -blocks.flatten(1))
         rest = found.squares, found.blocks, found.places
         return Compressed(self.mixed(z).cpu(), *(t.cpu() for t in rest))
@@ -151,21 +157,24 @@ class Compression:
         return some if self.signs and some >= FIRST else 0
 
     def stored(self, own: Compressed, dtype: torch.dtype) -> dict[str, Tensor]:
-        """For a file: unit vectors; or bits, and blocks in steps of a 127th of their largest."""
+        """For a file: unit vectors; or bits, and blocks in steps of a 7th of their largest, the
+        first half of a block's numbers in the lower bits."""
         if not self.signs:
             length = rooted(own.squares)
             return {"gradients": (own.z / length.to(own.z).view(-1, 1)).to(dtype), "length": length}
         left = own.squares - own.blocks.double().square().sum((1, 2))
-        units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        units = own.blocks.abs().amax(2).clamp_min(torch.finfo(torch.float32).tiny) / STEPS_UP
+        whole = (own.blocks / units.unsqueeze(2)).round().to(torch.int8).add_(8).view(torch.uint8)
+        low, high = whole.split(BLOCK // 2, dim=2)
         bits, first = np.packbits((own.z > 0).numpy(), axis=1), self.first // 8
         apart = {"first": torch.from_numpy(bits[:, :first].copy())} if first else {}
         return {
             **apart,
             "gradients": torch.from_numpy(bits[:, first:].copy()),
             "length": left.clamp_min(0).sqrt(),
-            "blocks": (own.blocks / units.unsqueeze(2)).round().to(torch.int8),
+            "blocks": low + 16 * high,
             "units": units.float(),
-            "places": own.places,
+            "places": own.places.to(torch.int32),
         }
 
     def values(self, kept: Kept, asked: Compressed) -> Tensor:
@@ -281,8 +290,7 @@ class Sums:
 
     def add(self, examples: slice, start: int, w: Tensor) -> None:
         """Numbers ``[b, n]`` of these examples, whose first is at place ``start``."""
-        short = -w.shape[1] % BLOCK
-        each = (pad(w, (0, short)) if short else w).unflatten(1, (-1, BLOCK))
+        each = _blocks_of(w)
         norms = torch.linalg.vector_norm(each, dim=2)
         self.squares[examples] += norms.double().square().sum(1)
         self._longest(examples, start, each, norms)
@@ -300,7 +308,7 @@ class Sums:
         top = norms.topk(min(kept, norms.shape[1]), dim=1)
         best = torch.cat([lengths, top.values], 1).topk(kept, dim=1)
         blocks = torch.cat([self.blocks[examples], _taken(each, top.indices)], 1)
-        places = torch.cat([self.places[examples], start + BLOCK * top.indices], 1)
+        places = torch.cat([self.places[examples], start // BLOCK + top.indices], 1)
         self.lengths[examples] = best.values
         self.blocks[examples] = _taken(blocks, best.indices)
         self.places[examples] = places.gather(1, best.indices)
@@ -337,23 +345,60 @@ def _of_rows(
 def in_common(kept: Kept, asked: Compressed) -> Tensor:
     """v_iᵀ w_j over the blocks that both have, ``[n, M]``."""
     (m, each), own, values = asked.places.shape, kept["places"].shape[1], []
-    places, order = asked.places.flatten().sort()
+    places, order = asked.places.to(torch.int32).flatten().sort()
     theirs, asked_for = asked.blocks.flatten(0, 1), torch.zeros(HASHED, dtype=torch.bool)
-    asked_for[places // BLOCK % HASHED] = True
+    asked_for[places & HASHED - 1] = True
     for some in slices(len(kept["places"]), PAIRED // (m * own * BLOCK)):
         at = kept["places"][some].flatten()
-        hits = asked_for[(at // BLOCK).remainder_(HASHED)].nonzero().squeeze(1)  # or nearly so
+        likely = asked_for.index_select(0, at & HASHED - 1)
+        hits = likely.nonzero().squeeze(1)
         at = at[hits]
         first = torch.searchsorted(places, at)
         count = torch.searchsorted(places, at, right=True) - first
         ours = torch.repeat_interleave(count)  # every pair of equal places
         nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
         other, ours = order[first[ours] + nth], hits[ours]
-        mine = kept["blocks"][some].flatten(0, 1)[ours].to(theirs)
+        mine = unpacked(kept["blocks"][some].flatten(0, 1)[ours]).to(theirs)
         products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
         sums = products.new_zeros((some.stop - some.start) * m)
         values.append(sums.index_add_(0, ours // own * m + other // each, products).view(-1, m))
     return torch.cat(values)
+
+
+def unpacked(blocks: Tensor) -> Tensor:
+    """Whole numbers of −7 to 7 of blocks as files hold them, ``[..., 64]``.
+
+    >>> unpacked(torch.full((1, 32), 9 + 16 * 7, dtype=torch.uint8)).unique().tolist()
+    [-1, 1]
+    """
+    return torch.cat([blocks & 15, blocks >> 4], dim=-1).view(torch.int8) - 8
+
+
+def block_squares(count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Tensor:
+    """The squared lengths of all blocks of so many w, ``[B, blocks]``."""
+    found: list[list[Tensor]] = [[] for _ in range(count)]
+    for examples, _, w in parts:
+        for own, row in zip(found[examples], _blocks_of(w).square().sum(2), strict=True):
+            own.append(row)
+    return torch.stack([torch.cat(own) for own in found])
+
+
+def best_blocks(squares: Tensor, room: int) -> int:
+    """How many blocks in so many bytes leave least, ‖r‖⁴ / K, of some w whose blocks have these
+    squared lengths ``[B, blocks]``."""
+    longest = squares.double().sort(1, descending=True).values.cumsum(1)
+    longest /= longest[:, -1:].clamp_min(torch.finfo(torch.float64).tiny)
+    left = {0: 1 / room}
+    for share in SHARES:
+        if count := min(int(share * room) // HELD, longest.shape[1] // 2):
+            rest = float(1 - longest[:, count - 1].mean())
+            left[count] = rest**2 / (room - HELD * count)
+    return min(left, key=lambda count: left[count])
+
+
+def _blocks_of(w: Tensor) -> Tensor:
+    short = -w.shape[1] % BLOCK
+    return (pad(w, (0, short)) if short else w).unflatten(1, (-1, BLOCK))
 
 
 def _taken(blocks: Tensor, chosen: Tensor) -> Tensor:

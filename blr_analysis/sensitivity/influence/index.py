@@ -56,6 +56,8 @@ from blr_analysis.sensitivity.influence.compressed import (
     Compression,
     Kept,
     Roots,
+    best_blocks,
+    block_squares,
     whitened,
 )
 from blr_analysis.sensitivity.influence.results import (
@@ -72,8 +74,7 @@ from blr_analysis.sensitivity.influence.search import best
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 5
-READ = (4, VERSION)  # that are opened: before, the first signs did not lie apart
+FORMAT, VERSION = "blr_analysis.index", 6
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of what a plan says
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
@@ -83,7 +84,8 @@ LARGE = 2**20  # parameters, from which on gradients are turned in bfloat16
 PROBE = (64, 16)  # pairs of training examples whose exact influence measures the error
 SHARD = 256  # examples per file: what a killed run loses at most
 FEW = 8  # questions that are looked for together
-MORE = 32  # times as many blocks of a question as of what is stored
+MORE = 8  # times as many blocks of a question as of what is stored
+TRIED = 16  # examples whose blocks tell how many are kept
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,9 @@ class Index:
                 "gram".
             path: a folder, made if need be.
             rank: room per example, in numbers of this dtype. Models with no more parameters are
-                kept whole; of others the longest blocks, a sixteenth of the room, and of the rest
-                signs of random sums, 16 in the place of a float16.
+                kept whole; of others the longest blocks, as much of the room as 16 examples say
+                (a quarter where words are trained, nothing of an adapter), and of the rest signs of
+                random sums, 16 in the place of a float16.
             dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
                 example.
             memory_budget: as for :func:`blr_analysis.influence`.
@@ -173,14 +176,21 @@ class Index:
         own = training_errors(task, q, progress=progress)
         described["averaged"] = own is not None
         own = own or loss_gradient
-        compression = Compression.of(q, rank, DTYPES[dtype])
-        begun = {"half": compression.signs and multiplies_half(q)}
-        with held(place) if leads else nullcontext(), _claimed(place, described, begun, leads):
+        compression, room = Compression.of(q, rank, DTYPES[dtype]), DTYPES[dtype].itemsize * rank
+        with held(place) if leads else nullcontext(), _claimed(place, described, leads):
             ranks.wait()
-            half = bool(_read_json(place / PLAN).get("half"))  # as it was begun, on any machine
             files = _files(task.n_data)
             missing = [n for n in files if not (place / n).is_file()]
             check_room(place / STEM, len(missing) * SHARD * compression.nbytes(DTYPES[dtype]))
+            if leads and "half" not in (plan := _read_json(place / PLAN)):
+                half = compression.signs and multiplies_half(q)
+                with ranks.alone():
+                    blocks = _blocks(task, q, compression, room, chunking, own, half=half)
+                _write_json(place / PLAN, plan | {"half": half, "blocks": blocks})
+            ranks.wait()
+            begun = _read_json(place / PLAN)  # on any machine as it was begun
+            compression = Compression.of(q, rank, DTYPES[dtype], begun["blocks"])
+            half = begun["half"]
             roots = compression.roots(q) if missing else {}
             for k in ranks.share(torch.arange(len(missing))).tolist():
                 file, rows = place / missing[k], files[missing[k]]
@@ -389,14 +399,16 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> F
     n = task.n_data
     columns = min(PROBE[1], n // 2)
     pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
+    size = sum(p.numel() for p in task.parameters().values())
     stages = [
         *fit,
         *(averaging_stages(task) if found else []),
+        *([Stage("blocks", min(TRIED, n), rotated=True)] if rank < size else []),
         Stage("index", n, rotated=True),
         Stage("error", pairs, rotated=True),
     ]
     parameters = task.parameters().values()
-    each = min(rank, sum(p.numel() for p in parameters)) * torch.float16.itemsize
+    each = min(rank, size) * torch.float16.itemsize
     posterior = 2 * sum(p.nbytes for p in parameters)
     return Forecast.of(task, stages, disk=n * each + posterior)
 
@@ -484,11 +496,8 @@ def _read(
 
 
 @contextmanager
-def _claimed(
-    place: Path, described: dict[str, Any], begun: dict[str, Any], leads: bool
-) -> Iterator[None]:
-    """The folder says whose index it will hold, and how it was ``begun``; not where the work ended
-    before a file was whole.
+def _claimed(place: Path, described: dict[str, Any], leads: bool) -> Iterator[None]:
+    """The folder says whose index it will hold; not where the work ended before a file was whole.
 
     Raises:
         StorageError: it holds something else.
@@ -499,7 +508,7 @@ def _claimed(
     _check_claim(place, described)
     place.mkdir(parents=True, exist_ok=True)
     if not (place / PLAN).is_file():
-        _write_json(place / PLAN, described | begun)
+        _write_json(place / PLAN, described)
     try:
         yield
     except BaseException:
@@ -553,6 +562,28 @@ def _projected(
     """Of these examples, on the CPU; ``half``: turned and formed by products in bfloat16; ``more``:
     times as many blocks as are stored."""
     parts = []
+    for count, tiles in _tiles(
+        task, q, roots, chunking, indices, cotangent, half, compression.size
+    ):
+        parts.append(compression.compressed(count, tiles, more=more))
+        check_finite(parts[-1].squares, "projected gradient")
+    return Compressed(
+        *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
+    )
+
+
+def _tiles(
+    task: Task,
+    q: Posterior,
+    roots: Roots,
+    chunking: Chunking,
+    indices: Tensor | None,
+    cotangent: Cotangent,
+    half: bool,
+    size: int,
+) -> Iterator[tuple[int, Iterator[tuple[slice, int, Tensor]]]]:
+    """Of some examples at a time, by as many as of such a size are made at once: how many, and
+    their w by tiles."""
 
     def turned(term: Term, basis: Basis | None) -> Term:
         if basis is None:
@@ -563,14 +594,27 @@ def _projected(
 
     for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
         whole = loss_terms(task, chunk, cotangent)
-        for some in slices(whole[0].n_examples, TOGETHER // compression.size):
+        for some in slices(whole[0].n_examples, TOGETHER // size):
             paired = q.form.paired([term.part(some) for term in whole])
-            tiles = whitened((turned(*pair) for pair in paired), roots)
-            parts.append(compression.compressed(some.stop - some.start, tiles, more=more))
-            check_finite(parts[-1].squares, "projected gradient")
-    return Compressed(
-        *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
-    )
+            yield some.stop - some.start, whitened((turned(*pair) for pair in paired), roots)
+
+
+def _blocks(
+    task: Task,
+    q: Posterior,
+    compression: Compression,
+    room: int,
+    chunking: Chunking,
+    cotangent: Cotangent,
+    *,
+    half: bool,
+) -> int:
+    """How many blocks of each example are best kept in so many bytes, as some of them tell."""
+    if not compression.signs:
+        return 0
+    some = torch.linspace(0, task.n_data - 1, min(TRIED, task.n_data)).round().long()
+    each = _tiles(task, q, compression.roots(q), chunking, some, cotangent, half, size=1)
+    return best_blocks(torch.cat([block_squares(*part) for part in each]), room)
 
 
 def _write_shard(compression: Compression, own: Compressed, file: Path, dtype: torch.dtype) -> None:
@@ -632,6 +676,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     content = read_json(file)
     if content.get("format") != FORMAT:
         raise StorageError(f"{str(file)!r} is no index of this package.")
-    if content.get("version") not in READ:
+    if content.get("version") != VERSION:
         raise StorageError(f"{str(file)!r} is of another version than {VERSION}: build it again.")
     return content
