@@ -15,7 +15,7 @@ comes in and out.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -341,14 +341,13 @@ class Task:
     def parameters(self) -> dict[str, Tensor]:
         """The model's trainable parameters by name, detached; tied tensors once, half precision
         as float32."""
-        own = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-        return {n: p.to(working(p.dtype)) for n, p in own.items()}
+        return widened({n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad})
 
     def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These values, those of parameters in half precision as the model has them: its own
         tensors where they are equal."""
         own = dict(self.model.named_parameters())
-        return {n: _shared(v, own[n]) if n in own else v for n, v in params.items()}
+        return {n: _shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
 
     def check_parameters(self, names: Iterable[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
@@ -391,6 +390,7 @@ class Task:
         """
         if self.forward is default_forward:
             check_inputs(batch, indices)
+        params = narrow(params)
         own = {
             id(p): _stored(params[n], p) if n in params else p.detach()
             for n, p in self.model.named_parameters()
@@ -574,9 +574,62 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+class Widened(MutableMapping[str, Tensor]):
+    """Tensors by name that are held in half precision and read in float32, each made when it is
+    asked for: no second copy of a model is held.
+
+    >>> weights = Widened({"w": torch.ones(2, dtype=torch.bfloat16)})
+    >>> weights["w"].dtype, weights.held["w"].dtype
+    (torch.float32, torch.bfloat16)
+    """
+
+    def __init__(self, held: Mapping[str, Tensor]) -> None:
+        self.held = dict(held)
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.held[name]
+        return held.to(working(held.dtype))
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self.held[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        del self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those in half precision read in float32."""
+    half = any(t.dtype in HALF for t in tensors.values())
+    return Widened(tensors) if half else dict(tensors)  # type: ignore[return-value]
+
+
+def narrow(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """As they are held."""
+    return tensors.held if isinstance(tensors, Widened) else tensors
+
+
+def placed(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+    """On a device, read in a dtype: :func:`widened` where float32 is asked for."""
+    held = narrow(tensors)
+    if dtype == torch.float32:
+        wide = {n: t.to(device, t.dtype if t.dtype in HALF else dtype) for n, t in held.items()}
+        return widened(wide)
+    return {n: t.to(device, dtype) for n, t in held.items()}
+
+
 def _stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """In half precision where the parameter is."""
-    return value.to(parameter.dtype) if parameter.dtype in HALF else value
+    """In half precision where the parameter is, and nowhere else."""
+    half = parameter.dtype in HALF
+    return value.to(parameter.dtype if half else working(value.dtype))
 
 
 def _shared(value: Tensor, parameter: Tensor) -> Tensor:

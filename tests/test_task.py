@@ -246,6 +246,7 @@ def test_half_precision_weights_that_are_equal_are_the_models_own() -> None:
     given = task.parameters()
     assert all(p.dtype == torch.float32 for p in given.values())
     given["bias"] = given["bias"] + 1
+    assert torch.equal(given["bias"], model.bias.float() + 1) and len(given) == 2
     cast, own = task.cast(given), dict(model.named_parameters())
     assert cast["weight"].data_ptr() == own["weight"].data_ptr()
     assert cast["bias"].dtype == torch.bfloat16 and not torch.equal(cast["bias"], own["bias"])

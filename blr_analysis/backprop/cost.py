@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layout import counted, probe_indices
 from blr_analysis.backprop.record import Recording, Visit
-from blr_analysis.backprop.terms import Term, TermCost
-from blr_analysis.task import Task, parameter_places
+from blr_analysis.backprop.terms import TermCost
+from blr_analysis.task import Task, parameter_places, working
 
 SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
 GRAMS = 3  # K × K products of an example's columns: their sum, a layer's share, one more
@@ -26,13 +26,14 @@ def cost_of(
     params: Mapping[str, Tensor],
     recording: Recording,
     graph: int,
-    terms: list[Term],
+    costs: Sequence[TermCost],
 ) -> Callable[..., float]:
-    """Numbers held per example as a function of the columns K: graph, inputs, gradients.
+    """Numbers of the parameters' dtype held per example as a function of the columns K: graph,
+    inputs, gradients.
 
-    ``graph``: those that autograd keeps for the recording. The function's ``by_parts`` leaves out
-    what :meth:`Chunk.parts` takes of some examples alone, and the columns at the outputs
-    themselves, unit vectors that all examples share.
+    ``graph``: those that autograd keeps for the recording; ``costs``: of its terms. The function's
+    ``by_parts`` leaves out what :meth:`Chunk.parts` takes of some examples alone, and the columns
+    at the outputs themselves, unit vectors that all examples share.
     """
     visits, batch = recording.visits, len(probe_indices(task.n_data)[0])
     # torch.func holds the graph of one module at a time, and its gradients of one column.
@@ -49,15 +50,15 @@ def cost_of(
         for leaf, edge in zip(visit.outputs, visit.edges, strict=True)
         if edge == last
     )
-    costs = [term.cost() for term in terms]
     inputs, dense = sum(c.inputs for c in costs), sum(c.column for c in costs)
+    kind = next(iter(params.values())).dtype
+    wide = working(kind).itemsize // kind.itemsize  # a sum's number, in numbers of half precision
 
     def floats(columns: int, *, by_parts: bool = False) -> float:
-        kept = (graph + 2 * alone) / batch + 2 * inputs + SCORED * scored
-        if by_parts:
-            return kept + (columns + 1) * (outputs - alike) + 2.5 * columns * dense
-        gradients = (columns + 1) * outputs + 2.5 * columns * dense
-        return kept + gradients + gram_floats(costs, columns)
+        kept = (graph + 2 * alone) / batch + 2 * inputs + wide * SCORED * scored
+        made = outputs - alike if by_parts else outputs
+        kept += (wide * columns + 1) * made + wide * 2.5 * columns * dense
+        return kept if by_parts else kept + wide * gram_floats(costs, columns)
 
     return floats
 

@@ -25,6 +25,8 @@ from blr_analysis.task import Task
 
 Shared = frozenset[tuple[str, int, int]]
 
+LARGER = (2, 0, 1, 0, 1)  # the probe's examples in a larger batch: all at other places, some twice
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,61 +34,74 @@ class Layout:
 
     recording: Recording
     saved: int  # numbers that autograd keeps for the recording, weights apart
-    plain: tuple[Tensor, Tensor] | None  # the outputs of both sizes, until they are compared
     axes: dict[tuple[str, int], Axes]
     shared: Shared
     unknown: frozenset[str]
 
 
 def probe_indices(n_data: int) -> tuple[Tensor, Tensor]:
-    """Three examples from all over the data, and the same ones as a batch of seven.
+    """Three examples from all over the data, and the same ones as a batch of five.
 
-    The same ones, so that a collate function that pads to the longest gives equal lengths;
-    seven and every example more often, so that whatever depends on an example changes in number.
+    The same ones, so that a collate function that pads to the longest gives equal lengths; five
+    and some more often, so that whatever depends on an example changes in number.
     """
     spread = [0, n_data // 2, n_data - 1] if n_data > 2 else [i % n_data for i in range(3)]
-    return torch.tensor(spread), torch.tensor((spread * 3)[:7])
+    return torch.tensor(spread), torch.tensor([spread[k] for k in LARGER])
 
 
-def layout_of(task: Task, params: Mapping[str, Tensor], units: Sequence[Unit]) -> Layout:
-    """Run the probe in both sizes, lifting what the examples share as long as that works."""
+def layout_of(
+    task: Task,
+    params: Mapping[str, Tensor],
+    units: Sequence[Unit],
+    check: Callable[[Tensor], None] = lambda larger: None,
+) -> Layout:
+    """Run the probe in both sizes, lifting what the examples share as long as that works.
+
+    The larger one first, of which shapes are kept alone, once ``check`` has seen its outputs: those
+    of a language model are large.
+    """
     probes = probe_indices(task.n_data)
 
-    def runs(shared: Shared) -> tuple[Recording, Recording, int]:
+    def runs(shared: Shared) -> tuple[Recording, list[Visit], int]:
         how: Any = {"units": units, "shared": shared}
         small, large = (
             partial(record, task, params, fetched(task, p), size=len(p), indices=p, **how)
             for p in probes
         )
-        recording, saved = counted(task, params, small)
         try:
             with saved_tensors_hooks(lambda _: None, lambda x: x):  # nobody goes back through it
-                return recording, large(shapes=True), saved
+                larger = large(shapes=True)
         except (BLRError, TypeError):  # unless the model itself does, or its loss
-            return recording, large(shapes=True), saved
+            larger = large(shapes=True)
+        if not shared:
+            check(larger.outputs.detach())
+        visits = larger.visits
+        del larger
+        recording, saved = counted(task, params, small)
+        return recording, visits, saved
 
     current = runs(frozenset())
-    plain = (current[0].outputs.detach(), current[1].outputs.detach())
+    plain = current[0].outputs.detach()
     eps = rounding(current[0].outputs)
     shared: Shared = frozenset()
-    while fresh := _first_shared(current[:2]):
+    while fresh := _first_shared(*current[:2]):
         try:
             tried = runs(shared | fresh)
         except BLRError:  # the model does not compute with one row per example there
             break
-        if not agrees(tried[0].outputs, plain[0], eps):
+        if not agrees(tried[0].outputs, plain, eps):
             break
         shared, current = shared | fresh, tried
     sizes = (len(probes[0]), len(probes[1]))
     axes: dict[tuple[str, int], Axes] = {}
     unknown: set[str] = set()
-    for small, large in _pairs(current[:2]):
+    for small, large in _pairs(*current[:2]):
         places = None if large is None or small.stale else _axes_between(small, large, sizes)
         if places is None:
             unknown.update(small.unit.names.values())
         else:
             axes[small.unit.path, small.occurrence] = places
-    return Layout(current[0], current[2], plain, axes, shared, frozenset(unknown))
+    return Layout(current[0], current[2], axes, shared, frozenset(unknown))
 
 
 def counted(task: Task, params: Mapping[str, Tensor], run: Callable[[], Any]) -> tuple[Any, int]:
@@ -121,14 +136,14 @@ def small(gap: Tensor, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
     return bool(torch.linalg.vector_norm(upcast(gap)) <= bound)
 
 
-def _pairs(runs: Sequence[Recording]) -> list[tuple[Visit, Visit | None]]:
-    large = {(v.unit.path, v.occurrence): v for v in runs[1].visits}
-    return [(v, large.get((v.unit.path, v.occurrence))) for v in runs[0].visits]
+def _pairs(recording: Recording, larger: list[Visit]) -> list[tuple[Visit, Visit | None]]:
+    large = {(v.unit.path, v.occurrence): v for v in larger}
+    return [(v, large.get((v.unit.path, v.occurrence))) for v in recording.visits]
 
 
-def _first_shared(runs: Sequence[Recording]) -> Shared:
+def _first_shared(recording: Recording, larger: list[Visit]) -> Shared:
     """The outputs of the first visit that are the same, whatever the batch."""
-    for small, large in _pairs(runs):
+    for small, large in _pairs(recording, larger):
         if large is None or len(small.outputs) != len(large.outputs):
             continue
         shared = [

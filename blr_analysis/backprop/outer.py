@@ -253,7 +253,7 @@ class Outer(Term):
             return self.stacked().mT * self.inputs.unsqueeze(2)
         if k == 1:
             left, right = self.grads[0].reshape(b * g, t, o), self.inputs.reshape(b * g, t, i)
-            return batch_product(left.mT, right).view(b, g, 1, o, i)
+            return batch_product(left.mT.contiguous(), right).view(b, g, 1, o, i)
         if self.grads[0].stride(-1) == 1:  # side by side as they are; of images, positions are last
             left = torch.stack(self.grads, dim=3).reshape(b * g, t, k * o).mT
         else:

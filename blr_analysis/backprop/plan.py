@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -26,15 +27,16 @@ from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indice
 from blr_analysis.backprop.reading import Plan, names_of, read
 from blr_analysis.backprop.record import Unit, Visit, fetched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
-from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.backprop.terms import Term, TermCost, merged
 from blr_analysis.backprop.truth import (
     Truth,
     autograd_gradients,
     check_independent,
+    cotangent_of,
     not_differentiable,
 )
 from blr_analysis.errors import ModelError
-from blr_analysis.task import Task
+from blr_analysis.task import Task, working
 
 LARGE = 2**26  # bytes of parameters
 
@@ -73,32 +75,34 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     the rules, and forward passes of other batches."""
     probe = probe_indices(task.n_data)[0]
     units, whole = units_of(task.model, set(params)), frozenset[str]()
-    truth = autograd_gradients(task, params, probe)
+    truth, plain = autograd_gradients(task, params, probe)
     _give_back(params)
     sizes = [float(torch.linalg.vector_norm(upcast(t))) for t in truth.sums.values()]
     floor = truth.eps**0.85 * max(sizes)
     values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     adopted: set[str] = set()
-    checked = False
+    unchecked = [plain]
+    del plain
+
+    def check(larger: Tensor) -> None:
+        if unchecked:  # once; outputs of a language model are large
+            check_independent(task, params, probe, unchecked.pop(), larger, truth.eps)
+
     while True:
-        layout = layout_of(task, params, units)
-        if not checked:
-            check_independent(task, params, probe, layout, truth.eps)
-            checked = True
-        layout = replace(layout, plain=None)  # a language model's are large
+        layout = layout_of(task, params, units, check)
         units = _with_affine(task, units, layout, values, len(probe))
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
-        terms, broken = _read_all(plan, task, values, layout, probe, truth.cotangent)
-        wrong = broken | _disagreeing(terms, truth, floor)
+        head = plan.head_of(layout.recording)
+        routes = layout.recording.routes()
+        costs, wrong = _compared(plan, task, values, layout, probe, truth, floor)
         if not wrong:
-            head = plan.head_of(layout.recording)
             return replace(
                 plan,
-                floats=cost_of(task, params, layout.recording, layout.saved, terms),
+                floats=cost_of(task, params, layout.recording, layout.saved, costs),
                 numbers=batch_numbers(fetched(task, probe)) / len(probe),
-                outputs=1 if task.likelihood.is_sequence else truth.cotangent.shape[-1],
+                outputs=1 if task.likelihood.is_sequence else layout.recording.outputs.shape[-1],
                 head=0 if head is None else values[head].shape[1],
-                routes=layout.recording.routes(),
+                routes=routes,
             )
         if wrong & whole:
             raise ModelError(
@@ -134,23 +138,16 @@ def _with_affine(
     return result
 
 
-def _disagreeing(terms: Sequence[Term], truth: Truth, floor: float) -> set[str]:
-    """The parameters whose gradients the terms get wrong; one term's are held at a time."""
-    unread = set(truth.sums) - {n for term in terms for n in term.names}
-    wrong = {n for n in unread if not agrees(None, truth.sums[n], truth.eps, floor)}
-    weights = truth.weights.view(-1, 1, 1)
-    for term in terms:
-        ours = {n: upcast(torch.zeros_like(truth.sums[n])).unsqueeze(0) for n in term.names}
-        try:
-            term.combined(weights, ours)
-        except RuntimeError:  # gradients of another shape than the parameter
-            wrong.update(term.names)
-            continue
-        for name, sums in ours.items():
-            own = truth.sums[name]
-            if not small(sums[0].sub_(own), own, truth.eps, floor):  # nothing is held twice
-                wrong.add(name)
-    return wrong
+def _disagreeing(term: Term, truth: Truth, floor: float) -> set[str]:
+    """The parameters whose gradients the term gets wrong."""
+    own = {n: truth.sums[n] for n in term.names}
+    ours = {n: t.new_zeros(1, *t.shape, dtype=working(t.dtype)) for n, t in own.items()}
+    try:
+        term.combined(truth.weights.view(-1, 1, 1), ours)
+    except RuntimeError:  # gradients of another shape than the parameter
+        return set(term.names)
+    gaps = {n: sums[0].sub_(own[n]) for n, sums in ours.items()}  # nothing is held twice
+    return {n for n, gap in gaps.items() if not small(gap, own[n], truth.eps, floor)}
 
 
 def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
@@ -183,36 +180,64 @@ def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
         )
 
 
-def _read_all(
+def _compared(
     plan: Plan,
     task: Task,
     values: Mapping[str, Tensor],
     layout: Layout,
     probe: Tensor,
-    cotangent: Tensor,
-) -> tuple[list[Term], set[str]]:
-    """The probe's terms, and the names that some visit could not read at all."""
+    truth: Truth,
+    floor: float,
+) -> tuple[list[TermCost], set[str]]:
+    """What the probe's terms cost, and the names that they get wrong or that some visit could not
+    read at all. One layer's numbers after the other are read, compared and let go; those of weights
+    that several calls share at the end."""
     broken, canonical = set(layout.unknown), names_of(task.model)
-    terms_read: list[Term] = []
+    visits, outputs = layout.recording.visits, layout.recording.outputs
+    calls = Counter(n for visit in visits for n in visit.unit.names.values())
+    costs: list[TermCost] = []
+    wrong, read_names = set[str](), set[str]()
+    apart: list[Term] = []
+
+    def compare(terms: list[Term]) -> None:
+        whole = merged(terms)
+        terms.clear()
+        for term in whole:
+            if broken.isdisjoint(term.names):
+                read_names.update(term.names)
+                costs.append(term.cost())
+                wrong.update(_disagreeing(term, truth, floor))
+
     try:
-        grads = layout.recording.backward([cotangent], last=True)
+        grads = layout.recording.backward([cotangent_of(outputs)], last=True)
     except RuntimeError as error:
         raise not_differentiable(error) from error
     with torch.no_grad(), task.evaluation():
-        for visit, visited in zip(layout.recording.visits, grads, strict=True):
-            axes = plan.axes_of(visit, len(probe))
+        for k, visit in enumerate(visits):
+            axes, visited = plan.axes_of(visit, len(probe)), grads[k]
+            grads[k] = []
             names = set(visit.unit.names.values())
             if axes is None or names & broken:
                 broken |= names
                 continue
             try:
-                terms_read += read(canonical, values, visit, axes, visited, len(probe))
+                terms = read(canonical, values, visit, axes, visited, len(probe))
             except Exception:  # whatever a layer makes of inputs that its rule did not expect
                 broken |= names
-    kept = [term for term in merged(terms_read) if broken.isdisjoint(term.names)]
+                continue
+            if visit.unit.rule is not None:  # others are called again, for what they cost
+                visit.shrink()
+            if any(calls[n] > 1 for n in names):
+                apart += terms
+            else:
+                compare(terms)
+        compare(apart)
     if plan.whole_model:
-        kept.append(task_columns(task, values, plan.whole_model, probe, [cotangent]))
-    return kept, broken
+        cotangent = cotangent_of(outputs)
+        compare([task_columns(task, values, plan.whole_model, probe, [cotangent])])
+    unread = truth.sums.keys() - read_names
+    wrong |= {n for n in unread if not agrees(None, truth.sums[n], truth.eps, floor)}
+    return costs, broken | wrong
 
 
 def _rerouted(

@@ -96,6 +96,10 @@ class Visit:
         self.versions = []
         self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
+    def shrink(self) -> None:
+        """Let go of the inputs' numbers; their shapes stay."""
+        self.args, self.kwargs = tree_map(_shape, (self.args, self.kwargs))
+
 
 @dataclass
 class Recording:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.fallback import pulled
-from blr_analysis.backprop.layout import Layout
+from blr_analysis.backprop.layout import LARGER
 from blr_analysis.backprop.record import fetched, rounding
 from blr_analysis.data import check_rows
 from blr_analysis.errors import ModelError
@@ -28,31 +28,37 @@ class Truth:
     """
 
     sums: dict[str, Tensor]  # in the model's dtype
-    cotangent: Tensor  # c, in the shape of the outputs
     weights: Tensor  # s
     eps: float  # of the coarsest dtype on the way
 
 
-def autograd_gradients(task: Task, params: Mapping[str, Tensor], probe: Tensor) -> Truth:
-    """One forward and one backward pass by plain autograd.
+def cotangent_of(outputs: Tensor) -> Tensor:
+    """c, in the shape of the outputs: the same ones on every call, so that nobody keeps them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(outputs.shape, generator=generator).sub_(0.5).to(outputs)
+
+
+def autograd_gradients(
+    task: Task, params: Mapping[str, Tensor], probe: Tensor
+) -> tuple[Truth, tuple[Tensor, Tensor]]:
+    """One forward and one backward pass by plain autograd: the truth, and outputs and targets.
 
     Raises:
         ModelError: autograd cannot differentiate the model.
     """
     with torch.enable_grad(), task.evaluation():
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        outputs, _ = task.run(fetched(task, probe), leaves, probe)
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.rand(outputs.shape, generator=generator) - 0.5).to(outputs)
+        outputs, targets = task.run(fetched(task, probe), leaves, probe)
     weights = torch.tensor(WEIGHTS[: len(probe)]).to(outputs)
-    scaled = drawn * weights.view(-1, *[1] * (drawn.ndim - 1))
+    scaled = cotangent_of(outputs).mul_(weights.view(-1, *[1] * (outputs.ndim - 1)))
     eps = rounding(outputs)
     with no_backward_inside(task, leaves):
         try:
             sums = pulled([outputs], [scaled], leaves, last=True)
         except RuntimeError as error:
             raise not_differentiable(error) from error
-    return Truth(dict(zip(leaves, sums, strict=True)), drawn, weights, eps)
+    truth = Truth(dict(zip(leaves, sums, strict=True)), weights, eps)
+    return truth, (outputs.detach(), targets)
 
 
 @contextmanager
@@ -91,25 +97,34 @@ def not_differentiable(error: RuntimeError) -> ModelError:
 
 
 def check_independent(
-    task: Task, params: Mapping[str, Tensor], probe: Tensor, layout: Layout, eps: float
+    task: Task,
+    params: Mapping[str, Tensor],
+    probe: Tensor,
+    plain: tuple[Tensor, Tensor],
+    larger: Tensor,
+    eps: float,
 ) -> None:
     """Raise :class:`ModelError` when an example's output depends on its batch or on chance: beside
-    itself alone, and in a larger batch where it comes more often and at other places."""
-    assert layout.plain is not None
-    together, larger = layout.plain
+    itself alone, and in a larger batch where it comes more often and at other places.
+
+    Args:
+        plain: outputs and targets of the probe.
+        larger: outputs of the larger batch.
+    """
+    together, targets = plain
     with torch.no_grad(), task.evaluation():
         alone, target = task.run(fetched(task, probe[:1]), params, probe[:1])
     check_rows(alone, 1)
     first, single = together[0], alone[0]
-    counted = task.likelihood.counted(layout.recording.targets)
+    counted = task.likelihood.counted(targets)
     own = task.likelihood.counted(target)
     if counted is not None and own is not None:  # padding may be longer in company
         first, single = first[counted[0]], single[own[0]]
     if first.shape != single.shape or together.shape[1:] != larger.shape[1:]:
         raise ModelError("the number of outputs of an example changes with its batch")
     scale = together.abs().amax().clamp_min(1e-30)
-    again = [(part - together[: len(part)]) for part in larger.split(len(together))]
-    gaps = [gap.abs().amax() for gap in (first - single, *again)]
+    again = ((row, together[k]) for row, k in zip(larger, LARGER, strict=True))
+    gaps = [(a - b).abs().amax() for a, b in ((first, single), *again)]
     if bool(torch.stack(gaps).amax() > min(30 * eps**0.5, 0.1) * scale):
         padding = "" if counted is None else "pad on the right, or with mask and position_ids; "
         raise ModelError(

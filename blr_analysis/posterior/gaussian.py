@@ -24,7 +24,7 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
 from blr_analysis.posterior.structures.lowrank import ENOUGH, LowRank
-from blr_analysis.task import Task, bare_name, find_device, unwrapped
+from blr_analysis.task import Task, bare_name, find_device, narrow, placed, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
@@ -464,11 +464,13 @@ class Posterior:
         kind = next(iter(self.mean.values())).dtype if dtype is None else dtype
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             raise InputError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-        tensors = [*self.mean.values(), *self.form.tensors().values()]
-        if all(t.device == target and t.dtype == kind for t in tensors):
+        mean, held = placed(self.mean, target, kind), narrow(self.mean)
+        same = type(mean) is type(self.mean) and all(m is held[n] for n, m in narrow(mean).items())
+        tensors = self.form.tensors().values()
+        if same and all(t.device == target and t.dtype == kind for t in tensors):
             return self
         moved = object.__new__(Posterior)
-        moved.mean = {n: m.to(target, kind) for n, m in self.mean.items()}
+        moved.mean = mean
         moved.form = self.form.to(target, kind)
         moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
         moved.record = self.record
@@ -524,7 +526,7 @@ class Posterior:
         initial = self.initial and {names[n]: t for n, t in self.initial.items() if n in names}
         entries = {k if k is None else names.get(k, k): v for k, v in self.prior.entries.items()}
         return Posterior(
-            {names[n]: m for n, m in self.mean.items()},
+            type(self.mean)({names[n]: m for n, m in narrow(self.mean).items()}),
             self.form.renamed(names),
             prior_precision=Prior(entries, initial or None),
             n_data=self.n_data,

@@ -50,7 +50,7 @@ from blr_analysis.posterior.prior_choice import chosen_by_retrieval, chosen_prio
 from blr_analysis.posterior.stationarity import fingerprint, measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import Spectral
-from blr_analysis.task import Task
+from blr_analysis.task import Task, narrow, widened
 
 STRUCTURES = tuple(KINDS)
 CURVATURES = {  # as records call them, and what is summed
@@ -285,7 +285,7 @@ def fit_kept(
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }
     q = Posterior(
-        {n: p.clone() for n, p in params.items()},
+        widened({n: p.clone() for n, p in narrow(params).items()}),
         form,
         prior_precision=prior,
         n_data=task.n_data,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.task import Widened
 
 Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]
@@ -208,6 +209,8 @@ class Prior:
 
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     """Detached floating-point tensors by name, or :class:`PosteriorError`."""
+    if isinstance(tree, Widened):
+        return tree  # type: ignore[return-value]
     if not isinstance(tree, Mapping) or not all(isinstance(t, Tensor) for t in tree.values()):
         got = type(tree).__name__
         raise PosteriorError(f"{name} must be a dict of tensors by parameter name, got {got}")

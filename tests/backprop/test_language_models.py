@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from models import randomised, seeded
 from oracles import relative
 from readings import jacobian_of, ways
+from safetensors.torch import load_file
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import blr_analysis as blr
 from blr_analysis.errors import ModelError, PosteriorError
-from blr_analysis.task import Task
+from blr_analysis.posterior import Posterior
+from blr_analysis.task import Task, narrow
 
 HALVES = (torch.bfloat16, torch.float16)
 QUIET: dict[str, Any] = {"progress": False}
@@ -175,6 +178,34 @@ def test_half_precision_is_single_precision_up_to_rounding(
     assert ours.dtype == torch.float32
     assert relative(ours, theirs) < 10 * eps
     assert {p.dtype for p in half.model.parameters()} == {dtype}
+
+
+def test_the_mean_of_a_half_precision_model_is_held_in_it(tmp_path: Path) -> None:
+    model = tiny_lm(tied=True).bfloat16()
+    task = task_of(model, sequences(10))
+    q = fitted(task, "diag")
+    wide = Posterior(dict(q.mean), q.form, prior_precision=1.0, n_data=10)
+    held = narrow(q.mean)
+    assert {m.dtype for m in held.values()} == {torch.bfloat16}
+    assert {m.dtype for m in q.mean.values()} == {torch.float32}
+    for same in (q.on(task), q.at(2.0).on(task)):
+        assert all(m is held[n] for n, m in narrow(same.mean).items())
+    assert q.to("cpu", torch.float64).mean["words.weight"].dtype == torch.float64
+    for analysis in (blr.sensitivity, blr.leave_one_out):
+        ours, theirs = (analysis(task, p, **QUIET).losses for p in (q, wide))
+        assert torch.equal(ours, theirs)
+    ours, theirs = (blr.influence(task, p, task, **QUIET).matrix for p in (q, wide))
+    assert torch.equal(ours, theirs)
+    for name, p in {"ours": q, "theirs": wide}.items():
+        p.save(tmp_path / f"{name}.safetensors")
+    ours, theirs = (load_file(tmp_path / f"{n}.safetensors") for n in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, stored in theirs.items():
+        assert ours[name].dtype == stored.dtype and torch.equal(ours[name], stored)
+    before = {n: m.clone() for n, m in q.mean.items()}
+    with torch.no_grad():
+        model.words.weight.add_(1.0)
+    assert all(torch.equal(m, before[n]) for n, m in q.mean.items())
 
 
 def test_autocast_inside_of_the_forward_pass() -> None:

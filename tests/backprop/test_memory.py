@@ -102,6 +102,26 @@ def test_fit_is_within_the_budget(structure: str) -> None:
     assert peak <= budget + allowance(task, False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plans_check_holds_little_more_than_a_training_pass(dtype: torch.dtype) -> None:
+    """Of a language model's kind: a tied table, outputs that are large beside the layers."""
+    with seeded(0):
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        ends = nn.Embedding(400, 64), nn.Linear(64, 400, bias=False)
+        model = nn.Sequential(ends[0], *layers, ends[1]).to(dtype)
+    ends[1].weight = ends[0].weight
+    ids = torch.randint(400, (3, 96), generator=torch.Generator().manual_seed(0))
+    task = Task(model, (ids, ids), likelihood="tokens", batch_size=3)
+
+    def training() -> None:
+        logits = model(ids).float().flatten(0, 1)
+        nn.functional.cross_entropy(logits, ids.flatten(), reduction="sum").backward()
+        model.zero_grad()
+
+    params = task.cast(task.parameters())
+    assert peak_bytes(lambda: plan_for(task, params)) < 2 * peak_bytes(training)
+
+
 def test_the_budget_is_used() -> None:
     """A larger budget gives larger chunks, not the same ones."""
     task = build("convolutions", 400)
