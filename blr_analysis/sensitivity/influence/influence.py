@@ -288,7 +288,8 @@ class _Question:
                 own = training_errors(task, given, progress=progress) if free else None
                 # Of classes, and where time and memory were not bound.
                 drawn = own is not None and self.projection is None and memory_budget is None
-                taken, note = whole(task, given, memory_budget, own, drawn=drawn)
+                how = {"drawn": drawn, "progress": progress}
+                taken, note = whole(task, given, memory_budget, own, **how)
                 note = "; ".join(filter(None, (note, AVERAGED if own else "")))
             if len(taken) > 1:
                 question = replace(question, memory_budget=DEFAULT_MEMORY // len(taken))

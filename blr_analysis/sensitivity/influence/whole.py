@@ -66,7 +66,13 @@ NEARER = "at a minimum structure='full' with curvature='exact' is nearer to retr
 
 
 def whole(
-    task: Task, q: Posterior, memory_budget: int | None, averaged: Averaged | None, *, drawn: bool
+    task: Task,
+    q: Posterior,
+    memory_budget: int | None,
+    averaged: Averaged | None,
+    *,
+    drawn: bool,
+    progress: bool | None = False,
 ) -> tuple[list[Posterior], str]:
     """What to take instead of a posterior that :func:`blr_analysis.fit_laplace` made at the model's
     weights, and what to say of it; q, where seconds give no better.
@@ -95,7 +101,7 @@ def whole(
     size = sum(m.numel() for m in q.mean.values())
     small = task.n_data * size <= TRAINED
     if drawn and structure is None and q.structure == "kron" and small and not affine(task, q):
-        return _trained_anew(task, q)
+        return _trained_anew(task, q, progress)
     if damping is None or (structure is None and q.structure not in ("lowrank", "full")):
         return [q], _short_of_rank(q)
     said = f"of the whole curvature, damped by {damping:.3g} as early stopping does"
@@ -116,10 +122,10 @@ def whole(
     return [taken], said
 
 
-def _trained_anew(task: Task, q: Posterior) -> tuple[list[Posterior], str]:
+def _trained_anew(task: Task, q: Posterior, progress: bool | None) -> tuple[list[Posterior], str]:
     """The network itself and a few of short trainings."""
     try:
-        several = replays(task, q, ANEW, progress=False)
+        several = replays(task, q, ANEW, progress=progress)
     except InputError:  # its first weights are not known
         return [q], ""
     except (BLRError, RuntimeError) as error:
