@@ -15,8 +15,10 @@ comes in and out.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -574,33 +576,47 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-class Widened(MutableMapping[str, Tensor]):
+class Widened(MutableMapping[str, Tensor], dict[str, Tensor]):  # pyright: ignore
     """Tensors by name that are held in half precision and read in float32, each made when it is
-    asked for: no second copy of a model is held.
+    asked for: no second copy of a model is held. A ``dict``, for those who ask for one.
 
     >>> weights = Widened({"w": torch.ones(2, dtype=torch.bfloat16)})
-    >>> weights["w"].dtype, weights.held["w"].dtype
-    (torch.float32, torch.bfloat16)
+    >>> weights["w"].dtype, dict(weights)["w"].dtype, weights.held["w"].dtype
+    (torch.float32, torch.float32, torch.bfloat16)
     """
 
     def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self.held = dict(held)
+        dict.__init__(self, held)
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """As they are."""
+        return {name: dict.__getitem__(self, name) for name in self}
 
     def __getitem__(self, name: str) -> Tensor:
-        held = self.held[name]
+        held = dict.__getitem__(self, name)
         return held.to(working(held.dtype))
 
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        self.held[name] = tensor
+    def __iter__(self) -> Iterator[str]:  # what makes dict(self) and {**self} ask for the items
+        return dict.__iter__(self)
 
-    def __delitem__(self, name: str) -> None:
-        del self.held[name]
+    __setitem__, __delitem__ = dict.__setitem__, dict.__delitem__
+    __len__, __contains__ = dict.__len__, dict.__contains__
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
 
-    def __len__(self) -> int:
-        return len(self.held)
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def copy(self) -> dict[str, Tensor]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Widened:
+        return Widened(deepcopy(self.held, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # which torch.load(weights_only=True) reads
+        return OrderedDict, (), None, None, iter(self.items())
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -609,7 +625,7 @@ class Widened(MutableMapping[str, Tensor]):
 def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those in half precision read in float32."""
     half = any(t.dtype in HALF for t in tensors.values())
-    return Widened(tensors) if half else dict(tensors)  # type: ignore[return-value]
+    return Widened(tensors) if half else dict(tensors)
 
 
 def narrow(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

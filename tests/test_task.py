@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections import namedtuple
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -238,6 +240,23 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
 
 def test_repr() -> None:
     assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
+
+
+def test_the_mean_of_a_half_precision_model_is_a_dict_of_single_precision() -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    mean = Task(model, (X, Y)).parameters()
+    kept = io.BytesIO()
+    torch.save(mean, kept)
+    kept.seek(0)
+    read = torch.load(kept, weights_only=True)
+    for made in (mean, dict(mean), {**mean}, mean | {}, {} | mean, deepcopy(mean), read):
+        assert isinstance(made, dict) and list(made) == ["weight", "bias"]
+        assert all(
+            torch.equal(v, dict(model.named_parameters())[n].float()) for n, v in made.items()
+        )
+        assert {v.dtype for v in made.values()} == {torch.float32}
+    called = torch.func.functional_call(model, mean, (X.float(),))
+    assert called.dtype == torch.float32
 
 
 def test_half_precision_weights_that_are_equal_are_the_models_own() -> None:
