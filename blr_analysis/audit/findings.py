@@ -27,9 +27,9 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
+from blr_analysis.sensitivity.groups.solving import REPLAY_PASSES
 from blr_analysis.sensitivity.scores import check_test
 from blr_analysis.sensitivity.selection import groups_by
-from blr_analysis.sensitivity.solving import REPLAY_PASSES
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 

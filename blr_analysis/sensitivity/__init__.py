@@ -1,8 +1,8 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
-from blr_analysis.sensitivity.adapt import Adapted, adapt
 from blr_analysis.sensitivity.calibration import calibrate
 from blr_analysis.sensitivity.ensemble import replays
+from blr_analysis.sensitivity.groups import Adapted, WhatIf, adapt, what_if, what_if_each
 from blr_analysis.sensitivity.influence import (
     GroupInfluence,
     Index,
@@ -21,7 +21,6 @@ from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.subsets import subset_posterior
 from blr_analysis.sensitivity.suspicious import Suspicions, suspicious
 from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
-from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
 
 __all__ = [
     "Adapted",

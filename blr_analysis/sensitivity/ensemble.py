@@ -22,11 +22,11 @@ from blr_analysis.checks import positive_int, positive_number, whole
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
-from blr_analysis.sensitivity.first_weights import first_weights
+from blr_analysis.sensitivity.groups.first_weights import first_weights
+from blr_analysis.sensitivity.groups.replay import PROBES, RATES, prepare
+from blr_analysis.sensitivity.groups.solving import FAMILIES, GIVE, GroupSolver, checked_plan
 from blr_analysis.sensitivity.minimise import on_a_copy, write
-from blr_analysis.sensitivity.replay import PROBES, RATES, prepare
 from blr_analysis.sensitivity.scores import fitted
-from blr_analysis.sensitivity.solving import FAMILIES, GIVE, GroupSolver, checked_plan
 from blr_analysis.task import Task
 
 
@@ -45,9 +45,9 @@ def replays(
 
     A list that :func:`blr_analysis.influence`, ``top_influence``, ``sensitivity``, ``suspicious``
     and ``what_if`` average over. Each network is trained on all data, without decay, by the kind
-    and size of steps that the weights tell (see :mod:`blr_analysis.sensitivity.replay`), and has a
-    Kronecker posterior of its own under the given one's δ. The trainings cost count · ``epochs`` ·
-    (1 + 0.4) passes over the data, more where a step size is halved, as much again for the first
+    and size of steps that the weights tell (:mod:`blr_analysis.sensitivity.groups.replay`), and has
+    a Kronecker posterior of its own under the given one's δ. The trainings cost count · ``epochs``
+    · (1 + 0.4) passes over the data, more where a step size is halved, as much again for the first
     where the kind of steps must be told, and a Kronecker fit each; influence over the list costs
     count + 1 times as much.
 

@@ -17,10 +17,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import blr_analysis as blr
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import DataError, InputError, ModelError
-from blr_analysis.sensitivity.first_weights import first_weights
+from blr_analysis.sensitivity.groups.first_weights import first_weights
+from blr_analysis.sensitivity.groups.perturbed import (
+    ByClass,
+    References,
+    against,
+    interval,
+    supported,
+)
+from blr_analysis.sensitivity.groups.replay import Replay, ReplayRecipe, _minibatches
 from blr_analysis.sensitivity.objective import changed
-from blr_analysis.sensitivity.perturbed import ByClass, References, against, interval, supported
-from blr_analysis.sensitivity.replay import Replay, ReplayRecipe, _minibatches
 from blr_analysis.views import make_table
 
 EPOCHS, BATCH = 12, 32

@@ -18,9 +18,9 @@ from blr_analysis.errors import ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.ranks import divided, held_as
+from blr_analysis.sensitivity.groups.replay import Replay
+from blr_analysis.sensitivity.groups.solving import Moved
 from blr_analysis.sensitivity.minimise import AcceptedMove, Descent
-from blr_analysis.sensitivity.replay import Replay
-from blr_analysis.sensitivity.solving import Moved
 from blr_analysis.task import Task, unwrapped
 from blr_analysis.views import Plottable, make_table
 

@@ -21,7 +21,8 @@ from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.stationarity import drifts, stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import bar
-from blr_analysis.sensitivity.first_weights import Start, may_be_tuned, start_of
+from blr_analysis.sensitivity.groups.first_weights import Start, may_be_tuned, start_of
+from blr_analysis.sensitivity.groups.replay import Replay, enough, prepare
 from blr_analysis.sensitivity.minimise import Descent, descend
 from blr_analysis.sensitivity.objective import (
     Objective,
@@ -33,7 +34,6 @@ from blr_analysis.sensitivity.objective import (
     step,
     whole,
 )
-from blr_analysis.sensitivity.replay import Replay, enough, prepare
 from blr_analysis.task import Task
 
 SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")

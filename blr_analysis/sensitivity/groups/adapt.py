@@ -30,10 +30,10 @@ from blr_analysis.posterior.laplace import curvature_root, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.sensitivity.curvature import cg
+from blr_analysis.sensitivity.groups.what_if import what_if
 from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.sensitivity.objective import with_labels
 from blr_analysis.sensitivity.scores import sensitivity
-from blr_analysis.sensitivity.what_if import what_if
 from blr_analysis.task import Task
 
 

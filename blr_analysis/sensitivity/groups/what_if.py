@@ -6,7 +6,8 @@ NeurIPS 2023), in the posterior's own structure; no example that stays is visite
     m^{\\G} = m + (S − S_G)⁻¹ Σ_{i∈G} J_iᵀ e_i,     S_G = Σ_{i∈G} J_iᵀ Λ_i J_i
 
 ``solver="replay"``: the difference that the change makes to a short training from the first
-weights (:mod:`blr_analysis.sensitivity.replay`), for models that do not minimise their own loss.
+weights (:mod:`blr_analysis.sensitivity.groups.replay`), for models that do not minimise their own
+loss.
 
 ``solver="cg"``: a descent on the objective of the changed data that starts at m, with the learned
 S − S_G as preconditioner (:mod:`blr_analysis.sensitivity.minimise`), for a few passes over them.
@@ -32,12 +33,12 @@ from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.perturbed import Answer, ByClass, References, WhatIf, combined
-from blr_analysis.sensitivity.retraining import Retraining, Train, calibrated
+from blr_analysis.sensitivity.groups.perturbed import Answer, ByClass, References, WhatIf, combined
+from blr_analysis.sensitivity.groups.retraining import Retraining, Train, calibrated
+from blr_analysis.sensitivity.groups.solving import Change, GroupSolver, checked_plan
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.sensitivity.sites import site_what_if, sum_of_sites
-from blr_analysis.sensitivity.solving import Change, GroupSolver, checked_plan
 from blr_analysis.task import Task
 from blr_analysis.views import GroupRows
 
@@ -94,13 +95,14 @@ def what_if(
             want of better, shortened where it would raise the loss on the changed data), "cg"
             (a descent on the changed data), "replay" (a short training from the first weights,
             with and without the change, see
-            :mod:`blr_analysis.sensitivity.replay`), "retrain" (``train``), or "auto": "posterior"
-            for up to 1 % of the data where the changed data's loss is flat where that step ends (a
-            pass over them tells, and none where the step promises next to nothing); else "cg" for a
-            model that minimises its own F (checked by one pass over the data); for one that does
-            not (stopped early, trained in minibatches, the mean of IVON) "posterior" up to 1 % of
-            the data, shortened where that loss rises (``note`` says so, or that it falls by less
-            than half of what is promised), and "replay" above or where several labels are new.
+            :mod:`blr_analysis.sensitivity.groups.replay`), "retrain" (``train``), or "auto":
+            "posterior" for up to 1 % of the data where the changed data's loss is flat where that
+            step ends (a pass over them tells, and none where the step promises next to nothing);
+            else "cg" for a model that minimises its own F (checked by one pass over the data); for
+            one that does not (stopped early, trained in minibatches, the mean of IVON) "posterior"
+            up to 1 % of the data, shortened where that loss rises (``note`` says so, or that it
+            falls by less than half of what is promised), and "replay" above or where several labels
+            are new.
             ``result.solver`` says which.
         steps: of "cg". None: as many quasi-Newton moves as ``passes`` allow, each a forward and
             a backward pass; 1: one Gauss–Newton step, its system solved by preconditioned

@@ -127,7 +127,7 @@ def prepare(
     Args:
         weights: m, the trained ones.
         start: the first ones, see
-            :mod:`blr_analysis.sensitivity.first_weights`.
+            :mod:`blr_analysis.sensitivity.groups.first_weights`.
         passes: to be spent for each group, its own training and its part of what all share.
         groups: how many share what is done here.
         family: "adam" or "sgd"; None: told from the weights.

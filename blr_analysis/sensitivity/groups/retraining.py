@@ -22,9 +22,9 @@ from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.sensitivity.groups.perturbed import SPREADS, Answer, interval, measured
+from blr_analysis.sensitivity.groups.solving import Change
 from blr_analysis.sensitivity.objective import changed, with_labels_inside
-from blr_analysis.sensitivity.perturbed import SPREADS, Answer, interval, measured
-from blr_analysis.sensitivity.solving import Change
 from blr_analysis.task import Task
 
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
