@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import BY_NAME, Bernoulli, Categorical, Gaussian, Likelihood
 
 FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
@@ -75,6 +75,7 @@ def read_estimator(
     Raises:
         InputError: not fitted, no likelihood known for it here, a penalty that is no square, other
             data than it was fitted to.
+        DataError: NaN or inf in X or y.
     """
     from sklearn.exceptions import NotFittedError
     from sklearn.pipeline import Pipeline
@@ -97,7 +98,31 @@ def read_estimator(
         known = ", ".join(_READERS)
         raise InputError(f"no likelihood is known for {name}, but for {known} and their Pipelines")
     given = None if likelihood is None else likelihood.plain
-    return _READERS[name](estimator, _inputs(estimator, X), np.asarray(y), given)
+    inputs, targets = _inputs(estimator, X), np.asarray(y)
+    _check_finite("X", inputs.numpy())
+    _check_finite("y", targets)
+    return _READERS[name](estimator, inputs, targets, given)
+
+
+def _check_finite(name: str, values: np.ndarray) -> None:
+    """Refuse NaN, inf and missing labels, of which no algebra would say so."""
+    if values.dtype.kind == "f":
+        bad = ~np.isfinite(values)
+    elif values.dtype.kind == "O":
+        bad = np.array([_missing(v) for v in values.flat], dtype=bool)
+    else:
+        return
+    rows = np.flatnonzero(bad.reshape(len(values), -1).any(axis=1))
+    if len(rows):
+        raise DataError(
+            f"{name} holds NaN, inf or None in {len(rows)} examples, the first at index {rows[0]}; "
+            "drop or mend those"
+        )
+
+
+def _missing(value: Any) -> bool:
+    same = value == value  # not so of NaN; pandas' NA compares as NA
+    return value is None or not isinstance(same, bool | np.bool_) or not same
 
 
 def _logistic(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:

@@ -165,10 +165,12 @@ class Task:
             likelihood: in place of what is read. Beside a task of the training data, or a posterior
                 of it, test data are judged with its noise, of a regression, and its weights, of
                 "balanced" classes.
-            metadata: as for :class:`Task`; labels that are words come along as ``label``.
+            metadata: as for :class:`Task`; labels that are words come along as ``label``,
+                unless there is one.
 
         Raises:
             InputError: not fitted, no likelihood known for it here, other features or labels.
+            DataError: NaN or inf in X or y.
 
         Example:
             >>> from sklearn.datasets import load_iris
@@ -190,8 +192,10 @@ class Task:
             ),
             likelihood=likelihood or read.likelihood,
             forward=centred if read.likelihood.name == "categorical" else None,
-            metadata={"label": read.labels} if metadata is None and read.labels else metadata,
+            metadata=metadata,
         )
+        if read.labels:
+            task.metadata.setdefault("label", read.labels)
         task.prior_precision = read.prior_precision
         return task
 

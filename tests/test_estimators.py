@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone
@@ -218,6 +219,11 @@ def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
 def test_labels_that_are_words_come_along() -> None:
     _, _, task = fitted("logistic, 3 classes")
     assert task.metadata["label"] == WORDS.tolist()
+    estimator, rows = LogisticRegression().fit(X, WORDS), list(range(N))
+    other = blr.Task.from_sklearn(estimator, X, WORDS, metadata={"row": rows})
+    assert other.metadata == {"row": rows, "label": WORDS.tolist()}
+    own = blr.Task.from_sklearn(estimator, X, WORDS, metadata={"label": rows})
+    assert own.metadata == {"label": rows}
     assert task.prior_precision["weight"] == 2.0
 
 
@@ -300,6 +306,19 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
+        *(
+            (clone(e).fit(X, y), (np.where(np.arange(N)[:, None] == 3, bad, X), y), "X holds NaN")
+            for bad in (np.nan, np.inf)
+            for e, y in (CASES["logistic, 2 classes"], CASES["ridge"], CASES["poisson"])
+        ),
+        *(
+            (clone(e).fit(X, y), (X, [*y[:-1], np.nan]), rf"y holds NaN.*index {N - 1}")
+            for e, y in map(CASES.__getitem__, ("ridge", "poisson", "least squares"))
+        ),
+        *(
+            (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], bad])), "y holds NaN")
+            for bad in (None, pd.NA)
+        ),
     ],
 )
 def test_what_is_no_estimator_for_this(estimator: Any, data: tuple, word: str) -> None:

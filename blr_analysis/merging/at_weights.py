@@ -14,7 +14,7 @@ from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder
 from blr_analysis.merging.folders import MergeReport
-from blr_analysis.task import Task
+from blr_analysis.task import Task, unwrapped
 
 State = Mapping[str, Tensor]
 
@@ -49,7 +49,7 @@ def state_of(state: Any, name: str) -> State:
         StorageError: a folder that cannot be read.
     """
     if isinstance(state, nn.Module):
-        state = state.state_dict()
+        state = unwrapped(state).state_dict()
     if isinstance(state, MergeReport):
         state = state.folder
     if isinstance(state, str | os.PathLike):

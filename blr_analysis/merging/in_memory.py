@@ -23,6 +23,7 @@ from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.propagation import check_propagates, in_dtypes, propagated
 from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import bar
+from blr_analysis.task import unwrapped
 
 
 @torch.no_grad()
@@ -70,7 +71,9 @@ def merged(
             None if p is None else precision_in_memory(f"precisions[{t}]", p, n),
             a,
             d,
-            frozenset(n for n, _ in m.named_buffers()) if isinstance(m, nn.Module) else frozenset(),
+            frozenset(n for n, _ in unwrapped(m).named_buffers())
+            if isinstance(m, nn.Module)
+            else frozenset(),
         )
         for t, (m, p, a, n, d) in enumerate(
             zip(models, given, alphas, numbers, densities, strict=True)
@@ -134,4 +137,4 @@ def one_each(name: str, given: Any, count: int, default: Any) -> list[Any]:
 
 
 def _loaded(name: str, given: Any) -> Source:
-    return Loaded(name, given.state_dict() if isinstance(given, nn.Module) else given)
+    return Loaded(name, unwrapped(given).state_dict() if isinstance(given, nn.Module) else given)

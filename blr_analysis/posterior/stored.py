@@ -24,6 +24,7 @@ from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.posterior.prior import Given, Prior, Shapes, take_off
 from blr_analysis.posterior.structures import KINDS, Diagonal, Structure
+from blr_analysis.task import unwrapped
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
@@ -187,7 +188,7 @@ def _mean_of(
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
     if isinstance(model, nn.Module):
-        return Loaded("model", dict(model.named_parameters(remove_duplicate=False)))
+        return Loaded("model", dict(unwrapped(model).named_parameters(remove_duplicate=False)))
     if isinstance(model, Mapping):
         return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if model is None:

@@ -30,6 +30,7 @@ from torch import nn
 import blr_analysis as blr
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import Folder
+from blr_analysis.merging.at_weights import state_of
 from blr_analysis.merging.card import documents, markdown, model_card, shown, size
 from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.formula import combine
@@ -413,6 +414,9 @@ def test_buffers_without_a_precision_are_copied_or_averaged(method: str) -> None
         model.scale += t
     expected = torch.tensor([0.1, 0.7]) + (2 * 1 + 3 * 2) / 6
     torch.testing.assert_close(blr.merge(base, models, **how)["scale"], expected)
+    wrapped = [torch.compile(models[0]), nn.DataParallel(models[1]), models[2]]
+    torch.testing.assert_close(blr.merge(nn.DataParallel(base), wrapped, **how)["scale"], expected)
+    assert state_of(wrapped[0], "").keys() == base.state_dict().keys()  # which losses are asked at
     with pytest.raises(PosteriorError, match="scale"):
         blr.merge(base, [m.state_dict() for m in models], **how)
 

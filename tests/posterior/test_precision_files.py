@@ -84,7 +84,8 @@ def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) 
     q.save(tmp_path / "precision", mean=False)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     for source in (
-        model, model.state_dict(), tmp_path, str(tmp_path), tmp_path / "model.safetensors",
+        model, torch.compile(model), nn.DataParallel(model), model.state_dict(), tmp_path,
+        str(tmp_path), tmp_path / "model.safetensors",
     ):  # fmt: skip
         back = Posterior.load(tmp_path / "precision", model=source)
         assert list(back.mean) == list(held)
