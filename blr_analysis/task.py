@@ -28,7 +28,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map
 from torch.utils.data import TensorDataset, default_collate
 
 from blr_analysis.checks import instance, positive_int, some
@@ -613,8 +613,14 @@ class Widened(MutableMapping[str, Tensor], dict[str, Tensor]):  # pyright: ignor
     def __ror__(self, other: Any) -> Any:
         return other | dict(self)
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or dict(self) == other
+
     def copy(self) -> dict[str, Tensor]:
         return dict(self)
+
+    def __copy__(self) -> Widened:
+        return Widened(self.held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Widened:
         return Widened(deepcopy(self.held, memo))
@@ -624,6 +630,13 @@ class Widened(MutableMapping[str, Tensor], dict[str, Tensor]):  # pyright: ignor
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+register_pytree_node(  # for torch.func, to which it is a dict of float32
+    Widened,
+    lambda held: (list(held.values()), list(held)),
+    lambda values, names: dict(zip(names, values, strict=True)),
+)
 
 
 def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,6 +51,12 @@ class Evaluation:
         return float(self.counted.double().mean())
 
     @property
+    def weights(self) -> Tensor:
+        """How much each example counts in the accuracy."""
+        assert self.correct is not None
+        return (~self.correct.isnan()).to(self.losses)
+
+    @property
     def accuracy(self) -> float | None:
         return None if self.correct is None else float(self.correct.double().nanmean())
 
@@ -98,6 +104,10 @@ class SequenceEvaluation(PerToken, Evaluation):
     @property
     def counted(self) -> Tensor:
         return self.losses
+
+    @property
+    def weights(self) -> Tensor:
+        return self.tokens.to(self.losses)
 
     @property
     def accuracy(self) -> float | None:

@@ -238,7 +238,7 @@ def chosen(
     found = candidates(len(states), **kind, tasks=tasks)
     if validate is not None:
         tried = candidates(len(states), **kind, tasks=known)
-        trial, points = _tried(start, states, validate, tried, common)
+        trial, points = _tried(start, states, validate, tried, common, criterion)
         best = min(points, key=lambda point: rank(point, criterion))
         average = next(p for p in points if p.method == "average")
         if best is average or average.failure:
@@ -297,6 +297,7 @@ def _tried(
     validate: Any,
     found: Mapping[str, dict[str, Any]],
     common: Mapping[str, Any],
+    criterion: str,
 ) -> tuple[Trial, list[MergePoint]]:
     def maker(how: Mapping[str, Any]) -> Merger:
         def make(base: Any, models: Any, weights: Any) -> Any:
@@ -307,7 +308,7 @@ def _tried(
     mergers = {name: maker(how) for name, how in found.items()}
     first = states[0] if base is None else base
     trial = Trial(first, list(states), named_tasks(validate, "validate"), mergers, {})
-    trial.check()
+    trial.check(criterion)
     return trial, [trial.point(name, _weights(how)) for name, how in found.items()]
 
 

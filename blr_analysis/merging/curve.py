@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int, some
@@ -309,6 +310,16 @@ def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
     return mergers
 
 
+def _mean_and_variance(apart: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
+    """Of weighted examples, and how far that mean may be off."""
+    given = torch.ones_like(apart) if weights is None else weights
+    share = given.double() / given.double().sum()
+    apart, n = apart.double().nan_to_num(), int((share > 0).sum())
+    mean = (share * apart).sum()
+    spread = (share * (apart - mean)).square().sum()
+    return float(mean), float(spread) * n / (n - 1) if n > 1 else math.inf
+
+
 @dataclass
 class Trial:
     """Merges of these models, and what they come to on these tasks."""
@@ -324,26 +335,31 @@ class Trial:
         """By how much a merge is better than another in the mean over the tasks, and the standard
         error of that, from the differences of example by example."""
         assert self.seen is not None
-        gain = variance = 0.0
-        for own, other in zip(self.seen[name], self.seen[over], strict=True):
-            if criterion == "nll":
-                apart = other.counted.double() - own.counted.double()
-            else:
-                assert own.correct is not None and other.correct is not None
-                apart = own.correct.double() - other.correct.double()
-                apart = apart[~apart.isnan()]
-            gain += float(apart.mean())
-            variance += float(apart.var()) / len(apart) if len(apart) > 1 else math.inf
-        return gain / len(self.tasks), math.sqrt(variance) / len(self.tasks)
+        pairs = list(zip(self.seen[name], self.seen[over], strict=True))
+        if criterion == "nll":
+            each = [_mean_and_variance(b.counted - a.counted) for a, b in pairs]
+        else:  # of the tasks that have one
+            each = [
+                _mean_and_variance(a.correct.double() - b.correct.double(), a.weights)
+                for a, b in pairs
+                if a.correct is not None and b.correct is not None and bool(a.weights.any())
+            ]
+        gains, variances = zip(*each, strict=True)
+        return sum(gains) / len(each), math.sqrt(sum(variances)) / len(each)
 
-    def check(self) -> None:
-        """The tasks run at the base and at the first model, or an error says why not."""
+    def check(self, criterion: str) -> None:
+        """The tasks run at the base and at the first model, and one has what ``criterion`` asks
+        for, or an error says why not."""
+        right: list[Tensor | None] = []
         for who, state in (("base", self.base), ("the first model", self.models[0])):
             for name, task in self.tasks.items():
                 with at_weights(task, state, f"{who} (for task {name!r})") as params:
                     chosen = torch.arange(min(task.n_data, task.batch_size))
                     with torch.no_grad(), task.evaluation():
-                        task.run(task.fetch(chosen), params, chosen)
+                        run = task.run(task.fetch(chosen), params, chosen)
+                        right.append(task.likelihood.at(chosen).correct(*run))
+        if criterion == "accuracy" and all(r is None for r in right):
+            raise InputError('no task has an accuracy: take criterion="nll"')
 
     def default(self, name: str) -> Weights:
         """The weights of a method before anything is tried; 1/T each for a function."""
@@ -503,7 +519,7 @@ def merge_curve(
     if rows and search != "front":  # which predicts by the precisions, whatever the method
         refuse_idle(rows, options)
     trial = Trial(start, [s for own in parts.values() for s in own], judges, mergers)
-    trial.check()
+    trial.check(criterion)
     front = (
         _surrogates(trial, owners, curved or [], options.get("n_data"))
         if search == "front"

@@ -244,8 +244,8 @@ def is_precision(values: Tensor) -> bool:
     >>> [is_precision(torch.tensor([x, 2.0])) for x in (0.0, -0.0, -0.5, torch.inf, torch.nan)]
     [True, True, False, False, False]
     """
-    if values.device.type == "cpu" and values.element_size() in WORDS:
-        whole, unsigned = WORDS[values.element_size()]
+    if values.is_floating_point() and values.device.type == "cpu" and values.itemsize in WORDS:
+        whole, unsigned = WORDS[values.itemsize]
         limit = torch.tensor(torch.inf, dtype=values.dtype).view(whole)
         if values.view(whole).numpy().view(unsigned).max() < int(limit):
             return True

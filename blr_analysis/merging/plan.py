@@ -209,7 +209,8 @@ def make_plan(
     for part, names in zip(parts, reads, strict=True):
         if base is not None and not differs_somewhere(base, part.source, names):
             raise ModelError(
-                f"{part.source.name!r} equals its base {base.name!r}: is it the fine-tuned model?"
+                f"every weight of {part.source.name!r} equals its base {base.name!r}: is it the "
+                "fine-tuned model?"
             )
     if method.uses_precisions:
         first = [base_precision] if curved else []

@@ -39,7 +39,8 @@ class Posterior:
     Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀), a SUM over the n_data training examples.
 
     Args:
-        mean: m, one tensor per parameter name (tied tensors once).
+        mean: m, one tensor per parameter name (tied tensors once); of a model in half precision
+            each is made in float32 when it is asked for, so that writing into it changes nothing.
         precision: the diagonal of S by name, or a structure of
             :mod:`blr_analysis.posterior.structures`.
         prior_precision: δ: one number, or a number or tensor per name.

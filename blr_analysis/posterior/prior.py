@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.task import Widened
+from blr_analysis.task import Widened, narrow
 
 Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]
@@ -140,6 +140,12 @@ class Prior:
         ]:
             raise PosteriorError(f"initial belongs to another model: {some(wrong)}")
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
+        places = narrow(params), narrow(initial)
+        if params and all(places[0][n].data_ptr() == places[1][n].data_ptr() for n in params):
+            raise PosteriorError(
+                "initial is the model's own memory, which training changed: "
+                "copy.deepcopy(model.state_dict()) before it"
+            )
         for name, m in mean.items():
             if not bool(torch.isfinite(m).all()):
                 raise PosteriorError(f"initial holds NaN or inf in {name!r}")

@@ -213,7 +213,7 @@ def leave_one_out(
     if refine is None:
         whole = q.structure == "full" or bool(approximate)
         gaussian = isinstance(likelihood.kind, Gaussian)  # of a linear model the cavity is exact
-        curved = whole and not (gaussian and high > 0 and affine(task, q))
+        curved = whole and not (gaussian and high > 0 and _affine(task, q))
         unasked = torch.zeros_like(far)
         if correction == "auto" and curved:
             unasked = _too_high(used, levers)
@@ -282,7 +282,7 @@ def _affordable(task: Task, q: Posterior) -> int:
     return min(MOST, int(WORK / (6 * UNTIL_REST * task.n_data * size)))
 
 
-def affine(task: Task, q: Posterior) -> bool:
+def _affine(task: Task, q: Posterior) -> bool:
     """Whether outputs are affine in the weights, as far as some examples along the mean's ray
     tell."""
     some = torch.arange(min(task.n_data, LOOKS))

@@ -14,10 +14,12 @@ from parts import normal
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from blr_analysis.backprop.loss import SequenceEvaluation
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder
 from blr_analysis.merging.auto import chosen_job
 from blr_analysis.merging.card import model_card
+from blr_analysis.merging.curve import Trial, merge_curve
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
@@ -412,3 +414,30 @@ def test_bad_input(family: dict[str, Any]) -> None:
     other = Task(Other().double(), tasks[1].fetch(torch.arange(5)))
     with pytest.raises(ModelError, match=r"2\.weight"):
         merge(base, models, tasks=[tasks[0], other], method="fisher")
+
+
+def test_of_texts_tokens_count_in_what_is_gained() -> None:
+    """As in the accuracy that is compared; the error by drawing texts again."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([100] * 100 + [5] * 400)
+    behind = 0.5 + 0.02 * torch.rand(500, generator=generator)
+    ahead = torch.where(tokens > 50, 0.6, 0.45) + 0.02 * torch.rand(500, generator=generator)
+    own, other = (SequenceEvaluation(torch.ones(500), x, tokens) for x in (ahead, behind))
+    trial = Trial({}, [], {"a": None}, {}, {"best": [own], "average": [other]})  # type: ignore
+    gain, error = trial.gain("best", "average", "accuracy")
+    assert own.accuracy is not None and other.accuracy is not None
+    assert gain == pytest.approx(own.accuracy - other.accuracy, abs=1e-6) and gain > 0
+    drawn = torch.randint(500, (2000, 500), generator=generator)
+    gains = ((ahead - behind) * tokens)[drawn].sum(1) / tokens[drawn].sum(1)
+    assert error == pytest.approx(float(gains.std()), rel=0.1)
+
+
+def test_an_accuracy_that_no_task_has() -> None:
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    models = [nn.Linear(3, 1) for _ in range(3)]
+    tasks = [Task(m, (x, y), likelihood="gaussian") for m in models[1:]]
+    for call in (merge, merge_curve):
+        how = {"tasks": tasks, "method": "task_arithmetic"}
+        how = how if call is merge_curve else {"validate": tasks, "method": "auto"}
+        with pytest.raises(InputError, match="no task has an accuracy"):
+            call(models[0], models[1:], criterion="accuracy", progress=False, **how)  # type: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,8 +189,18 @@ def test_an_initial_of_another_model_is_refused(initial: object, word: str) -> N
 def test_weights_that_never_moved_tell_nothing() -> None:
     x, y = classes(0)
     model = nn.Linear(4, 3).double()
-    with pytest.raises(PosteriorError, match="initial"):
-        blr.fit_laplace(blr.Task(model, (x, y)), initial=model.state_dict(), progress=False)
+    with pytest.raises(PosteriorError, match="the initial ones"):
+        first = copy.deepcopy(model.state_dict())
+        blr.fit_laplace(blr.Task(model, (x, y)), initial=first, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_weights_that_followed_the_training(dtype: torch.dtype) -> None:
+    x, y = classes(0)
+    task = blr.Task(nn.Linear(4, 3).to(dtype), (x.float(), y))
+    for own in (task.model.state_dict(), task.parameters()):
+        with pytest.raises(PosteriorError, match="deepcopy"):
+            blr.fit_laplace(task, prior_precision=1.0, initial=own, progress=False)
 
 
 # ---------------------------------------------------------------- optimizers and grids

@@ -365,6 +365,8 @@ def test_one_example_that_was_edited_is_other_data(tmp_path: Path, what: str) ->
         source[5] = "c"
     with pytest.raises(StorageError, match="another data"):
         blr.Index.build(task(), q, tmp_path / "i", **QUIET)
+    with pytest.raises(PosteriorError, match="other data"):
+        blr.Index.open(tmp_path / "i", task=task())
 
 
 def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
@@ -394,8 +396,12 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(StorageError, match="earlier version"):
         blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
-    blr.Index.open(tmp_path / "i", task=task)
-    next((tmp_path / "i").glob("gradients-*")).unlink()
+    opened = blr.Index.open(tmp_path / "i", task=task)
+    file = next((tmp_path / "i").glob("gradients-*"))
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(StorageError, match="is damaged"):
+        opened.top(task, 2)
+    file.unlink()
     with pytest.raises(StorageError, match="lacks gradients-"):
         blr.Index.open(tmp_path / "i")
     with pytest.raises(StorageError, match="no index"):

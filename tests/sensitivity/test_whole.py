@@ -229,39 +229,6 @@ def test_of_a_large_network_the_errors_alone(
     assert ("averaged" in taken.note) == (kind == "categorical")
 
 
-def test_a_large_classifier_is_averaged_with_short_trainings(
-    stopped: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = blr.Task(stopped, data(0, 120))
-    q = blr.fit_laplace(task, **QUIET)
-    monkeypatch.setattr(whole, "exact_structure", lambda task: None)  # as above 4,096 parameters
-    bound = blr.influence(task, q, task, memory_budget=2**24, **QUIET)
-    taken = blr.influence(task, q, task, **QUIET)
-    networks = blr.replays(task, q, 2, **QUIET)
-    each = []
-    for network in networks:
-        monkeypatch.setattr(whole, "replays", lambda *_, alone=network, **__: [alone])
-        each.append(blr.influence(task, q, task, **QUIET).matrix)
-    assert networks[-1] is q and torch.equal(each[-1], bound.matrix)
-    assert torch.allclose(taken.matrix, torch.stack(each).mean(0))
-    assert "2 short trainings" in taken.note and "short" not in bound.note
-    assert "checkpoints" not in repr(taken)
-
-    def full(*args: object, **options: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(whole, "replays", full)
-    alone = blr.influence(task, q, task, **QUIET)
-    assert torch.equal(alone.matrix, bound.matrix) and "OutOfMemoryError" in alone.note
-    monkeypatch.setattr(whole, "TRAINED", 1000)  # as of more data
-    assert "short" not in blr.influence(task, q, task, **QUIET).note
-    monkeypatch.undo()
-    monkeypatch.setattr(whole, "exact_structure", lambda task: None)
-    linear = blr.Task(nn.Linear(3, 2).double(), data(0, 120))  # has one minimum
-    found = blr.influence(linear, blr.fit_laplace(linear, **QUIET), linear, **QUIET)
-    assert "averaged" in found.note and "short" not in found.note
-
-
 def test_what_was_chosen_stays(stopped: nn.Module) -> None:
     """A δ that was given, one of the gradients' posteriors among several."""
     task = blr.Task(stopped, data(0, 120))

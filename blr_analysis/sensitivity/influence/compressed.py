@@ -386,13 +386,17 @@ def block_squares(count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Ten
 def best_blocks(squares: Tensor, room: int) -> int:
     """How many blocks in so many bytes leave least, ‖r‖⁴ / K, of some w whose blocks have these
     squared lengths ``[B, blocks]``."""
-    longest = squares.double().sort(1, descending=True).values.cumsum(1)
-    longest /= longest[:, -1:].clamp_min(torch.finfo(torch.float64).tiny)
+    counts = {min(int(share * room) // HELD, squares.shape[1] // 2) for share in SHARES} - {0}
     left = {0: 1 / room}
-    for share in SHARES:
-        if count := min(int(share * room) // HELD, longest.shape[1] // 2):
-            rest = float(1 - longest[:, count - 1].mean())
-            left[count] = rest**2 / (room - HELD * count)
+    if not counts:
+        return 0
+    held = torch.zeros(max(counts), dtype=torch.float64)
+    for row in squares:  # one at a time: of large models there are millions
+        longest = row.topk(len(held)).values.double().cumsum(0)
+        held += (longest / row.double().sum().clamp_min(torch.finfo(torch.float64).tiny)).cpu()
+    for count in counts:
+        rest = float(1 - held[count - 1] / len(squares))
+        left[count] = rest**2 / (room - HELD * count)
     return min(left, key=lambda count: left[count])
 
 

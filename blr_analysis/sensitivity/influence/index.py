@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -208,7 +209,7 @@ class Index:
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | sizes)
         ranks.wait()
-        return cls.open(place, task=task)
+        return cls._opened(place, task)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, task: Task | None = None) -> Index:
@@ -216,9 +217,18 @@ class Index:
 
         Raises:
             StorageError: nothing there, an index that is not complete or is damaged.
-            PosteriorError: the task does not belong to its posterior, or has other data.
+            PosteriorError: the task does not belong to its posterior, or has other data (all are
+                read, and compared by their sha256) or other metadata.
         """
-        place = Path(path_of(path)).expanduser()
+        opened = cls._opened(Path(path_of(path)).expanduser(), task)
+        if task is not None:
+            data = _read_json(opened.path / CONFIG).get("data")
+            if data != task.examples.sha256(task.metadata):
+                raise PosteriorError("the index is of other data or metadata than the task's.")
+        return opened
+
+    @classmethod
+    def _opened(cls, place: Path, task: Task | None) -> Index:
         if not (place / CONFIG).is_file():
             begun = (place / PLAN).is_file()
             what = "an index that is not complete: build it again, and it goes on"
@@ -244,7 +254,8 @@ class Index:
     def influence(
         self, test_task: Task, *, normalize: Normalize = False, progress: bool | None = None
     ) -> Tensor:
-        """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples.
+        """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples, of
+        the one network that it was built of (``influence`` averages over more of a small one).
 
         Args:
             normalize: as there; the lengths are those of ``self_influence``.
@@ -478,7 +489,7 @@ def _read(
 
     def of(part: tuple[str, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         name, of_file, own = part
-        kept = load_file(place / name)
+        kept = _loaded(place / name)
         if len(own) < len(of_file):
             kept = {n: t[own - of_file[0]] for n, t in kept.items()}
         return own, compute(kept)
@@ -493,6 +504,14 @@ def _read(
     finally:
         torch.set_num_threads(before)
     yield from found
+
+
+def _loaded(file: Path) -> Kept:
+    """One file of what is kept."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{str(file)!r} is damaged: delete it and build again.") from error
 
 
 @contextmanager
@@ -629,7 +648,7 @@ def _write_examples(place: Path, task: Task, files: list[str]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    squares = torch.cat([load_file(place / name)["self_influence"] for name in files])
+    squares = torch.cat([_loaded(place / name)["self_influence"] for name in files])
     columns = {"index": list(range(task.n_data)), "self_influence": squares.tolist()}
     table = pa.table({**columns, **task.metadata})
     with drafted(place / EXAMPLES) as draft:
@@ -677,5 +696,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if content.get("format") != FORMAT:
         raise StorageError(f"{str(file)!r} is no index of this package.")
     if content.get("version") != VERSION:
-        raise StorageError(f"{str(file)!r} is of another version than {VERSION}: build it again.")
+        raise StorageError(
+            f"{str(file)!r} is of another version than {VERSION}: delete the folder, build again."
+        )
     return content

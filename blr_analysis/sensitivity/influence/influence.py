@@ -119,8 +119,7 @@ def influence(
             :mod:`blr_analysis.sensitivity.influence.averaged`, and a small model (up to 4,096
             parameters) has its whole curvature, damped as far as training came (of classes, and
             where no ``memory_budget`` is given, the mean of what 4 to 16 networks of other draws of
-            the data say; of a larger classifier that and two short trainings, where they take
-            seconds); at the minimum a small one has its exact Hessian, or else the whole
+            the data say); at the minimum a small one has its exact Hessian, or else the whole
             curvature: :mod:`blr_analysis.sensitivity.influence.whole`. That agrees better with
             retraining; ``note`` says that it was done. "cg": S⁻¹ ∇q_j with the exact
             Gauss–Newton matrix of the data and the posterior's prior, by conjugate gradients that
@@ -288,8 +287,7 @@ class _Question:
                 own = training_errors(task, given, progress=progress) if free else None
                 # Of classes, and where time and memory were not bound.
                 drawn = own is not None and self.projection is None and memory_budget is None
-                how = {"drawn": drawn, "progress": progress}
-                taken, note = whole(task, given, memory_budget, own, **how)
+                taken, note = whole(task, given, memory_budget, own, drawn=drawn)
                 note = "; ".join(filter(None, (note, AVERAGED if own else "")))
             if len(taken) > 1:
                 question = replace(question, memory_budget=DEFAULT_MEMORY // len(taken))

@@ -20,9 +20,7 @@ of other draws of its data are, to first order (the infinitesimal jackknife's bo
 and the mean of what each of a few says of classes is nearer to what networks retrained on other
 parts of the data say, by rank correlations of 0.03 to 0.1 (``benchmarks/README.md``, "Field"). It
 is no nearer to this network trained again without one example, and in regressions further: of these
-the one network is taken. A larger network is averaged with those of two short trainings instead
-(:mod:`blr_analysis.sensitivity.ensemble`), where they take seconds: rank correlations rise by 0.08
-to 0.11. (Of a model that is linear in its weights, which training finds again, they fall by 0.006.)
+the one network is taken.
 
 Sources: Ali, Kolter & Tibshirani, "A continuous-time view of early stopping for least squares",
 AISTATS 2019 (1/T); Bae et al., "Training data attribution via approximate unrolling", NeurIPS 2024;
@@ -43,7 +41,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.loss import evaluated, loss_and_gradient
 from blr_analysis.backprop.tree import add, dot
-from blr_analysis.errors import BLRError, InputError, ModelError
+from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
@@ -51,28 +49,19 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.posterior.structures import LowRank
 from blr_analysis.sensitivity.corrections import EXACT, exact_structure, laplace_of
-from blr_analysis.sensitivity.ensemble import replays
 from blr_analysis.sensitivity.influence.averaged import Averaged
-from blr_analysis.sensitivity.leave_one_out import affine
 from blr_analysis.sensitivity.minimise import on_a_copy, write
 from blr_analysis.task import Task
 
 DRAWS = 4, 16  # networks, at least and at most; more where they cost little:
 CHEAP = 1e10  # multiplications to build the curvature of all of them
-ANEW, TRAINED = 2, 2e8  # short trainings of a larger network, up to that N·P: mostly seconds
 HESSIAN = 6e9  # N·P²: up to here the exact Hessian takes seconds
 QUIET: dict[str, bool] = {"progress": False}
 NEARER = "at a minimum structure='full' with curvature='exact' is nearer to retraining"
 
 
 def whole(
-    task: Task,
-    q: Posterior,
-    memory_budget: int | None,
-    averaged: Averaged | None,
-    *,
-    drawn: bool,
-    progress: bool | None = False,
+    task: Task, q: Posterior, memory_budget: int | None, averaged: Averaged | None, *, drawn: bool
 ) -> tuple[list[Posterior], str]:
     """What to take instead of a posterior that :func:`blr_analysis.fit_laplace` made at the model's
     weights, and what to say of it; q, where seconds give no better.
@@ -98,10 +87,6 @@ def whole(
     if "prior_choice" not in q.record:
         return [q], _short_of_rank(q)
     damping = early_stop(task, q)
-    size = sum(m.numel() for m in q.mean.values())
-    small = task.n_data * size <= TRAINED
-    if drawn and structure is None and q.structure == "kron" and small and not affine(task, q):
-        return _trained_anew(task, q, progress)
     if damping is None or (structure is None and q.structure not in ("lowrank", "full")):
         return [q], _short_of_rank(q)
     said = f"of the whole curvature, damped by {damping:.3g} as early stopping does"
@@ -120,17 +105,6 @@ def whole(
     if not isinstance(task.likelihood.kind, Gaussian):  # whose curvature is the same everywhere
         taken = fitted(structure, prior, expected=taken)
     return [taken], said
-
-
-def _trained_anew(task: Task, q: Posterior, progress: bool | None) -> tuple[list[Posterior], str]:
-    """The network itself and a few of short trainings."""
-    try:
-        several = replays(task, q, ANEW, progress=progress)
-    except InputError:  # its first weights are not known
-        return [q], ""
-    except (BLRError, RuntimeError) as error:
-        return [q], f"of one network, short trainings failed ({type(error).__name__})"
-    return several, f"mean with {ANEW} short trainings from fresh weights"
 
 
 def _drawn(
