@@ -225,7 +225,7 @@ def table(name: str, problem: Problem, seeds: int, look: int, draws: int) -> Non
             if kind == "IVON":
                 shares.append(blr.Posterior.from_optimizer(optimizer, model).record)
     base = next(iter(found.values()))
-    said = "".join(f"{s['initial_share']:.2g} of h is IVON's start; " for s in shares[:1])
+    said = "".join(f"{s['beta2'] ** s['step']:.2g} of h's start is left; " for s in shares[:1])
     print(f"\n**{name}**, {said}{seeds} seeds\n")
     print("| | NLL | / AdamW's | by seed | ECE | accuracy % |\n|---|---|---|---|---|---|")
     for way, rows in found.items():

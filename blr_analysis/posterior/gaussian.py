@@ -28,7 +28,7 @@ from blr_analysis.task import Task, bare_name, find_device, narrow, placed, unwr
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
-    "['initial_share']): train longer, with a smaller beta2, or with IVON(..., steps=)"
+    "['initial_share']): train longer, with a smaller beta2 or hess_init, or with IVON(..., steps=)"
 )
 
 

@@ -109,7 +109,7 @@ def assemble(
             **({} if outside is None else {"prior_outside": Prior.of_any(outside).record}),
             "step": max(counts) if counts else None,
             "beta2": _beta2(slots),
-            **({"initial_share": initial_share(slots)} if reader.scaled else {}),
+            **({"initial_share": initial_share(slots, data)} if reader.scaled else {}),
             "state_dtypes": sorted(
                 {str(s.state[reader.key].dtype) for s in slots if s.name in learned}
             ),
@@ -212,18 +212,28 @@ def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
     return min(betas) if len(betas) == 1 else sorted(betas) or None
 
 
-def initial_share(slots: Sequence[Slot]) -> float | None:
-    """The weight β₂ᵗ of ``hess_init`` in h after t steps, averaged over all entries.
+def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float | None:
+    """How much of h is its start, 0 … 1: what is left of it after t steps in what is there,
 
+        Σ β₂ᵗ hess_init / Σ h  over all weights,
+
+    or its weight, the mean of β₂ᵗ, where that is larger: a small start holds h below the data's.
     None where the optimizer counts no steps. Without a step, h is all start.
+
+    Args:
+        data: ess · h by name.
     """
-    shares = 0.0
+    weight = left = there = 0.0
     for slot in slots:
         count = steps(slot.state, slot.group) if slot.state else 0.0
         if count is None:
             return None
-        shares += float(slot.group["beta2"]) ** count * slot.value.numel()
-    return shares / sum(slot.value.numel() for slot in slots)
+        kept = float(slot.group["beta2"]) ** count * slot.value.numel()
+        start = kept * float(slot.group["ess"]) * float(slot.group.get("hess_init", 0.0))
+        weight, left = weight + kept, left + start
+        there += float(data[slot.name].sum()) if slot.state and count else start
+    share = min(left / there, 1.0) if there > 0 else float(left > 0)
+    return max(share, weight / sum(slot.value.numel() for slot in slots))
 
 
 def _plain(value: Any) -> Any:
