@@ -161,8 +161,8 @@ class IVON(RowOptimizer):
             By default torch's global generators, which are the user's to save.
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
             is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
-            :func:`radius_for`, by the ``lr`` given here; after the last one a warning where more
-            than half of ``hess`` is still its start.
+            :func:`radius_for`, by the ``lr`` given here; after the last one a warning where
+            ``beta2`` leaves more than half of its start in ``hess``.
         foreach: taken as by torch's optimizers, and nothing hangs on it.
 
     Behaviour:
@@ -287,8 +287,8 @@ class IVON(RowOptimizer):
         done = [int(held["step"]) for g in slow for p in g["params"] if (held := self.state.get(p))]
         if max(done, default=0) == steps:
             warnings.warn(
-                f"more than half of hess is still hess_init after all {steps} steps: leave beta2 "
-                "out, or lower it",
+                f"beta2 leaves more than half of hess_init in hess after all {steps} steps: leave "
+                "beta2 out, or lower it",
                 InitialPrecisionWarning,
                 stacklevel=5,  # the line that steps
             )
