@@ -76,6 +76,9 @@ print("training images:", ", ".join(f"{len(y)} {k}" for k, (_, y) in train.items
 # IVON learns with every weight how sure it is of it. `Posterior.from_optimizer` reads that, and
 # merging takes the prior's share off by itself. `joint` is trained on everybody's images: what a
 # merge would like to be.
+#
+# A warning says that of so few images most of that precision is still where it started: the same
+# for every weight, it draws these merges towards the plain average.
 
 
 # %%
