@@ -21,7 +21,7 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
-    yield from bar(total, label, show, iterable=items)
+    yield from items if show is False else bar(total, label, show, iterable=items)
 
 
 def bar(total: int | None, label: str, show: bool | None, **options: Any) -> tqdm[Any]:

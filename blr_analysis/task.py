@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
@@ -397,16 +396,15 @@ class Task:
         if self.forward is default_forward:
             check_inputs(batch, indices)
         params = narrow(params)
-        own = {
-            id(p): _stored(params[n], p) if n in params else p.detach()
-            for n, p in self.model.named_parameters()
-        }
-        values = {f"model.{n}": own[id(p)] for n, p in parameter_places(self.model).items()}
         before = versions(batch)
         try:
-            runner = _Runner(self.model, self.forward)
-            with _differentiable(self.model):
-                outputs, targets = functional_call(runner, values, (batch,), tie_weights=False)
+            with _differentiable(self.model), _swapped(self.model, params):
+                result = self.forward(self.model, batch)
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise InputError(
+                        f"forward must return a tuple (outputs, targets), got {describe(result)}"
+                    )
+                outputs, targets = result
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code
@@ -453,7 +451,8 @@ class Task:
             yield
         finally:
             for module, mode in modes.items():
-                module.training = mode
+                if module.training != mode:
+                    module.training = mode
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -504,6 +503,28 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
             setattr(place, name, value)
 
 
+@contextmanager
+def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model at these parameters, and detached from its own others."""
+    held = [
+        (part._parameters, attribute, p, f"{path}.{attribute}" if path else attribute)
+        for path, part in model.named_modules()
+        for attribute, p in part._parameters.items()
+        if p is not None
+    ]
+    values: dict[int, Tensor] = {}
+    for _, _, p, name in held:  # the first place of a tied tensor is its name
+        if id(p) not in values:
+            values[id(p)] = _stored(params[name], p) if name in params else p.detach()
+    try:
+        for place, attribute, p, _ in held:
+            place[attribute] = values[id(p)]  # type: ignore[assignment]
+        yield
+    finally:
+        for place, attribute, p, _ in held:
+            place[attribute] = p
+
+
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     try:
         held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
@@ -532,24 +553,6 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
         for attribute, p in part._parameters.items()
         if p is not None
     }
-
-
-class _Runner(nn.Module):
-    """Calls ``forward(model, batch)`` with the model as a child, for ``functional_call``."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.training = model.training
-        self.model = model
-        self._call = forward
-
-    def forward(self, batch: Any) -> tuple[Any, Tensor]:
-        result = self._call(self.model, batch)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise InputError(
-                f"forward must return a tuple (outputs, targets), got {describe(result)}"
-            )
-        return result
 
 
 def _unfit(model: nn.Module, batch: Any) -> str | None:

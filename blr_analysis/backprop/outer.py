@@ -326,7 +326,7 @@ def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
     """Numbers that :func:`weighted_gram` holds per example for t positions and k columns."""
     g, o, i = layout.groups, layout.rows, layout.columns
     if t == 1:
-        return 1.5 * k * g * o
+        return 2.5 * k * g * o
     if _few_positions(t, k, i):
         return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
     return 2.5 * min(k * g * o * i, max(BLOCK if k == 1 else EXPLICIT, k * g * i))
@@ -367,21 +367,20 @@ def _one_position_gram(
             into.diagonal(dim1=1, dim2=2).add_(scale.squeeze(1))
             return into
         turned = rows if left is None else left if unit else rows @ left
+        k, o = turned.shape
+        if k * k * o <= CACHED:
+            pairs = (turned.unsqueeze(1) * turned).view(k * k, o)
+            share = product(scale.squeeze(1), pairs.mT).view(-1, k, k)
+            return added(into, share)
         half = turned * scale.sqrt_()
         return added_bmm(into, half, half.mT)
-    columns = term.grads if term.alike is None else [d[:1] for d in term.grads]
     scale = scale.unsqueeze(2)
-    if len(columns) == 1:
-        d = columns[0] if left is None else columns[0] @ left
+    if len(term.grads) == 1:
+        d = term.grads[0] if left is None else term.grads[0] @ left
         return added(into, (d.square() * scale).sum((1, 2, 3)).view(-1, 1, 1))
-    root = scale.sqrt_()
-    half = root.new_empty(len(columns), *root.shape)
-    start = 0
-    for part in _together(columns):
-        part = part if left is None else product(part, left)
-        torch.mul(part, root, out=half[start : start + len(part)])
-        start += len(part)
-    half = half.transpose(0, 1).flatten(2)
+    half = torch.stack(term.grads)
+    half = half if left is None else product(half, left)
+    half = half.mul_(scale.sqrt_()).flatten(2).transpose(0, 1)
     return added_bmm(into, half, half.mT)
 
 

@@ -51,7 +51,13 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     key = (
         tuple(params),
         tuple(
-            (id(m), type(m), len(m._forward_hooks), len(m._forward_pre_hooks))
+            (
+                id(m),
+                type(m),
+                len(m._forward_hooks),
+                len(m._forward_pre_hooks),
+                m.__dict__.get("forward"),
+            )
             for m in task.model.modules()
         ),
     )

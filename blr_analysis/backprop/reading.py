@@ -8,6 +8,7 @@ model for that chunk, one example at a time, rather than misread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,11 @@ class Plan:
         if outputs.ndim != 2 or outputs.dtype in HALF or not visits or self.whole_model:
             return None
         last, node = visits[-1], outputs.grad_fn
-        if node is None or node.name() not in ("AddmmBackward0", "MmBackward0"):
+        if node is None or node.name() not in (
+            "AddmmBackward0",
+            "MmBackward0",
+            "_LayerProductBackward",
+        ):
             return None
         if sum(below is not None for below, _ in node.next_functions) != 1:
             return None
@@ -83,7 +88,9 @@ class Plan:
         alone = set(self.whole_model)
         if self.routes:
             alone |= self._misplaced(recording, cotangents[0], grads)
-        with torch.inference_mode(False), torch.no_grad(), task.evaluation():
+        again = any(visit.unit.rule is None for visit in recording.visits)  # modules that are run
+        running = task.evaluation() if again else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), running:
             for visit, visited in zip(recording.visits, grads, strict=True):
                 axes = self.axes_of(visit, len(indices))
                 if axes is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from blr_analysis import sensitivity
-from blr_analysis.backprop import plan
+from blr_analysis.backprop import plan, record, single
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
@@ -31,6 +31,51 @@ def test_jacobians_for_any_chunk_size(name: str) -> None:
     assert float(torch.linalg.vector_norm(jacobian)) > 0
     for chunk_size in {1, task.n_data}:
         assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
+
+
+@pytest.mark.parametrize("name", ["mlp", "images", "words", "words_tied", "functional"])
+def test_layers_by_the_faster_product(name: str, monkeypatch) -> None:
+    """Linear layers in single precision whose products, there and back, are made by oneDNN."""
+    with seeded(0):
+        case = CASES[name]()
+    made, product = [], single._one_dnn
+    monkeypatch.setattr(single, "_one_dnn", lambda *given: made.append(0) or product(*given))
+    monkeypatch.setattr(single, "WORTH", 1)
+    for module in (single, record):
+        monkeypatch.setattr(module, "slow_mkl", lambda: True)
+    x = case.inputs.float() if case.inputs.is_floating_point() else case.inputs
+    task = task_of(Case(case.model.float(), x, case.forward))
+    found, calls = jacobian_of(task, 2), len(made)
+    assert calls > 3 * task.n_data
+    assert relative(found, dense_jacobian(task, task.parameters())) < 1e-4
+    assert len(made) == calls  # elsewhere the layers are torch's
+
+
+CHANGES = {
+    "weights in place": lambda m: [p.data.mul_(2) for p in m.parameters()],
+    "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(2 * m[0].weight.detach())),
+    "another layer": lambda m: m.__setitem__(0, nn.Linear(3, 4).double()),
+    "another activation": lambda m: m.__setitem__(1, nn.ReLU()),
+    "a forward of its own": lambda m: setattr(
+        m[0], "forward", lambda x: nn.functional.linear(3 * x, m[0].weight, m[0].bias)
+    ),
+    "another dtype": lambda m: m.float(),
+    "training mode": lambda m: m.train(),
+    "frozen weights": lambda m: m[0].requires_grad_(False),
+    "a hook": lambda m: m[1].register_forward_hook(lambda module, args, out: 2 * out),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_kept_of_a_model_that_changed(change: str) -> None:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 2)).double()
+    task = Task(model, (normal(6, 3), torch.arange(6) % 2))
+    jacobian_of(task, None)
+    CHANGES[change](model)
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < (
+        1e-5 if change == "another dtype" else EXACT
+    )
 
 
 # "full" keeps the Jacobians as they are, which the test above compares for every case
