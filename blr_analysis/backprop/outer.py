@@ -542,6 +542,8 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
         d = term.grads
     elif t == g == 1:
         d = [x for part in _together(term.grads) for x in product(part, left[0]).unbind()]
+    elif g == 1 and term.grads[0].stride(-1) == 1:
+        d = [product(grad.reshape(-1, o), left[0]).view(grad.shape) for grad in term.grads]
     else:
         d = [grad @ left for grad in term.grads]
     return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)

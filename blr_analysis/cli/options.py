@@ -370,13 +370,14 @@ def audit_forecast(
     from blr_analysis.audit.findings import descent_passes, groups_of
     from blr_analysis.backprop.engine import n_outputs
     from blr_analysis.posterior import Forecast, Stage
+    from blr_analysis.posterior.stationarity import SAMPLE
     from blr_analysis.sensitivity.sequences import DRAWS
 
     way = way.checked(texts)
     ours, theirs = tasks_of(task, test, texts, Teller())
     check_column(by, ours)
     size = sum(p.nbytes for p in ours.parameters().values())
-    n, some = ours.n_data, min(ours.n_data, 256)
+    n, some = ours.n_data, min(ours.n_data, SAMPLE[ours.likelihood.is_sequence])
     outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())
     stages = [*way.stages(ours), Stage("sensitivity", n, outputs, rotated=way.fit == "kron")]
     if not ours.likelihood.is_sequence:

@@ -22,6 +22,7 @@ from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
+from blr_analysis.posterior.stationarity import SAMPLE
 from blr_analysis.task import Task
 
 CHUNKS = 3
@@ -108,7 +109,7 @@ def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage
     own = kron if structure == "kron" else [Stage("precision", n)]
     if not found:
         return own
-    single = Stage("gradients of some", min(n, 256))
+    single = Stage("gradients of some", min(n, SAMPLE[task.likelihood.is_sequence]))
     before = kron if structure != "kron" else []
     return [*before, *own, Stage("gradient of the loss", n), single]
 

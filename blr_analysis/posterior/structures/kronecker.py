@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
+from blr_analysis.backprop.layers import upcast
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
@@ -221,9 +222,7 @@ def eigenbases(
         if not all(bool(torch.isfinite(m.sum())) for m in pair):
             raise ModelError(f"the curvature of {joint.key!r} overflows; use float64")
         right, left = (
-            (torch.linalg.eigh(m.double())[1] if mine else torch.zeros_like(m))
-            .to(like)
-            .contiguous()
+            (torch.linalg.eigh(upcast(m))[1] if mine else torch.zeros_like(m)).to(like).contiguous()
             for m in pair
         )
         known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
