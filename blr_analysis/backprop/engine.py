@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
 from blr_analysis.backprop.head import MANY, Head, few_columns, pays
 from blr_analysis.backprop.outer import Outer
@@ -148,6 +149,7 @@ def chunks(
     indices: Tensor | None = None,
     label: str = "examples",
     kept: Unfinished | None = None,
+    divided: bool = False,
 ) -> Iterator[Chunk]:
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
@@ -156,6 +158,7 @@ def chunks(
             chunk size together with the memory budget.
         by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in a quarter of it.
         kept: chunks that it has done are left out.
+        divided: whether the ranks take turns, chunk by chunk of what one process would visit.
 
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
@@ -175,6 +178,7 @@ def chunks(
         asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts
     )
     pieces = order.split(size)
+    pieces = pieces[ranks.rank() :: ranks.count()] if divided else pieces
     shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
     pieces = _fitted(task, plan, shown, exact=chunking.chunk_size is not None)
     for number, (chosen, batch) in enumerate(pieces):

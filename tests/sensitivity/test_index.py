@@ -139,7 +139,7 @@ def test_signs_err_as_the_formula_says(size: int) -> None:
     assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
     exact = compression.values(kept, asked)
     for found in (
-        compression.rough(kept, asked),
+        compression.rough(kept, compression.rounded(asked, 1)),
         compression.near(kept, compression.rounded(asked, 2)),
         compression.near(kept, compression.rounded(asked, 4)),
     ):
@@ -229,7 +229,7 @@ def test_as_many_blocks_are_kept_as_leave_least(kind: str, share: float) -> None
     if kind == "few":
         squares[:, ::100] = 1e4
     squares *= kind != "none"
-    best = compressed.best_blocks(squares, 2000)
+    best = compressed.best_blocks(squares, 5, 1000, 2000)
     assert best == int(share * 2000) // compressed.HELD
     tiles = [(slice(0, 2), 0, torch.ones(2, 100)), (slice(2, 3), 0, 2 * torch.ones(1, 100))]
     assert compressed.block_squares(3, tiles).tolist() == [[64, 36], [64, 36], [256, 144]]

@@ -25,13 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blr_analysis import ranks
 from blr_analysis.backprop.matrices import MatrixShape
 from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.posterior.gaussian import Posterior
@@ -65,14 +67,39 @@ class Compressed:
     blocks: Tensor
     places: Tensor
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.z, self.squares, self.blocks, self.places))
+
     def part(self, chosen: slice) -> Compressed:
         """Some of them."""
-        return Compressed(*(t[chosen] for t in vars(self).values()))
+        return Compressed(*(t[chosen] for t in self))
 
     def over(self, lengths: Tensor) -> Compressed:
         """Of w divided by these lengths."""
         z, blocks = self.z / lengths.to(self.z).view(-1, 1), self.blocks / lengths.view(-1, 1, 1)
         return Compressed(z, self.squares / lengths.square(), blocks.to(z), self.places)
+
+    @cached_property
+    def sought(self) -> Sought:
+        """The blocks, as :func:`in_common` looks for them."""
+        return Sought(self)
+
+
+class Sought:
+    """Blocks of questions by the last bits of their places: which bits there are, the first block
+    of each and how many there are."""
+
+    def __init__(self, asked: Compressed) -> None:
+        places = asked.places.flatten().numpy().astype(np.int32)
+        order = (places & HASHED - 1).argsort(kind="stable")
+        self.places, self.questions = places[order], order // max(1, asked.places.shape[1])
+        self.blocks = asked.blocks.flatten(0, 1)[torch.from_numpy(order)]
+        bits, *runs = np.unique(self.places & HASHED - 1, return_index=True, return_counts=True)
+        self.first, self.count = runs
+        self.runs = np.zeros(HASHED, dtype=np.int32)
+        self.runs[bits] = np.arange(len(bits))
+        self.there = np.zeros(HASHED, dtype=bool)
+        self.there[bits] = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,12 @@ class Compression:
             own = signs[starts[name] : starts[name] + s.numel()].to(s).view_as(s)
             roots[name] = starts[name], s.rsqrt().mul_(own)
         return roots
+
+    def none(self, roots: Roots, more: int = 1) -> Compressed:
+        """Of no w."""
+        like = next(iter(roots.values()))[1].cpu()
+        sums = Sums.none(0, self, like, more)
+        return Compressed(like.new_zeros(0, self.size), sums.squares, sums.blocks, sums.places)
 
     def compressed(
         self, count: int, parts: Iterable[tuple[slice, int, Tensor]], *, more: int = 1
@@ -199,31 +232,34 @@ class Compression:
             start += z.shape[1]
         return (2 * sums - asked.sum(1)) * math.sqrt(math.pi / 2 / self.size)
 
-    def rough(self, kept: Kept, asked: Compressed) -> Tensor:
+    def rough(self, kept: Kept, question: Rounded) -> Tensor:
         """The same from the first signs alone, of either side, by how many are equal; and the
         standard deviation of what that is off, ``[n, 2, M]``. Of a cosine this is π / 2√K."""
-        own = _parts(kept)[0]
-        signs = asked.z[:, : 8 * own.shape[1]] > 0
-        shares = unequal([own], signs.unsqueeze(1)).squeeze(2) / signs.shape[1]
-        likeness = (math.pi * shares).cos_().to(asked.z) * asked.z.norm(dim=1)
-        variance = (math.pi / 2) ** 2 / signs.shape[1] + math.pi / 2 / self.size
-        return self._with_error(kept, asked, likeness, asked.z.norm(dim=1) * variance**0.5)
+        counts = unequal(_parts(kept)[:1], question.words).squeeze(2)
+        shares = counts / (WORD * question.words.shape[2])
+        likeness = (math.pi * shares).cos_().to(question.unit) * question.unit
+        return self._with_error(kept, question, likeness)
 
     def near(self, kept: Kept, question: Rounded) -> Tensor:
         """The same from all signs, and numbers of a few bits of the question."""
-        counts, bits = unequal(_parts(kept), question.planes), question.planes.shape[1]
+        counts, bits = unequal(_parts(kept), question.words), question.words.shape[1]
         weights = 2.0 ** torch.arange(bits, dtype=counts.dtype)
         sums = (self.size * (2**bits - 1) - 2 * (counts @ weights)).to(question.unit)
         likeness = sums * question.unit * math.sqrt(math.pi / 2 / self.size)
-        return self._with_error(kept, question.asked, likeness, question.error)
+        return self._with_error(kept, question, likeness)
 
-    def _with_error(self, kept: Kept, asked: Compressed, likeness: Tensor, error: Tensor) -> Tensor:
-        errors = kept["length"].to(error).unsqueeze(1) * error
-        return torch.stack([self._scaled(kept, asked, likeness), errors], dim=1)
+    def _with_error(self, kept: Kept, question: Rounded, likeness: Tensor) -> Tensor:
+        errors = kept["length"].to(likeness).unsqueeze(1) * question.error
+        return torch.stack([self._scaled(kept, question.asked, likeness), errors], dim=1)
 
     def rounded(self, asked: Compressed, bits: int) -> Rounded:
-        """z as odd numbers q of so many bits, in such a unit that z − unit · q is at right angles
-        with z: its products with signs, by which :meth:`near` is off, are 0 on average."""
+        """For :meth:`rough` the signs of what of z is looked at first, of one bit. For :meth:`near`
+        z as odd numbers q of so many bits, in such a unit that z − unit · q is at right angles
+        with z: its products with signs, by which that is off, are 0 on average."""
+        if bits == 1:
+            z, lengths = asked.z[:, : self.first or self.size], asked.z.norm(dim=1)
+            variance = (math.pi / 2) ** 2 / z.shape[1] + math.pi / 2 / self.size
+            return Rounded(asked, _words((z > 0).unsqueeze(1)), lengths, lengths * variance**0.5)
         step, levels = STEPS[bits] * asked.z.square().mean(1, keepdim=True).sqrt(), 2**bits
         level = (asked.z / rooted(step.square()) + levels / 2).floor_().clamp_(0, levels - 1).int()
         q = (2 * level - (levels - 1)).to(asked.z)
@@ -231,18 +267,22 @@ class Compression:
         unit = asked.z.square().sum(1) / torch.where(along > 0, along, 1)
         left = (asked.z - unit.unsqueeze(1) * q).norm(dim=1)
         planes = torch.stack([(level >> bit & 1).bool() for bit in range(bits)], dim=1)
-        return Rounded(asked, planes, unit, left * math.sqrt(math.pi / 2 / self.size))
+        return Rounded(asked, _words(planes), unit, left * math.sqrt(math.pi / 2 / self.size))
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Questions whose numbers are rounded: the bits of each ``[M, b, size]``, their unit, and
-    the standard deviation of what a product with signs is then off, for a length of 1, ``[M]``."""
+    """Questions whose numbers are rounded: the bits of each as words ``[M, b, size / 64]``, their
+    unit, and the standard deviation of what a value is then off, for a length of 1, ``[M]``."""
 
     asked: Compressed
-    planes: Tensor
+    words: NDArray[np.uint64]
     unit: Tensor
     error: Tensor
+
+
+def _words(planes: Tensor) -> NDArray[np.uint64]:
+    return np.packbits(planes.numpy(), axis=2).view(np.uint64)
 
 
 def _parts(kept: Kept) -> list[Tensor]:
@@ -250,20 +290,18 @@ def _parts(kept: Kept) -> list[Tensor]:
     return [kept[name] for name in ("first", "gradients") if name in kept]
 
 
-def unequal(units: list[Tensor], planes: Tensor) -> Tensor:
-    """How many stored bits are not those of the planes ``[M, b, size]``, ``[n, M, b]``."""
-    counts = np.zeros((len(units[0]), *planes.shape[:2]), dtype=np.int64)
+def unequal(units: list[Tensor], words: NDArray[np.uint64]) -> Tensor:
+    """How many stored bits are not those of the questions' words, ``[n, M, b]``."""
+    counts = np.zeros((len(units[0]), *words.shape[:2]), dtype=np.int64)
     start = 0
     for own in units:
-        theirs = planes[..., start : start + 8 * own.shape[1]]
-        words = np.packbits(theirs.numpy(), axis=2).view(np.uint64)
-        rows = own.numpy().view(np.uint64)
+        rows, end = own.numpy().view(np.uint64), start + own.shape[1] * 8 // WORD
         for some in slices(len(rows), CACHED // own.shape[1]):
             part = rows[some]
-            for j, of_question in enumerate(words):
-                for b, plane in enumerate(of_question):
-                    counts[some, j, b] += np.bitwise_count(part ^ plane).sum(1, dtype=np.uint32)
-        start += theirs.shape[2]
+            for j, b in np.ndindex(words.shape[:2]):
+                differ = np.bitwise_count(part ^ words[j, b, start:end])
+                counts[some, j, b] += differ.sum(1, dtype=np.uint32)
+        start = end
     return torch.from_numpy(counts).double()
 
 
@@ -344,25 +382,29 @@ def _of_rows(
 
 def in_common(kept: Kept, asked: Compressed) -> Tensor:
     """v_iᵀ w_j over the blocks that both have, ``[n, M]``."""
-    (m, each), own, values = asked.places.shape, kept["places"].shape[1], []
-    places, order = asked.places.to(torch.int32).flatten().sort()
-    theirs, asked_for = asked.blocks.flatten(0, 1), torch.zeros(HASHED, dtype=torch.bool)
-    asked_for[places & HASHED - 1] = True
-    for some in slices(len(kept["places"]), PAIRED // (m * own * BLOCK)):
-        at = kept["places"][some].flatten()
-        likely = asked_for.index_select(0, at & HASHED - 1)
-        hits = likely.nonzero().squeeze(1)
-        at = at[hits]
-        first = torch.searchsorted(places, at)
-        count = torch.searchsorted(places, at, right=True) - first
-        ours = torch.repeat_interleave(count)  # every pair of equal places
-        nth = torch.arange(len(ours)) - (count.cumsum(0) - count)[ours]
-        other, ours = order[first[ours] + nth], hits[ours]
-        mine = unpacked(kept["blocks"][some].flatten(0, 1)[ours]).to(theirs)
-        products = torch.linalg.vecdot(mine, theirs[other]) * kept["units"][some].flatten()[ours]
-        sums = products.new_zeros((some.stop - some.start) * m)
-        values.append(sums.index_add_(0, ours // own * m + other // each, products).view(-1, m))
-    return torch.cat(values)
+    sought, m = asked.sought, len(asked.places)
+    n, own = kept["places"].shape
+    places, units, blocks = (
+        kept[name].flatten(0, 1).numpy() for name in ("places", "units", "blocks")
+    )
+    values = torch.zeros(n * m, dtype=asked.blocks.dtype)
+    for some in slices(n, PAIRED // (m * own * BLOCK)):
+        start, end = own * some.start, own * some.stop
+        bits = places[start:end] & HASHED - 1
+        hits = np.flatnonzero(sought.there.take(bits))
+        runs = sought.runs.take(bits.take(hits))
+        count = sought.count.take(runs)
+        ours = hits.repeat(count) + start  # every pair whose last bits are equal
+        nth = np.arange(len(ours)) - (count.cumsum() - count).repeat(count)
+        theirs = sought.first.take(runs).repeat(count) + nth
+        same = np.flatnonzero(places.take(ours) == sought.places.take(theirs))
+        ours, theirs = ours.take(same), theirs.take(same)
+        mine = unpacked(torch.from_numpy(blocks.take(ours, axis=0))).to(values)
+        other = sought.blocks.index_select(0, torch.from_numpy(theirs))
+        products = torch.linalg.vecdot(mine, other)
+        pairs = torch.from_numpy(ours // own * m + sought.questions.take(theirs))
+        values.index_add_(0, pairs, products * torch.from_numpy(units.take(ours)))
+    return values.view(n, m)
 
 
 def unpacked(blocks: Tensor) -> Tensor:
@@ -383,19 +425,24 @@ def block_squares(count: int, parts: Iterable[tuple[slice, int, Tensor]]) -> Ten
     return torch.stack([torch.cat(own) for own in found])
 
 
-def best_blocks(squares: Tensor, room: int) -> int:
-    """How many blocks in so many bytes leave least, ‖r‖⁴ / K, of some w whose blocks have these
-    squared lengths ``[B, blocks]``."""
-    counts = {min(int(share * room) // HELD, squares.shape[1] // 2) for share in SHARES} - {0}
-    left = {0: 1 / room}
-    if not counts:
+def block_counts(count: int, room: int) -> set[int]:
+    """How many of so many blocks may be kept in so many bytes, but for none."""
+    return {min(int(share * room) // HELD, count // 2) for share in SHARES} - {0}
+
+
+def best_blocks(rows: Iterable[Tensor], n: int, count: int, room: int) -> int:
+    """How many of ``count`` blocks in so many bytes leave least, ‖r‖⁴ / K, of n examples, whose
+    blocks have the squared lengths ``rows``, each on one of the ranks."""
+    if not (counts := block_counts(count, room)):
         return 0
+    left = {0: 1 / room}
     held = torch.zeros(max(counts), dtype=torch.float64)
-    for row in squares:  # one at a time: of large models there are millions
+    for row in rows:
         longest = row.topk(len(held)).values.double().cumsum(0)
         held += (longest / row.double().sum().clamp_min(torch.finfo(torch.float64).tiny)).cpu()
+    ranks.total([held])
     for count in counts:
-        rest = float(1 - held[count - 1] / len(squares))
+        rest = float(1 - held[count - 1] / n)
         left[count] = rest**2 / (room - HELD * count)
     return min(left, key=lambda count: left[count])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -53,11 +53,13 @@ from blr_analysis.sensitivity.influence.blocks import (
     pieces,
 )
 from blr_analysis.sensitivity.influence.compressed import (
+    BLOCK,
     Compressed,
     Compression,
     Kept,
     Roots,
     best_blocks,
+    block_counts,
     block_squares,
     whitened,
 )
@@ -184,28 +186,36 @@ class Index:
             missing = [n for n in files if not (place / n).is_file()]
             check_room(place / STEM, len(missing) * SHARD * compression.nbytes(DTYPES[dtype]))
             if leads and "half" not in (plan := _read_json(place / PLAN)):
-                half = compression.signs and multiplies_half(q)
-                with ranks.alone():
-                    blocks = _blocks(task, q, compression, room, chunking, own, half=half)
-                _write_json(place / PLAN, plan | {"half": half, "blocks": blocks})
+                _write_json(place / PLAN, plan | {"half": compression.signs and multiplies_half(q)})
             ranks.wait()
             begun = _read_json(place / PLAN)  # on any machine as it was begun
-            compression = Compression.of(q, rank, DTYPES[dtype], begun["blocks"])
-            half = begun["half"]
             roots = compression.roots(q) if missing else {}
-            for k in ranks.share(torch.arange(len(missing))).tolist():
-                file, rows = place / missing[k], files[missing[k]]
-                kept = _projected(task, q, compression, roots, chunking, rows, own, half=half)
-                _write_shard(compression, kept, file, DTYPES[dtype])
+            how: dict[str, Any] = {"cotangent": own, "half": begun["half"]}
+            if "blocks" not in begun:
+                begun["blocks"] = _blocks(task, q, compression, roots, room, chunking, **how)
+                if leads:
+                    _write_json(place / PLAN, begun)
+            compression = Compression.of(q, rank, DTYPES[dtype], begun["blocks"])
+            whole = len(missing) // ranks.count() * ranks.count()
+            for k, name in enumerate(missing):  # in turns; chunk by chunk where too few are left
+                divided = k >= whole
+                if divided or k % ranks.count() == ranks.rank():
+                    each = _each(
+                        task, q, compression, roots, chunking, files[name], divided=divided, **how
+                    )
+                    kept = _joined(_stored(compression, each, DTYPES[dtype]), files[name], divided)
+                    if leads or not divided:
+                        _write_shard(kept, place / name)
             del roots
             ranks.wait()
-            if leads and not (place / CONFIG).is_file():
+            if (place / CONFIG).is_file():
+                return cls._opened(place, task)
+            error = _measured(task, q, compression, place, chunking, own)
+            if leads:
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
-                with ranks.alone():
-                    error = _measured(task, q, compression, place, chunking, own)
-                sizes = {"numbers": compression.size, "signs": compression.signs, "half": half}
-                sizes |= {"sums": compression.sums, "blocks": compression.blocks}
+                sizes = {"numbers": compression.size, "signs": compression.signs}
+                sizes |= {n: begun[n] for n in ("half", "blocks")} | {"sums": compression.sums}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | sizes)
         ranks.wait()
@@ -411,10 +421,11 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> F
     columns = min(PROBE[1], n // 2)
     pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
     size = sum(p.numel() for p in task.parameters().values())
+    chooses = rank < size and block_counts(size // BLOCK, rank * torch.float16.itemsize)
     stages = [
         *fit,
         *(averaging_stages(task) if found else []),
-        *([Stage("blocks", min(TRIED, n), rotated=True)] if rank < size else []),
+        *([Stage("blocks", min(TRIED, n), rotated=True)] if chooses else []),
         Stage("index", n, rotated=True),
         Stage("error", pairs, rotated=True),
     ]
@@ -573,22 +584,50 @@ def _projected(
     roots: Roots,
     chunking: Chunking,
     indices: Tensor | None = None,
-    cotangent: Cotangent = loss_gradient,
     *,
+    divided: bool = False,
+    **how: Any,
+) -> Compressed:
+    """All of :func:`_each`, on every rank."""
+    order = torch.arange(task.n_data) if indices is None else indices
+    each = _each(task, q, compression, roots, chunking, order, divided=divided, **how)
+    return Compressed(**_joined(((rows, vars(part)) for rows, part in each), order, divided))
+
+
+def _each(
+    task: Task,
+    q: Posterior,
+    compression: Compression,
+    roots: Roots,
+    chunking: Chunking,
+    indices: Tensor,
+    *,
+    cotangent: Cotangent = loss_gradient,
     half: bool = False,
     more: int = 1,
-) -> Compressed:
-    """Of these examples, on the CPU; ``half``: turned and formed by products in bfloat16; ``more``:
-    times as many blocks as are stored."""
-    parts = []
-    for count, tiles in _tiles(
-        task, q, roots, chunking, indices, cotangent, half, compression.size
-    ):
-        parts.append(compression.compressed(count, tiles, more=more))
-        check_finite(parts[-1].squares, "projected gradient")
-    return Compressed(
-        *(torch.cat(each) for each in zip(*(vars(p).values() for p in parts), strict=True))
-    )
+    divided: bool = False,
+) -> Iterator[tuple[Tensor, Compressed]]:
+    """None, and then some of these examples at a time, on the CPU; ``half``: turned and formed by
+    products in bfloat16; ``more``: times as many blocks as are stored; ``divided``: chunk by chunk
+    among the ranks."""
+    yield indices[:0], compression.none(roots, more)
+    how = task, q, roots, chunking, indices, cotangent, half, divided
+    for chosen, tiles in _tiles(*how, compression.size):
+        part = compression.compressed(len(chosen), tiles, more=more)
+        check_finite(part.squares, "projected gradient")
+        yield chosen, part
+
+
+def _joined(
+    each: Iterable[tuple[Tensor, Mapping[str, Tensor]]], order: Tensor, divided: bool
+) -> dict[str, Tensor]:
+    """The rows of all parts; if ``divided``, of all ranks, of these examples, which rise."""
+    rows, parts = zip(*each, strict=True)
+    joined = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
+    if not divided:
+        return joined
+    places = torch.searchsorted(order, torch.cat(rows))
+    return {n: ranks.gathered(t, places, len(order)) for n, t in joined.items()}
 
 
 def _tiles(
@@ -596,13 +635,13 @@ def _tiles(
     q: Posterior,
     roots: Roots,
     chunking: Chunking,
-    indices: Tensor | None,
+    indices: Tensor,
     cotangent: Cotangent,
     half: bool,
+    divided: bool,
     size: int,
-) -> Iterator[tuple[int, Iterator[tuple[slice, int, Tensor]]]]:
-    """Of some examples at a time, by as many as of such a size are made at once: how many, and
-    their w by tiles."""
+) -> Iterator[tuple[Tensor, Iterator[tuple[slice, int, Tensor]]]]:
+    """Some examples at a time, as many as of such a size are made at once, and their w by tiles."""
 
     def turned(term: Term, basis: Basis | None) -> Term:
         if basis is None:
@@ -611,36 +650,46 @@ def _tiles(
             return term.rotated(basis)
         return term.cast(torch.bfloat16).rotated(basis.to(basis.right.device, torch.bfloat16))
 
-    for chunk in chunks(task, q.mean, chunking, columns=1, indices=indices, label="index"):
+    order = {"indices": indices, "divided": divided}
+    for chunk in chunks(task, q.mean, chunking, columns=1, label="index", **order):
         whole = loss_terms(task, chunk, cotangent)
         for some in slices(whole[0].n_examples, TOGETHER // size):
             paired = q.form.paired([term.part(some) for term in whole])
-            yield some.stop - some.start, whitened((turned(*pair) for pair in paired), roots)
+            yield chunk.indices[some], whitened((turned(*pair) for pair in paired), roots)
 
 
 def _blocks(
     task: Task,
     q: Posterior,
     compression: Compression,
+    roots: Roots,
     room: int,
     chunking: Chunking,
-    cotangent: Cotangent,
     *,
+    cotangent: Cotangent,
     half: bool,
 ) -> int:
     """How many blocks of each example are best kept in so many bytes, as some of them tell."""
     if not compression.signs:
         return 0
     some = torch.linspace(0, task.n_data - 1, min(TRIED, task.n_data)).round().long()
-    each = _tiles(task, q, compression.roots(q), chunking, some, cotangent, half, size=1)
-    return best_blocks(torch.cat([block_squares(*part) for part in each]), room)
+    each = _tiles(task, q, roots, chunking, some, cotangent, half, True, size=1)
+    rows = (row for chosen, tiles in each for row in block_squares(len(chosen), tiles))
+    count = sum(-(-root.numel() // BLOCK) for _, root in roots.values())
+    return best_blocks(rows, len(some), count, room)
 
 
-def _write_shard(compression: Compression, own: Compressed, file: Path, dtype: torch.dtype) -> None:
-    """What is kept of these examples, and their self-influences."""
-    stored = {**compression.stored(own, dtype), "self_influence": own.squares}
+def _stored(
+    compression: Compression, each: Iterable[tuple[Tensor, Compressed]], dtype: torch.dtype
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """What files hold of these examples, and their self-influences."""
+    for rows, own in each:
+        yield rows, {**compression.stored(own, dtype), "self_influence": own.squares}
+
+
+def _write_shard(kept: dict[str, Tensor], file: Path) -> None:
     with drafted(file) as draft:
-        save_file(stored, draft, {"format": "pt"})
+        save_file(kept, draft, {"format": "pt"})
 
 
 def _write_examples(place: Path, task: Task, files: list[str]) -> None:
@@ -669,21 +718,25 @@ def _measured(
     count = min(most[1], task.n_data // 2)
     rows = order[count:][: most[0]].sort().values
     columns = order[:count].sort().values if count else rows
-    roots = compression.roots(q)
-    asked = _projected(task, q, compression, roots, chunking, columns, more=MORE)
-    read = _read(place, task.n_data, lambda kept: compression.values(kept, asked), rows)
-    estimate = torch.cat([values for _, values in read])
-    exact = pieces(
-        task,
-        q,
-        task,
-        train_cotangent=cotangent,
-        indices=rows,
-        test_indices=columns,
-        memory_budget=chunking.memory_budget,
-        progress=False,
-    )
-    return ProjectionError.between(estimate, matrix_of(exact))
+    how: dict[str, Any] = {"more": MORE, "divided": True}
+    asked = _projected(task, q, compression, compression.roots(q), chunking, columns, **how)
+    values = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)
+    if len(own := ranks.share(torch.arange(len(rows)))):
+        read = _read(place, task.n_data, lambda kept: compression.values(kept, asked), rows[own])
+        values[0, own] = torch.cat([part for _, part in read]).double()
+        exact = pieces(
+            task,
+            q,
+            task,
+            train_cotangent=cotangent,
+            indices=rows[own],
+            test_indices=columns,
+            memory_budget=chunking.memory_budget,
+            progress=False,
+        )
+        values[1, own] = matrix_of(exact).double()
+    ranks.total([values])
+    return ProjectionError.between(*values)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

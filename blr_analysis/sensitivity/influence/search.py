@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blr_analysis.sensitivity.influence.compressed import Compressed, Compression, Kept
 
-BITS = 2, 4  # of a question's numbers, level by level
+BITS = 1, 2, 4  # of a question's numbers, level by level
 SPARE = 64  # rows beyond k, among which the bound is first looked for
 MEASURED = 64  # rows whose errors are measured
 SURE = 5.0  # standard deviations
@@ -39,16 +39,17 @@ def best(
 
     def level(bits: int) -> Callable[[Tensor | None], Tensor]:
         """Values and what they are off ``[n, 2, M]``, of these rows."""
-        question = compression.rounded(asked, bits) if bits else None
+        question = compression.rounded(asked, bits)
+        likeness = compression.rough if bits == 1 else compression.near
 
         def compute(own: Kept) -> Tensor:
-            return compression.near(own, question) if question else compression.rough(own, asked)
+            return likeness(own, question)
 
         wider = _wider(read(compute, some), truth)
         return lambda rows: read(compute, rows) * wider
 
-    levels = [level(bits) for bits in BITS]
-    found, rows = level(0)(None), torch.arange(n)
+    first, *levels = (level(bits) for bits in BITS)
+    found, rows = first(None), torch.arange(n)
     for next_level in levels:
         likely = [v.topk(min(k + SPARE, len(v)), dim=0).indices for v in _sides(found[:, 0], signs)]
         likely = rows[torch.cat(likely).unique()]
