@@ -44,8 +44,9 @@ docs: $(VENV)/.test
 notebooks: $(VENV)/.test
 	$(RUN) -m jupytext --to ipynb tutorials/0*.py
 
+# `make peers bench` measures every other package in the same run.
 bench: parity-deps $(VENV)-peers/kronfluence/.done
-	$(RUN) -m benchmarks --kronfluence $(VENV)-peers/kronfluence/bin/python $(ARGS)
+	$(RUN) -m benchmarks --peers $(VENV)-peers $(ARGS)
 
 # laplace-torch is there already, among the packages that the tests compare with.
 fidelity: parity-deps peers

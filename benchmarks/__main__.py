@@ -1,9 +1,9 @@
 """Run every benchmark of costs; write benchmarks/results/ and the table of benchmarks/README.md.
 
-    python -m benchmarks [--kronfluence PYTHON] [--quick] [--device cuda]
+    python -m benchmarks [--peers .venv-peers] [--quick] [--device cuda]
 
-Without an environment for kronfluence the rows that need it are left out. Of a GPU the tables are
-named after it, and the page stays as it is.
+Other packages run in the same run, those that have an environment below ``--peers`` (``make peers``
+makes them all). Of a GPU the tables are named after it, and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -135,6 +135,12 @@ def in_words(images: list[dict[str, float]], steps: list[dict[str, Any]]) -> lis
     ]
 
 
+def beside_peers(folder: Path, *extra: str) -> list[str]:
+    """What ``peers/speed.py`` prints: tables of influence by every package that is there."""
+    command = [sys.executable, str(HERE / "peers" / "speed.py"), "--peers", str(folder), *extra]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split("\n")
+
+
 def machine() -> str:
     """What it ran on."""
     info = Path("/proc/cpuinfo")
@@ -152,13 +158,14 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--kronfluence", help="the python of an environment with kronfluence")
+    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller sizes")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     quick = ["--quick"] if args.quick else []
     on = ["--device", args.device]
-    peer = ["--kronfluence", args.kronfluence] if args.kronfluence else []
+    python = args.peers / "kronfluence" / "bin" / "python"
+    peer = ["--kronfluence", str(python)] if python.exists() else []
     ways = ("default", "kept", "afresh") if args.device == "cpu" else ("default",)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -174,6 +181,10 @@ def main() -> None:
             "end_to_end": end_to_end(images),
             "ivon_step": ivon_step(steps),
         }
+    others: list[str] = []
+    if args.device == "cpu":
+        others = beside_peers(args.peers, *(["--rounds", "1", "--case", "mlp"] if quick else []))
+        (tables["peers"],) = results.frames(others)
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
@@ -181,7 +192,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if args.device != "cpu":
         return
-    lines += ["", *in_words(images, steps)]
+    lines += ["", *in_words(images, steps), "", "Processor seconds of two threads:", *others[:-1]]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))

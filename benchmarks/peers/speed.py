@@ -2,9 +2,9 @@
 
     python benchmarks/peers/speed.py [--peers DIR] [--rounds 3] | python -m benchmarks.results peers
 
-DIR holds an environment for each peer, as ``make peers`` makes them in ``.venv-peers``; those that
-are missing are left out. Processor seconds of two threads, float32, every package in a process of
-its own, the packages in turn in every round; the least of the rounds.
+``make bench`` runs it too. DIR holds an environment for each peer, as ``make peers`` makes them in
+``.venv-peers``; those that are missing are left out. Processor seconds of two threads, float32,
+every package in a process of its own, the packages in turn in every round; the least of the rounds.
 
 * fit, scores: the Kronecker factors of EK-FAC; influence of all images on 100 others.
 * self-influence: one number per image, under the fitted factors. pyDVL and TRAK have no call for
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,8 @@ def worker(name: str, model_name: str) -> dict[str, float | str]:
     """After a run on few images, which imports what it needs and is not counted."""
     threads(2)
     timed(name, model_name, 40)
-    return timed(name, model_name, 10**6)
+    package = "blr_analysis" if name == "ours" else name
+    return {**timed(name, model_name, 10**6), "version": f"{package} {version(package)}"}
 
 
 def shown(rows: Iterable[dict[str, Any]], step: str) -> float | None:
@@ -283,11 +285,12 @@ def main() -> None:
         print(f"\n**{model}**\n")
         print(f"| package | {', s | '.join(STEPS)}, s |\n|{'---|' * (1 + len(STEPS))}")
         for name, rows in taken.items():
-            for step, error in rows[0].items():
-                if isinstance(error, str):
+            for step in STEPS:
+                if isinstance(error := rows[0].get(step), str):
                     print(f"{model}, {name}, {step}: {error[:300]}", file=sys.stderr)
             found = [shown(rows, step) for step in STEPS]
-            print(f"| {name} | {' | '.join('–' if t is None else f'{t:.3f}' for t in found)} |")
+            cells = " | ".join("–" if t is None else f"{t:.3f}" for t in found)
+            print(f"| {rows[0]['version']} | {cells} |")
 
 
 if __name__ == "__main__":

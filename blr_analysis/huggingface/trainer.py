@@ -212,7 +212,8 @@ class IVONTrainer(VariationalTrainer, Trainer):
 
     The optimizer is made from the arguments: ``lr=learning_rate`` (as SGD's: 0.01 to 0.5, not the
     default of 5e-5), ``ess`` the number of training examples, or of the tokens that count where the
-    loss is a mean over tokens (one pass over the data counts them), ``weight_decay``, or 1/ess
+    loss is a mean over tokens (one pass over the data counts them), or of examples times outputs
+    where it is one over both (several labels or targets), ``weight_decay``, or 1/ess
     where it is 0, ``hess_init="weights"``, so that few examples suffice to fine-tune, and ``steps``
     the length of the training, see the guide to IVON.
 
@@ -245,7 +246,7 @@ class IVONTrainer(VariationalTrainer, Trainer):
         except TypeError as error:
             given = "optimizers=(IVON(..., ess=N), None)"
             raise InputError(f"the training data have no length: give {given}") from error
-        n = self._tokens() or n
+        n = self._terms() or n
         args: Any = self.args
         if args.learning_rate < SMALL:
             warnings.warn(
@@ -272,10 +273,19 @@ class IVONTrainer(VariationalTrainer, Trainer):
         each = math.ceil(len(self.get_train_dataloader()) / args.gradient_accumulation_steps)
         return max(1, math.ceil(args.num_train_epochs * each))
 
-    def _tokens(self) -> int | None:
+    def _terms(self) -> int | None:
         """How many labels the mean of the loss is over; None where it is over examples."""
-        first = BY_TOKEN.get(getattr(self.accelerator.unwrap_model(self.model), "loss_type", ""))
-        if first is None or not hasattr(self.train_dataset, "__len__"):
+        model: Any = self.accelerator.unwrap_model(self.model)
+        kind = getattr(model, "loss_type", "")
+        data: Any = self.train_dataset
+        if not hasattr(data, "__len__"):
+            return None
+        if kind == "ForSequenceClassification" and model.config.num_labels > 1:
+            problem = model.config.problem_type or _problem(data[0])
+            several = problem in ("multi_label_classification", "regression")
+            return len(data) * model.config.num_labels if several else None
+        first = BY_TOKEN.get(kind)
+        if first is None:
             return None
         if self._counted is None:
             count = torch.zeros((), dtype=torch.long, device=self.args.device)
@@ -297,10 +307,16 @@ class IVONTrainer(VariationalTrainer, Trainer):
             raise OptimizerError("nothing is trained yet: call train() first")
         own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         model = self.accelerator.unwrap_model(self.model)
-        size, tokens = own.param_groups[0].get("ess"), self._tokens()
+        size, terms = own.param_groups[0].get("ess"), self._terms()
         by: dict[str, Any] = {}
-        if tokens is not None and size is not None and math.isclose(size, tokens, rel_tol=1e-6):
-            by = {"n_data": len(self.train_dataset), "tokens": tokens}  # type: ignore[arg-type]
+        if terms is not None and size is not None and math.isclose(size, terms, rel_tol=1e-6):
+            by = {"n_data": len(self.train_dataset), "tokens": terms}  # type: ignore[arg-type]
         if self._best is not None:
             return Posterior.from_checkpoint(self._best, model, **by)
         return Posterior.from_optimizer(own, model, **by)
+
+
+def _problem(row: Any) -> str:
+    """Several labels, where they are not whole numbers, as the model's first batch would tell."""
+    label = torch.as_tensor(next((row[k] for k in ("labels", "label") if k in row), 0))
+    return "multi_label_classification" if label.is_floating_point() else "single_label"

@@ -105,7 +105,9 @@ class Choice(Tabular):
         if self.gain is None:
             return seen
         stays = ", the average stays" if self.name == "average" else ""
-        return "; ahead by {:.2g} ± {:.2g}".format(*self.gain) + stays + seen
+        ahead, error = self.gain
+        said = f"± {error:.2g}" if math.isfinite(error) else "by one example"
+        return f"; ahead by {ahead:.2g} {said}{stays}{seen}"
 
 
 class Merged(dict[str, Tensor]):

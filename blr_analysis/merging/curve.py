@@ -344,6 +344,8 @@ class Trial:
                 for a, b in pairs
                 if a.correct is not None and b.correct is not None and bool(a.weights.any())
             ]
+        if not each:
+            raise InputError("every label of the validation tasks is ignored: give some that count")
         gains, variances = zip(*each, strict=True)
         return sum(gains) / len(each), math.sqrt(sum(variances)) / len(each)
 

@@ -111,6 +111,8 @@ def refuse_idle(rows: Sequence[Method], given: Mapping[str, Any]) -> None:
     tasks = given.get("tasks") is not None
     bare = given.get("precisions") is None and (tasks or given.get("method") == "auto")
     idle = {n for n in OF_PRECISIONS if bare and not (tasks and n == "shrink")}
+    if bare and not tasks:
+        idle.add("weights")  # of "auto", which then tries its own alone
     for name, value in given.items():
         usual = DEFAULTS.get(name)
         there = name not in idle and any(row.takes(name) for row in rows)

@@ -27,8 +27,8 @@ from blr_analysis.task import Task
 
 State = Mapping[str, Tensor]
 KEPT = (  # of the arguments, by a merge whose method was chosen
-    *("base", "models", "out_dtype", "out", "max_memory", "max_shard_bytes", "threads", "progress"),
-    *COMMON,
+    *("base", "models", "out_dtype", "out", "rank", "max_memory", "max_shard_bytes", "threads"),
+    *("progress", *COMMON),
 )
 
 
@@ -154,15 +154,16 @@ def merge(
     if not auto and (validate is not None or criterion != "nll"):
         raise InputError('validate= and criterion= are for method="auto"')
     refuse_idle([widest(based=base is not None) if auto else method_of(method)], given)
-    if auto:
-        return _by_choice(given)
     every = models if base is None else [*models, base]
     on_disk = [isinstance(m, str | os.PathLike) for m in every]
+    in_memory = not any(on_disk) or (tasks is not None and out is None)
+    if in_memory and (out is not None or rank is not None):
+        raise InputError("out= and rank= are for folders; a merge in memory is returned")
+    if auto:
+        return _by_choice(given)
     if tasks is None and any(on_disk) and not all(on_disk):
         raise InputError("give all models as folders, or all of them as state dicts")
-    if not any(on_disk) or (tasks is not None and out is None):
-        if out is not None or rank is not None:
-            raise InputError("out= and rank= are for folders; a merge in memory is returned")
+    if in_memory:
         return merged(**{k: v for k, v in given.items() if k in ARGUMENTS}, tell=_warn)
     if out is None:
         raise InputError("folders are merged into a folder: name it with out=")

@@ -217,8 +217,10 @@ def make_plan(
         held = [p for p in (*(p.precision for p in parts), *first) if p is not None]
         for precision in held:
             check_fits(precision, reference)
-        if settings.damping and not any(p.layers for p in held):
-            raise InputError("damping is of precisions with factors: leave it out of diagonals")
+        unused = {"damping": settings.damping, "shrink": settings.shrink not in (None, 1)}
+        for name, given in unused.items():
+            if given and not any(p.layers for p in held):
+                raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
         for part in parts:
             if part.precision is not None and not settings.trust:
                 check_belongs(part.precision, part.source)

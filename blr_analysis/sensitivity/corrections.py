@@ -105,7 +105,7 @@ def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
         structure=structure,
         prior_precision=q.prior,
         tolerance=EXACT if structure == "lowrank" else None,
-        **vars(chunking.quiet),
+        **vars(chunking),
     )
 
 

@@ -88,7 +88,10 @@ def replays(
         if start is None:
             raise InputError(f"replays: some of its weights cannot be drawn anew; {GIVE}")
         parts = 2 + (1 + PROBES) * (1 if family else len(RATES))  # see prepare()
-        replay = prepare(task, q.mean, start, passes=epochs * parts, family=family, seed=k)
+        passes = epochs * parts
+        replay = prepare(
+            task, q.mean, start, passes=passes, family=family, seed=k, progress=progress
+        )
         family = replay.recipe.family
         under = on_a_copy(task)
         write(under, replay.reference)

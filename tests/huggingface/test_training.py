@@ -182,6 +182,20 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     assert bool(blr.sensitivity(task, posterior, progress=False).self_influence.isfinite().all())
 
 
+@pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
+def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, problem: str | None) -> None:
+    rows = [Alike()[i] | {"labels": torch.tensor([1.0, 0.0])} for i in range(N)]
+    model = bert()
+    model.config.problem_type = problem  # None: the labels tell
+    run = trainer(tmp_path, model, save_strategy="no")
+    run.train_dataset = rows  # type: ignore[assignment]
+    run.train()
+    posterior = run.posterior()
+    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
+    assert optimizer.param_groups[0]["ess"] == 2 * N
+    assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
+
+
 def test_counting_tokens_leaves_the_draws_alone(tmp_path: Path) -> None:
     run = trainer(tmp_path, llama())
     run.train_dataset = Sentences()

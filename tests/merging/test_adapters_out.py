@@ -179,6 +179,11 @@ def test_diagonal_precisions_weigh_merge_and_rank(tmp_path: Path) -> None:
         left = (rows.sqrt()[:, None] * (exact - step[n]) * columns.sqrt()).norm()
         tail = torch.linalg.svdvals(turned)[8:].norm()
         assert float(left) <= 1.001 * float(tail) + 1e-5
+    chosen = blr.merge(
+        folders[0].base, [f.adapter for f in folders], precisions=places, method="auto",
+        rank=4, out=tmp_path / "auto",
+    )  # fmt: skip
+    assert chosen.choice.by == "gap" and set(chosen.ranks.values()) == {4}
 
 
 @pytest.mark.parametrize("structure", ["gram", "kron"])

@@ -390,6 +390,12 @@ def test_bad_input(family: dict[str, Any]) -> None:
         merge(base, models, method="auto", validate=tasks, precisions=curved)
     with pytest.raises(InputError, match="damping"):
         merge(base, models, method="fisher", precisions=curved[:1] * 2, damping=0.1)
+    with pytest.raises(InputError, match="shrink is of precisions with factors"):
+        merge(base, models, method="fisher", precisions=curved[:1] * 2, shrink=0.9)
+    with pytest.raises(InputError, match="weights= has no effect"):
+        merge(base, models, method="auto", validate=tasks, weights=[1.0, 0.5])
+    with pytest.raises(InputError, match="rank"):
+        merge(base, models, method="auto", validate=tasks, rank=4)
     with pytest.raises(InputError, match="criterion"):
         merge(base, models, method="auto", validate=tasks, criterion="loss")
     with pytest.raises(InputError, match="fisher"):

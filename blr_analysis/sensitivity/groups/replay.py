@@ -31,6 +31,7 @@ from torch import Tensor
 
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior.structures import Tree
+from blr_analysis.progress import Bar, bar
 from blr_analysis.task import Task
 
 # A task, the examples of it that count, and where they stand in the data before the change; what
@@ -96,7 +97,9 @@ class Replay:
         least, *others = sorted(self.unlike.values())
         return least < UNLIKE and all(least < CLEAR * other for other in others)
 
-    def trained(self, parts: Sequence[Part], *, alone: bool = False) -> Tree:
+    def trained(
+        self, parts: Sequence[Part], *, alone: bool = False, progress: bool | None = None
+    ) -> Tree:
         """θ_K^{\\G}: the same training on the changed data; of one class alone as many epochs,
         not steps, by step sizes of ALONE.
 
@@ -108,7 +111,8 @@ class Replay:
             epochs = sum(len(indices) for _, indices, _ in parts) / recipe.n_data
             lr, steps = recipe.lr * ALONE[recipe.family], math.ceil(recipe.steps * epochs)
             recipe = replace(recipe, lr=lr, steps=steps)
-        return _train(parts, self.start, recipe).weights
+        with bar(recipe.steps, "what if: a short training without", progress) as shown:
+            return _train(parts, self.start, recipe, shown).weights
 
 
 def prepare(
@@ -121,6 +125,7 @@ def prepare(
     family: str | None = None,
     seed: int = 0,
     shuffled: float = 0.0,
+    progress: bool | None = None,
 ) -> Replay:
     """Find the kind of steps and their size, and train on all data.
 
@@ -140,26 +145,28 @@ def prepare(
     some = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))[:LOOKS]
     looks = math.ceil(len(some) / SMALLEST)
     still = ReplayRecipe("sgd", 0.0, looks, SMALLEST, seed, len(some))
-    squares = _train([(task, some, torch.arange(len(some)))], weights, still).squares
     spent = 0.0
+    total = looks + sum(steps + len(RATES[name]) * _probe(steps, name) for name in families)
+    with bar(total, "short trainings on all data", progress) as shown:
+        squares = _train([(task, some, torch.arange(len(some)))], weights, still, shown).squares
 
-    def tried(recipe: ReplayRecipe) -> tuple[ReplayRecipe, Tree, Tensor]:
-        reached = _train(whole, start, recipe).weights
-        return recipe, reached, shortfall(weights, reached, squares)
+        def tried(recipe: ReplayRecipe) -> tuple[ReplayRecipe, Tree, Tensor]:
+            reached = _train(whole, start, recipe, shown).weights
+            return recipe, reached, shortfall(weights, reached, squares)
 
-    runs = {}
-    for name in families:
-        runs[name] = tried(
-            _with_rate(whole, start, ReplayRecipe(name, 0.0, steps, batch, seed, task.n_data))
-        )
-        spent += (1 + PROBES) * each
-    unlike = {name: float(short.std()) for name, (*_, short) in runs.items()}
-    recipe, reference, short = runs[min(unlike, key=unlike.__getitem__)]
-    for _ in range(HALVINGS):
-        if float(short.mean()) >= 0:
-            break
-        recipe, reference, short = tried(replace(recipe, lr=recipe.lr / 2))
-        spent += each
+        runs = {}
+        for name in families:
+            recipe = ReplayRecipe(name, 0.0, steps, batch, seed, task.n_data)
+            runs[name] = tried(_with_rate(whole, start, recipe, shown))
+            spent += (1 + PROBES) * each
+        unlike = {name: float(short.std()) for name, (*_, short) in runs.items()}
+        recipe, reference, short = runs[min(unlike, key=unlike.__getitem__)]
+        for _ in range(HALVINGS):
+            if float(short.mean()) >= 0:
+                break
+            shown.total += steps
+            recipe, reference, short = tried(replace(recipe, lr=recipe.lr / 2))
+            spent += each
     return Replay(start, recipe, reference, spent / groups, each, unlike, shuffled)
 
 
@@ -189,15 +196,21 @@ def shortfall(weights: Tree, reached: Tree, squares: Tree) -> Tensor:
     return torch.stack(rows)
 
 
-def _with_rate(parts: Sequence[Part], start: Tree, recipe: ReplayRecipe) -> ReplayRecipe:
+def _probe(steps: int, family: str) -> int:
+    """Steps of the training that tries one step size."""
+    return max(8, int(PROBES * steps / len(RATES[family])))
+
+
+def _with_rate(
+    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe, shown: Bar
+) -> ReplayRecipe:
     """With the step size that lowers the loss most in the first few minibatches."""
-    rates = RATES[recipe.family]
-    steps = max(8, int(PROBES * recipe.steps / len(rates)))
+    rates, steps = RATES[recipe.family], _probe(recipe.steps, recipe.family)
 
     def reached(lr: float) -> float:
         try:
             probe = replace(recipe, lr=lr, steps=steps)
-            late = _train(parts, start, probe, constant=True).losses[-max(2, steps // 3) :]
+            late = _train(parts, start, probe, shown, constant=True).losses[-max(2, steps // 3) :]
         except BLRError:  # too large a step
             return math.inf
         return sum(late) / len(late)
@@ -215,7 +228,7 @@ class _Trained:
 
 
 def _train(
-    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe, *, constant: bool = False
+    parts: Sequence[Part], start: Tree, recipe: ReplayRecipe, shown: Bar, *, constant: bool = False
 ) -> _Trained:
     """Minibatch steps from ``start``; unless ``constant``, their size falls as a cosine."""
     leaves = {n: p.detach().clone().requires_grad_() for n, p in start.items()}
@@ -248,6 +261,7 @@ def _train(
                 p.grad = slope
                 squares[name] += slope.square()
             optimizer.step()
+            shown.update()
     return _Trained({n: p.detach() for n, p in leaves.items()}, losses, squares)
 
 

@@ -197,7 +197,9 @@ class GroupSolver:
                 raise InputError(f"solver='replay': {self.no_replay}")
             alone = data.one_class(dict(q.mean))
             weights = self.replay.trained(
-                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)], alone=alone
+                [(*part, at) for part, at in zip(data.parts, data.places, strict=True)],
+                alone=alone,
+                progress=self.chunking.progress,
             )
             spent = self.replay.passes + self.replay.each
             recipe = self.replay.recipe
@@ -267,6 +269,7 @@ class GroupSolver:
                 groups=self.groups,
                 seed=self.seed,
                 family=family,
+                progress=self.chunking.progress,
             )
             spent += replay.passes
             if passes >= longest or self._near(replay):

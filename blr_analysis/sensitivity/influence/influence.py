@@ -287,7 +287,8 @@ class _Question:
                 own = training_errors(task, given, progress=progress) if free else None
                 # Of classes, and where time and memory were not bound.
                 drawn = own is not None and self.projection is None and memory_budget is None
-                taken, note = whole(task, given, memory_budget, own, drawn=drawn)
+                chunking = Chunking(memory_budget=memory_budget, progress=progress)
+                taken, note = whole(task, given, chunking, own, drawn=drawn)
                 note = "; ".join(filter(None, (note, AVERAGED if own else "")))
             if len(taken) > 1:
                 question = replace(question, memory_budget=DEFAULT_MEMORY // len(taken))

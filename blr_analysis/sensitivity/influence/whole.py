@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated, loss_and_gradient
 from blr_analysis.backprop.tree import add, dot
 from blr_analysis.errors import BLRError, ModelError
@@ -56,12 +57,11 @@ from blr_analysis.task import Task
 DRAWS = 4, 16  # networks, at least and at most; more where they cost little:
 CHEAP = 1e10  # multiplications to build the curvature of all of them
 HESSIAN = 6e9  # N·P²: up to here the exact Hessian takes seconds
-QUIET: dict[str, bool] = {"progress": False}
 NEARER = "at a minimum structure='full' with curvature='exact' is nearer to retraining"
 
 
 def whole(
-    task: Task, q: Posterior, memory_budget: int | None, averaged: Averaged | None, *, drawn: bool
+    task: Task, q: Posterior, chunking: Chunking, averaged: Averaged | None, *, drawn: bool
 ) -> tuple[list[Posterior], str]:
     """What to take instead of a posterior that :func:`blr_analysis.fit_laplace` made at the model's
     weights, and what to say of it; q, where seconds give no better.
@@ -72,7 +72,7 @@ def whole(
     """
     if task.likelihood.is_sequence:
         return [q], ""
-    structure, fitted = exact_structure(task), partial(_fitted, memory_budget, task=task)
+    structure, fitted = exact_structure(task), partial(_fitted, chunking, task=task)
     if not laplace_of(task, q):
         captured = q.record.get("source", "subset") not in ("laplace", "subset")
         crude = structure is not None and q.structure in ("diag", "kron") and captured
@@ -105,6 +105,18 @@ def whole(
     if not isinstance(task.likelihood.kind, Gaussian):  # whose curvature is the same everywhere
         taken = fitted(structure, prior, expected=taken)
     return [taken], said
+
+
+def stopped_early(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
+    """The whole curvature as early stopping damps it, of one network; None at the minimum, where δ
+    was named, and where it takes more than seconds."""
+    structure = exact_structure(task)
+    if structure is None or "prior_choice" not in q.record or not laplace_of(task, q):
+        return None
+    damping = None if stationarity(task, q).near else early_stop(task, q)
+    if damping is None:
+        return None
+    return _fitted(chunking, structure, Prior({None: damping}, q.prior.mean), task=task)
 
 
 def _drawn(
@@ -140,7 +152,7 @@ def early_stop(task: Task, q: Posterior) -> float | None:
     the model breaks down at θ₀."""
     gap, start = q.prior.gap(q.mean), q.prior.start(q.mean)
     try:
-        before, after = (evaluated(task, w, **QUIET)[0] for w in (start, dict(q.mean)))
+        before, after = (evaluated(task, w, progress=False)[0] for w in (start, dict(q.mean)))
     except BLRError:
         return None
     gain = float(before.losses.double().sum() - after.losses.double().sum())
@@ -164,11 +176,11 @@ def _at_minimum(
 
 
 def _fitted(
-    memory_budget: int | None, structure: str, prior: Prior, *, task: Task, **options: Any
+    chunking: Chunking, structure: str, prior: Prior, *, task: Task, **options: Any
 ) -> Posterior:
     if structure == "lowrank":
         options |= {"tolerance": EXACT}
-    options |= {"memory_budget": memory_budget} | QUIET
+    options |= vars(chunking)
     return fit_laplace(task, structure=structure, prior_precision=prior, **options)
 
 
