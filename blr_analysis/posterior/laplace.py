@@ -280,7 +280,7 @@ def fit_kept(
         "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
         "tied": tied_names(task.model),
         **({} if expected is None else {"expected": True}),
-        "fingerprint": fingerprint(task, params),
+        "fingerprint": fingerprint(task, params, divided=True),
         **({} if prior_precision is None else {"prior_named": True}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }

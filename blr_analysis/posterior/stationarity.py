@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
@@ -100,7 +101,8 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     said = task.likelihood.recorded
     kept = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks, said)
     q.record["stationarity"] = asdict(kept)
-    q.record.setdefault("fingerprint", fingerprint(task, q.mean))
+    if "fingerprint" not in q.record:
+        q.record["fingerprint"] = fingerprint(task, q.mean)
     return kept
 
 
@@ -120,25 +122,32 @@ def _gain(q: Posterior, g: Tree) -> float:
     return 0.5 * dot(g, q.form.solve(g))
 
 
-def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
+def fingerprint(
+    task: Task, mean: dict[str, Tensor], *, divided: bool = False
+) -> dict[str, list[float]]:
     """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
     count, however they are padded. One by one, so that long ones need no room together, but for
-    rows of tensors."""
-    kept: dict[str, list[float]] = {"outputs": [], "targets": [], "losses": []}
+    rows of tensors. ``divided``: by ranks that all ask for it."""
     mean = task.cast(mean)
     chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
     rows = task.examples.is_tensors and not task.likelihood.is_sequence
-    for indices in chosen.split(task.batch_size if rows else 1):
+    kept, start = torch.zeros(3, len(chosen), dtype=torch.float64), 0
+    for part, indices in enumerate(chosen.split(task.batch_size if rows else 1)):
+        own, start = slice(start, start + len(indices)), start + len(indices)
+        if divided and part % ranks.count() != ranks.rank():
+            continue
         with torch.no_grad(), task.evaluation():
             f, y = task.run(task.fetch(indices), mean, indices)
         losses, counted = task.likelihood.at(indices).nll(f, y), task.likelihood.counted(y)
         if counted is not None:
             f, y = f[counted].unsqueeze(0), y[counted].unsqueeze(0)
-        for numbers, values in zip(kept.values(), (f, y, losses), strict=True):
+        for numbers, values in zip(kept, (f, y, losses), strict=True):
             flat = values.detach().cpu().double().reshape(len(values), -1)
             places = torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64)
-            numbers += (flat @ places.cos()).tolist()
-    return kept
+            numbers[own] = flat @ places.cos()
+    if divided:
+        ranks.total([kept])
+    return dict(zip(("outputs", "targets", "losses"), kept.tolist(), strict=True))
 
 
 def apart(known: Any, seen: Any, what: str) -> int:

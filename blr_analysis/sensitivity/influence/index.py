@@ -209,7 +209,7 @@ class Index:
             del roots
             ranks.wait()
             if (place / CONFIG).is_file():
-                return cls._opened(place, task)
+                return cls._opened(place, task, q)
             error = _measured(task, q, compression, place, chunking, own)
             if leads:
                 q.save(place / POSTERIOR)
@@ -219,7 +219,7 @@ class Index:
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
                 _write_json(place / CONFIG, described | more | sizes)
         ranks.wait()
-        return cls._opened(place, task)
+        return cls._opened(place, task, q)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, task: Task | None = None) -> Index:
@@ -238,7 +238,8 @@ class Index:
         return opened
 
     @classmethod
-    def _opened(cls, place: Path, task: Task | None) -> Index:
+    def _opened(cls, place: Path, task: Task | None, built: Posterior | None = None) -> Index:
+        """``built``: the posterior that it was just built of, which knows the task."""
         if not (place / CONFIG).is_file():
             begun = (place / PLAN).is_file()
             what = "an index that is not complete: build it again, and it goes on"
@@ -250,7 +251,9 @@ class Index:
         q = Posterior.load(place / POSTERIOR)
         if fingerprint(q) != about["posterior"]:
             raise StorageError(f"{str(place)!r} holds a posterior that is not its index's.")
-        if task is not None:
+        if built is not None:
+            q = built
+        elif task is not None:
             known = q.record.get("fingerprint")
             seen = fingerprint_of(task, q.on(task).mean) if known else {}
             if known and (said := differs(known, seen)):
