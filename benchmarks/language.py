@@ -7,8 +7,9 @@ A **training pass** is a forward and a backward pass that leaves ∂(loss)/∂θ
 batches of one or of eight sequences, whichever takes less; a **gradient pass** is the same one
 sequence at a time. Times are CPU seconds of the process (user and system, all threads), the least
 of ``--repeats`` runs, peak memory that of the process. Every row runs in a process of its own.
-Without ``--model``, a Llama of 6 layers, 256 wide, over 8,000 words, tied, with random weights;
-sequences of ``--tokens`` tokens, random ones without ``--texts``.
+"by hand" and "influence" of 32 queries are of each gradient formed, theirs too; "plan" of each of
+its three sequences. Without ``--model``, a Llama of 6 layers, 256 wide, over 8,000 words, tied,
+with random weights; sequences of ``--tokens`` tokens, random ones without ``--texts``.
 
 ``index K`` stores K numbers of every sequence, in two bytes each: its row is the pass over the data
 alone; the rest of a build does not grow with them. ``recall`` is the share of the exact ten most
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 QUERIES = 32
+PROBE = 3  # sequences of the plan's check
 
 
 def load(folder: str | None, dtype: torch.dtype) -> Any:
@@ -100,10 +102,16 @@ def training(task: Any, size: int) -> None:
         backward(task, batch)
 
 
-def by_hand(task: Any, held: dict[str, Tensor]) -> Tensor:
+def by_hand(task: Any, test: Any, precision: dict[str, Tensor]) -> Tensor:
     """The ten-line loop: influence on preconditioned queries, one gradient at a time."""
     rows = []
     parameters = dict(task.model.named_parameters())
+    held = {n: torch.empty(test.n_data, *p.shape) for n, p in parameters.items()}
+    for k, batch in test.batches(1):
+        task.model.zero_grad()
+        backward(task, batch)
+        for n, p in parameters.items():
+            torch.div(p.grad, precision[n], out=held[n][k[0]])
     for _, batch in task.batches(1):
         task.model.zero_grad()
         backward(task, batch)
@@ -147,8 +155,9 @@ def one(what: str, args: argparse.Namespace) -> dict[str, float]:
         size = int(what.split()[1])
         return measured(lambda: training(task, size), args.repeats)
     if what == "by hand":
-        held = {n: torch.ones(QUERIES, *p.shape) for n, p in mean.items()}
-        return measured(lambda: by_hand(task, held), args.repeats)
+        precision = {n: torch.full_like(p, 2.0) for n, p in mean.items()}
+        test = task_of(model, QUERIES, 1, args.texts, args.tokens)
+        return measured(lambda: by_hand(task, test, precision), args.repeats)
     if what == "plan":
         from blr_analysis.backprop.plan import plan_for
 
@@ -345,8 +354,9 @@ def main() -> None:
                 f"with harmful ones {numbers['both']:.2f} s; from disk {numbers['cold']:.2f} s"
             )
             continue
-        count = 1 if row == "plan" else args.sequences
-        scale = args.sequences if row == "plan" else 1
+        formed = args.sequences + (QUERIES if row in ("by hand", "influence") else 0)
+        count = PROBE if row == "plan" else formed
+        scale = args.sequences / count
         print(
             f"{row:<18}{1e3 * cpu / count:>12.1f}{cpu * scale / best:>17.2f}"
             f"{cpu * scale / each:>17.2f}{numbers['peak_mb']:>9.0f}"

@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from blr_analysis.checks import some
 from blr_analysis.errors import DataError, InputError, ModelError, told_as
+from blr_analysis.half import HALF
 from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
@@ -625,9 +626,9 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
         if isinstance(x, Mapping):
             return model(**x), y
         if isinstance(x, Tensor) and x.is_floating_point():
-            first = next((p for p in model.parameters() if p.is_floating_point()), None)
-            if first is not None:
-                x = x.to(first.dtype)
+            kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
+            if x.dtype not in kinds:  # of a model of several dtypes as it was trained
+                x = x.to(next(iter(kinds), x.dtype))
         return model(x), y
     raise DataError(
         f"cannot read a batch of {type(batch).__name__}; give (x, y), a dict, or forward="
@@ -664,7 +665,7 @@ def checked(
     if isinstance(outputs, Mapping) and "logits" in outputs:
         outputs = outputs["logits"]
     outputs = likelihood.join(getattr(outputs, "logits", outputs))
-    if isinstance(outputs, Tensor) and outputs.dtype in (torch.bfloat16, torch.float16):
+    if isinstance(outputs, Tensor) and outputs.dtype in HALF:
         outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
         raise ModelError(

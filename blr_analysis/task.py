@@ -15,10 +15,8 @@ comes in and out.
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import TensorDataset, default_collate
 
 from blr_analysis.checks import instance, positive_int, some
@@ -49,11 +47,11 @@ from blr_analysis.data import (
 )
 from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
 from blr_analysis.estimators import centred, read_estimator
+from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.ranks import whole_model
 
-HALF = (torch.bfloat16, torch.float16)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -352,7 +350,7 @@ class Task:
         """These values, those of parameters in half precision as the model has them: its own
         tensors where they are equal."""
         own = dict(self.model.named_parameters())
-        return {n: _shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
+        return {n: shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
 
     def check_parameters(self, names: Iterable[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
@@ -515,7 +513,7 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     values: dict[int, Tensor] = {}
     for _, _, p, name in held:  # the first place of a tied tensor is its name
         if id(p) not in values:
-            values[id(p)] = _stored(params[name], p) if name in params else p.detach()
+            values[id(p)] = stored(params[name], p) if name in params else p.detach()
     try:
         for place, attribute, p, _ in held:
             place[attribute] = values[id(p)]  # type: ignore[assignment]
@@ -572,109 +570,6 @@ def _unfit(model: nn.Module, batch: Any) -> str | None:
     if not x.is_floating_point():
         return f"the first layer takes real numbers, X is {x.dtype}; give X.float()"
     return None
-
-
-def working(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are taken in: float32 for half precision.
-
-    >>> working(torch.bfloat16), working(torch.float64)
-    (torch.float32, torch.float64)
-    """
-    return torch.float32 if dtype in HALF else dtype
-
-
-class Widened(MutableMapping[str, Tensor], dict[str, Tensor]):  # pyright: ignore
-    """Tensors by name that are held in half precision and read in float32, each made when it is
-    asked for: no second copy of a model is held. A ``dict``, for those who ask for one.
-
-    >>> weights = Widened({"w": torch.ones(2, dtype=torch.bfloat16)})
-    >>> weights["w"].dtype, dict(weights)["w"].dtype, weights.held["w"].dtype
-    (torch.float32, torch.float32, torch.bfloat16)
-    """
-
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        dict.__init__(self, held)
-
-    @property
-    def held(self) -> dict[str, Tensor]:
-        """As they are."""
-        return {name: dict.__getitem__(self, name) for name in self}
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = dict.__getitem__(self, name)
-        return held.to(working(held.dtype))
-
-    def __iter__(self) -> Iterator[str]:  # what makes dict(self) and {**self} ask for the items
-        return dict.__iter__(self)
-
-    __setitem__, __delitem__ = dict.__setitem__, dict.__delitem__
-    __len__, __contains__ = dict.__len__, dict.__contains__
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | dict(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or dict(self) == other
-
-    def copy(self) -> dict[str, Tensor]:
-        return dict(self)
-
-    def __copy__(self) -> Widened:
-        return Widened(self.held)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Widened:
-        return Widened(deepcopy(self.held, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:  # which torch.load(weights_only=True) reads
-        return OrderedDict, (), None, None, iter(self.items())
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-register_pytree_node(  # for torch.func, to which it is a dict of float32
-    Widened,
-    lambda held: (list(held.values()), list(held)),
-    lambda values, names: dict(zip(names, values, strict=True)),
-)
-
-
-def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those in half precision read in float32."""
-    half = any(t.dtype in HALF for t in tensors.values())
-    return Widened(tensors) if half else dict(tensors)
-
-
-def narrow(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """As they are held."""
-    return tensors.held if isinstance(tensors, Widened) else tensors
-
-
-def placed(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Any:
-    """On a device, read in a dtype: :func:`widened` where float32 is asked for."""
-    held = narrow(tensors)
-    if dtype == torch.float32:
-        wide = {n: t.to(device, t.dtype if t.dtype in HALF else dtype) for n, t in held.items()}
-        return widened(wide)
-    return {n: t.to(device, dtype) for n, t in held.items()}
-
-
-def _stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """In half precision where the parameter is, and nowhere else."""
-    half = parameter.dtype in HALF
-    return value.to(parameter.dtype if half else working(value.dtype))
-
-
-def _shared(value: Tensor, parameter: Tensor) -> Tensor:
-    """The same; the parameter itself where it is equal, which holds nothing twice."""
-    stored = _stored(value, parameter)
-    alike = stored is not value and stored.device == parameter.device
-    if alike and torch.equal(stored, parameter):
-        return parameter.detach()
-    return stored
 
 
 def _form(batch: Any) -> Any:

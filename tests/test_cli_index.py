@@ -21,8 +21,10 @@ from blr_analysis.cli import index as commands
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.files import held
+from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
+from blr_analysis.huggingface.tokens import encode
 
 pytest.importorskip("transformers")
 
@@ -461,8 +463,11 @@ def test_a_chat_without_template(model: Path, tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_model(model: Path, tmp_path: Path) -> None:
     loaded = load_model(model)
     loaded.model.resize_token_embeddings(6)
+    rows = written(tmp_path, [{"text": "the bright book"}])
     with pytest.raises(DataError, match="tokenizer"):
-        language_task(loaded, written(tmp_path, [{"text": "the bright book"}]))
+        language_task(loaded, rows)
+    with pytest.raises(DataError, match="tokenizer"):
+        encode(read_texts(rows), loaded)
 
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:

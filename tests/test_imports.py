@@ -27,7 +27,7 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
     {"terminal"},
-    {"likelihoods", "files"},
+    {"likelihoods", "files", "half"},
     {"data", "estimators"},
     {"task"},
     {"backprop"},

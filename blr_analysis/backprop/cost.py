@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from blr_analysis.backprop.layout import counted, probe_indices
 from blr_analysis.backprop.record import Recording, Visit
 from blr_analysis.backprop.terms import TermCost
-from blr_analysis.task import Task, parameter_places, working
+from blr_analysis.half import working
+from blr_analysis.task import Task, parameter_places
 
 SCORED = 3  # copies of a sequence's outputs that are held at once beside those of its last layer
 GRAMS = 3  # K × K products of an example's columns: their sum, a layer's share, one more

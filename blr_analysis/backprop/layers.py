@@ -21,7 +21,7 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.rows import Rows
 from blr_analysis.backprop.terms import Dense, Term
-from blr_analysis.task import working
+from blr_analysis.half import working
 
 
 @dataclass(frozen=True)

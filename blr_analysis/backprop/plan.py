@@ -10,6 +10,7 @@ exact on any model or says why it cannot be.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,8 @@ from blr_analysis.backprop.truth import (
     not_differentiable,
 )
 from blr_analysis.errors import ModelError
-from blr_analysis.task import Task, working
+from blr_analysis.half import working
+from blr_analysis.task import Task
 
 LARGE = 2**26  # bytes of parameters
 
@@ -84,6 +86,10 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     truth, plain = autograd_gradients(task, params, probe)
     _give_back(params)
     sizes = [float(torch.linalg.vector_norm(upcast(t))) for t in truth.sums.values()]
+    for size, (name, t) in zip(sizes, truth.sums.items(), strict=True):
+        if not math.isfinite(size) and not bool(t.isfinite().all()):
+            kind = str(t.dtype).removeprefix("torch.")
+            raise ModelError(f"gradients of {name!r} are NaN or inf in {kind}: use model.float()")
     floor = truth.eps**0.85 * max(sizes)
     values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
     adopted: set[str] = set()

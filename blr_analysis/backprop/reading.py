@@ -20,7 +20,8 @@ from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call, linear
 from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
-from blr_analysis.task import HALF, Task, parameter_places
+from blr_analysis.half import HALF
+from blr_analysis.task import Task, parameter_places
 
 Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
 

@@ -64,6 +64,8 @@ def batch_product(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
     if not (a[0].is_contiguous() and (b[0].is_contiguous() or b[0].mT.is_contiguous())):
         return torch.bmm(a, b)
+    if len(a) == 1:
+        return _one_dnn(a[0], b[0], None).unsqueeze(0)
     made = a.new_empty(*a.shape[:2], b.shape[-1])
     for left, right, into in zip(a, b, made, strict=True):
         into.copy_(_one_dnn(left, right, None))

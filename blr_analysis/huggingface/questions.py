@@ -15,7 +15,7 @@ from typing import Any
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
-from blr_analysis.huggingface.tokens import IGNORED, Tokens, read_length
+from blr_analysis.huggingface.tokens import IGNORED, Tokens, check_known, read_length
 from blr_analysis.task import Task
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -225,11 +225,7 @@ def _check(
     if len(ids) < 2 or max(start, 1) >= min(len(ids), most or len(ids)):
         kept = f" in {most} tokens" if most else ""
         raise DataError(f"{place} leaves nothing to predict{kept}; drop or shorten it")
-    words = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
-    if max(ids) >= words:
-        raise DataError(
-            f"{place} has token {max(ids)}, the model {words}: the tokenizer is another's"
-        )
+    check_known(loaded, ids, place)
 
 
 def _others(table: Any, used: set[str]) -> dict[str, list[Any]]:

@@ -20,6 +20,7 @@ from torch import nn
 from blr_analysis.checks import instance, one_of, path_of, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError, StorageError
 from blr_analysis.files import Folder, storage
+from blr_analysis.half import HALF
 from blr_analysis.huggingface.models import read_config
 from blr_analysis.posterior import Posterior, check_dtype, n_data_of, write_captured
 from blr_analysis.posterior.capture import (
@@ -31,7 +32,6 @@ from blr_analysis.posterior.capture import (
     reader_of,
     unwrap,
 )
-from blr_analysis.task import HALF
 
 FOLDER = "precision"  # beside the weights
 DECOUPLED = (

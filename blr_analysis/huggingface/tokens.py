@@ -116,7 +116,8 @@ def encode(
 
     Raises:
         InputError: a ``max_length`` that the model cannot read.
-        DataError: a pair for a language model; a text of less than two tokens for one.
+        DataError: a pair for a language model; a text of less than two tokens for one; another
+            model's tokenizer.
     """
     most = read_length(loaded, max_length)
     causal = loaded.task == "causal_lm"
@@ -133,10 +134,21 @@ def encode(
             raise DataError(
                 f"{texts.places[i]} has {count} token(s), which leaves nothing to predict; drop it"
             )
+        if causal:
+            check_known(loaded, row["input_ids"], texts.places[i])
         # 0 stands where a class must: whoever gives none uses none
         row["labels"] = row["input_ids"] if causal else labels[i] if labels else 0
     rows.sort(key=lambda row: len(row["input_ids"]))
     return Tokens(rows, loaded.pad_id, most, cut)
+
+
+def check_known(loaded: Pretrained, ids: Sequence[int], place: str) -> None:
+    """Raise :class:`DataError` where the model has no such token."""
+    words = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
+    if max(ids) >= words:
+        raise DataError(
+            f"{place} has token {max(ids)}, the model {words}: the tokenizer is another's"
+        )
 
 
 def read_length(loaded: Pretrained, max_length: int | None) -> int:

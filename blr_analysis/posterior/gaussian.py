@@ -15,6 +15,7 @@ from blr_analysis.checks import instance, one_of, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.storage import FIELDS
+from blr_analysis.half import narrow, placed
 from blr_analysis.posterior import capture, stored
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
@@ -24,7 +25,7 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
 from blr_analysis.posterior.structures.lowrank import ENOUGH, LowRank
-from blr_analysis.task import Task, bare_name, find_device, narrow, placed, unwrapped
+from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"

@@ -41,6 +41,7 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
+from blr_analysis.half import narrow, widened
 from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
@@ -50,7 +51,7 @@ from blr_analysis.posterior.prior_choice import chosen_by_retrieval, chosen_prio
 from blr_analysis.posterior.stationarity import fingerprint, measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import Spectral
-from blr_analysis.task import Task, narrow, widened
+from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
 CURVATURES = {  # as records call them, and what is summed

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.task import Widened, narrow
+from blr_analysis.half import Widened, narrow
 
 Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 
 import blr_analysis as blr
 from blr_analysis.errors import ModelError, PosteriorError
+from blr_analysis.half import narrow
 from blr_analysis.posterior import Posterior
-from blr_analysis.task import Task, narrow
+from blr_analysis.task import Task
 
 HALVES = (torch.bfloat16, torch.float16)
 QUIET: dict[str, Any] = {"progress": False}
@@ -120,12 +121,18 @@ def test_a_router_in_single_precision_does_not_misplace_rows(
     fitted(task, "diag")
 
 
-@pytest.mark.parametrize("kind", ["Gemma2", "Cohere"])
+@pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "DeepseekV3"])
 def test_models_whose_norms_are_in_single_precision_run_in_double(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "use_cache": False}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
+    ends: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "DeepseekV3":  # dense: no router
+        sizes = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+        ends |= dict.fromkeys((*sizes, "v_head_dim"), 4) | {"first_k_dense_replace": 2}
+        heads["num_key_value_heads"] = 2
+    else:
+        ends["head_dim"] = 4
     config = getattr(transformers, f"{kind}Config")(**small, **heads, **ends)
     with seeded(0):
         model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
@@ -208,6 +215,27 @@ def test_the_mean_of_a_half_precision_model_is_held_in_it(tmp_path: Path) -> Non
     assert all(torch.equal(m, before[n]) for n, m in q.mean.items())
 
 
+def test_inputs_of_a_model_of_two_dtypes_stay_as_it_was_trained_on_them() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.first = nn.Parameter(torch.ones(3)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).float() * self.scale
+
+    with seeded(0):
+        model, x = Mixed(), torch.randn(6, 4).bfloat16()
+    y = torch.arange(6) % 3
+    model.first.bfloat16().float()
+    truth = fitted(Task(model, (x, y)), "kron")
+    model.first.bfloat16()
+    q = fitted(Task(model, (x, y)), "kron")
+    for name, m in truth.mean.items():
+        assert torch.equal(q.mean[name], m)
+        assert relative(q.precision(name), truth.precision(name)) < 0.05
+
+
 def test_autocast_inside_of_the_forward_pass() -> None:
     class Cast(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -239,6 +267,15 @@ def test_a_precision_that_half_precision_cannot_hold_is_refused() -> None:
     with pytest.raises(PosteriorError, match=r"'words.weight' .* float16"):
         large.to("cpu", torch.float16)
     assert large.to("cpu", torch.bfloat16).precision("words.weight").dtype == torch.bfloat16
+
+
+def test_gradients_that_half_precision_cannot_hold_are_refused() -> None:
+    model = nn.Linear(4, 3).half()
+    nn.init.zeros_(model.weight)
+    data = torch.full((5, 4), 6e4).half(), torch.arange(5) % 3
+    task = Task(model, data, forward=lambda m, batch: (100 * m(batch[0]), batch[1]))
+    with pytest.raises(ModelError, match=r"'weight' are NaN or inf in float16: use model.float"):
+        fitted(task, "diag")
 
 
 def test_whole_numbers_are_no_weights_to_analyse() -> None:

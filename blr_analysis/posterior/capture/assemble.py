@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import positive_int, some, whole
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
+from blr_analysis.half import working
 from blr_analysis.posterior.capture.readers import Reader, State, steps
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal
-from blr_analysis.task import working
 
 UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
 HALF_REASON = (

@@ -26,6 +26,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.folder import read_index
+from blr_analysis.half import HALF
 from blr_analysis.posterior.capture.assemble import (
     HALF_REASON,
     Captured,
@@ -35,7 +36,6 @@ from blr_analysis.posterior.capture.assemble import (
     tied_names,
 )
 from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
-from blr_analysis.task import HALF
 
 EXPORT = (
     "Its .metadata is a pickle, which can run code when it is read, so it is not read here. Export "

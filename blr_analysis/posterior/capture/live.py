@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.errors import OptimizerError
+from blr_analysis.half import HALF
 from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, Told, assemble
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
 from blr_analysis.ranks import divided, whole
-from blr_analysis.task import HALF
 
 HALF_WARNING = (
     "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "
