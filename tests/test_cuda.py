@@ -11,6 +11,7 @@ import optimizers
 import pytest
 import torch
 from models import mlp
+from readings import ways
 from tiny_lm import sequences, tiny_lm
 from tiny_lm import task_of as lm_task
 from torch import Tensor, nn
@@ -94,6 +95,18 @@ def test_every_layer(name: str) -> None:
         close(qc.variance(parameter), qh.variance(parameter), tolerance)
     for field in ("error", "variance", "self_influence"):
         close(getattr(there, field), getattr(here, field), tolerance)
+
+
+def test_convolutions_in_single_precision() -> None:
+    """cuDNN takes TF32 for them by default; they are read by their rules all the same."""
+    layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(128, 3)
+    model = nn.Sequential(*layers)
+    x, y = torch.randn(20, 2, 8, 8), torch.arange(20) % 3
+    there = blr.Task(copy.deepcopy(model).cuda(), (x.cuda(), y.cuda()))
+    here = blr.Task(model.double(), (x, y))
+    assert set(ways(there).values()) == {"convolution", "linear"}
+    scores = [blr.sensitivity(t, fit(t, "diag"), progress=False) for t in (there, here)]
+    close(scores[0].variance, scores[1].variance, 0.01)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])

@@ -13,8 +13,8 @@ import ctypes
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -65,10 +65,24 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     )
     if key not in task.plans:
         params = task.cast(params)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _single_precision():
             task.plans[key] = _make(task, params)
         _give_back(params)
     return task.plans[key]
+
+
+@contextmanager
+def _single_precision() -> Iterator[None]:
+    """float32 products as such: in TF32, which a GPU takes for convolutions unless told otherwise,
+    two ways to one gradient differ by more than the check allows."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
 
 
 def _give_back(params: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,7 @@ ROUTING = (
 SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
+TF32 = 2.0**-10  # its eps
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,13 @@ def graph(outputs: Tensor) -> Iterator[Any]:
 
 def rounding(outputs: Tensor) -> float:
     """The eps of the coarsest dtype on the way to the outputs: half precision, autocast, norms
-    that are taken in single precision inside of a double one."""
-    kinds = {outputs.dtype}
+    that are taken in single precision inside of a double one, TF32 of a GPU's convolutions."""
+    kinds, coarse = {outputs.dtype}, 0.0
     for node in graph(outputs):
         kinds |= {m.dtype for m in getattr(node, "_input_metadata", ())}
-    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+        if outputs.is_cuda and torch.backends.cudnn.allow_tf32 and "Convolution" in node.name():
+            coarse = TF32
+    return max(coarse, *(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point))
 
 
 def fetched(task: Task, indices: Tensor) -> Any:

@@ -51,6 +51,29 @@ def test_layers_by_the_faster_product(name: str, monkeypatch) -> None:
     assert len(made) == calls  # elsewhere the layers are torch's
 
 
+def test_a_plan_is_checked_in_single_precision(monkeypatch) -> None:
+    """Whatever torch may round products to; and torch is left as it was."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    seen = []
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        seen.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+        return m.out(x)
+
+    try:
+        task = task_of(Case(graph(run, out=nn.Linear(3, 2)), normal(5, 3)))
+        seen.clear()
+        ways(task)
+        checked = set(seen)
+        jacobian_of(task, None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert checked == {(False, "highest")}
+    assert seen[-1] == (True, "medium")
+
+
 CHANGES = {
     "weights in place": lambda m: [p.data.mul_(2) for p in m.parameters()],
     "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(2 * m[0].weight.detach())),
