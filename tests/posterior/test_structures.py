@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -322,3 +323,18 @@ def test_models_with_a_scalar_parameter(tmp_path, structure: str) -> None:
     back = Posterior.load(tmp_path / "q.safetensors")
     assert torch.equal(back.mean["gain"], q.mean["gain"])
     assert back.variance("gain").shape == ()
+
+
+def test_eigenvectors_that_do_not_converge_are_found_in_double(monkeypatch) -> None:
+    from blr_analysis.posterior.structures import kronecker
+
+    exact = torch.linalg.eigh
+
+    def failing(m: Tensor) -> Any:
+        if m.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return exact(m)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    m = torch.diag(torch.arange(1.0, 4.0))
+    assert torch.equal(kronecker._eigenvectors(m).abs(), torch.eye(3).double())

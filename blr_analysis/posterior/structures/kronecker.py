@@ -222,12 +222,19 @@ def eigenbases(
         if not all(bool(torch.isfinite(m.sum())) for m in pair):
             raise ModelError(f"the curvature of {joint.key!r} overflows; use float64")
         right, left = (
-            (torch.linalg.eigh(upcast(m))[1] if mine else torch.zeros_like(m)).to(like).contiguous()
-            for m in pair
+            (_eigenvectors(m) if mine else torch.zeros_like(m)).to(like).contiguous() for m in pair
         )
         known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
         blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)
+
+
+def _eigenvectors(m: Tensor) -> Tensor:
+    """In double precision where they do not converge in their own."""
+    try:
+        return torch.linalg.eigh(upcast(m))[1]
+    except torch.linalg.LinAlgError:
+        return torch.linalg.eigh(m.double())[1]
 
 
 class Gram(Kronecker):
