@@ -627,7 +627,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
             return model(**x), y
         if isinstance(x, Tensor) and x.is_floating_point():
             kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
-            if x.dtype not in kinds:  # of a model of several dtypes as it was trained
+            if x.dtype not in kinds or x.dtype not in HALF:  # in half precision as it was trained
                 x = x.to(next(iter(kinds), x.dtype))
         return model(x), y
     raise DataError(

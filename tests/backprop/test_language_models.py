@@ -236,6 +236,17 @@ def test_inputs_of_a_model_of_two_dtypes_stay_as_it_was_trained_on_them() -> Non
         assert relative(q.precision(name), truth.precision(name)) < 0.05
 
 
+def test_single_precision_goes_to_what_the_first_layer_takes() -> None:
+    model = nn.Sequential(nn.Linear(4, 5).bfloat16(), Upcast(), nn.LayerNorm(5), nn.Linear(5, 3))
+    q = fitted(Task(model, (torch.randn(6, 4), torch.arange(6) % 3)), "diag")
+    assert bool(q.precision("3.weight").isfinite().all())
+
+
+class Upcast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
 def test_autocast_inside_of_the_forward_pass() -> None:
     class Cast(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
