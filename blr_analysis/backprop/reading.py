@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten
 
 from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call, linear
-from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
+from blr_analysis.backprop.record import Recording, Unit, Visit, given_leaves, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.half import HALF
 from blr_analysis.task import Task, parameter_places
@@ -151,7 +150,7 @@ class Plan:
         axes = next((a for a in known if a is not None), None)
         if visit.stale or axes is None:
             return None
-        leaves = [*tree_flatten((visit.args, visit.kwargs))[0], *visit.outputs]
+        leaves = [*given_leaves(visit.args, visit.kwargs), *visit.outputs]
         layout = [*axes[0], *axes[1]]
         fits = len(leaves) == len(layout) and all(
             axis is None or (isinstance(leaf, Tensor) and axis.fits(leaf, batch))

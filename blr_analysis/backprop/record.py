@@ -97,7 +97,7 @@ class Visit:
         """Once the forward pass is over: let go of its graph, and note whether the input stands."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
-        self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
+        self.args, self.kwargs = _each(_detached, self.args, self.kwargs)
 
     def shrink(self) -> None:
         """Let go of the inputs' numbers; their shapes stay."""
@@ -228,8 +228,8 @@ def record(
     counts: dict[str, int] = {}
 
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        given = tree_leaves((args, kwargs))
-        leaves, spec = tree_flatten(output)
+        given = given_leaves(args, kwargs)
+        leaves, spec = ([output], None) if type(output) is Tensor else tree_flatten(output)
         if any(map(_inside_transform, (*given, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
@@ -253,7 +253,7 @@ def record(
         if shapes:
             args, kwargs, edges, versions = tree_map(_shape, (args, kwargs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
-        return tree_unflatten(leaves, spec)
+        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), _hooks(units, visit):
         outputs, targets = task.run(batch, params, indices)
@@ -296,6 +296,21 @@ def _product(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any)
         if made is not None:
             return made
     return forward(*args, **kwargs)
+
+
+def given_leaves(args: Any, kwargs: Any) -> list[Any]:
+    """What a layer was given, flat; what nearly all are given is so already."""
+    return list(args) if _flat(args, kwargs) else tree_leaves((args, kwargs))
+
+
+def _each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if _flat(args, kwargs):
+        return tuple(map(change, args)), kwargs
+    return tree_map(change, (args, kwargs))
+
+
+def _flat(args: Any, kwargs: Any) -> bool:
+    return not kwargs and all(type(x) is Tensor for x in args)
 
 
 def _inside_transform(leaf: Any) -> bool:
