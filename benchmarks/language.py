@@ -206,14 +206,20 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
 
     import blr_analysis as blr
     from blr_analysis.backprop.engine import QUIET
-    from blr_analysis.sensitivity.influence.index import _projected
+    from blr_analysis.sensitivity.influence.index import _each, _joined, _stored
 
     quiet: dict[str, Any] = {"progress": False}
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", **quiet)
     with tempfile.TemporaryDirectory() as folder:
         built = blr.Index.build(task, q, f"{folder}/index", rank=rank, **quiet)
         kept = built._compression
-        row = measured(lambda: _projected(task, q, kept, kept.roots(q), QUIET), 1)
+        order, roots = torch.arange(task.n_data), kept.roots(q)
+
+        def files() -> None:
+            each = _each(task, q, kept, roots, QUIET, order)
+            _joined(_stored(kept, each, torch.float16), order, False)
+
+        row = measured(files, 1)
         exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
         found = built.top(questions, 30, **quiet).helpful
         for name, best in {"recall": found[:, :10], "of_30": found}.items():

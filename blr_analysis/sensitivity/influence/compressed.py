@@ -398,12 +398,13 @@ def in_common(kept: Kept, asked: Compressed) -> Tensor:
         nth = np.arange(len(ours)) - (count.cumsum() - count).repeat(count)
         theirs = sought.first.take(runs).repeat(count) + nth
         same = np.flatnonzero(places.take(ours) == sought.places.take(theirs))
-        ours, theirs = ours.take(same), theirs.take(same)
-        mine = unpacked(torch.from_numpy(blocks.take(ours, axis=0))).to(values)
-        other = sought.blocks.index_select(0, torch.from_numpy(theirs))
-        products = torch.linalg.vecdot(mine, other)
-        pairs = torch.from_numpy(ours // own * m + sought.questions.take(theirs))
-        values.index_add_(0, pairs, products * torch.from_numpy(units.take(ours)))
+        for few in slices(len(same), CACHED // BLOCK // 4):
+            i, j = ours.take(same[few]), theirs.take(same[few])
+            mine = unpacked(torch.from_numpy(blocks.take(i, axis=0))).to(values)
+            other = sought.blocks.index_select(0, torch.from_numpy(j))
+            products = torch.linalg.vecdot(mine, other)
+            pairs = torch.from_numpy(i // own * m + sought.questions.take(j))
+            values.index_add_(0, pairs, products * torch.from_numpy(units.take(i)))
     return values.view(n, m)
 
 

@@ -503,10 +503,10 @@ def _read(
 
     def of(part: tuple[str, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         name, of_file, own = part
-        kept = _loaded(place / name)
-        if len(own) < len(of_file):
-            kept = {n: t[own - of_file[0]] for n, t in kept.items()}
-        return own, compute(kept)
+        kept, chosen = _loaded(place / name), own - of_file[0]
+        if 2 * len(own) > len(of_file):  # of most, no copies
+            return own, compute(kept)[chosen]
+        return own, compute({n: t[chosen] for n, t in kept.items()})
 
     if threads == 1 or len(parts) == 1:
         yield from map(of, parts)
