@@ -127,13 +127,14 @@ def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -
     truth = truth.detach()
     if ours is not None and ours.shape != truth.shape:
         return False
-    return small(truth if ours is None else ours.detach() - truth, truth, eps, floor)
+    gap = truth if ours is None else ours.detach() - truth
+    off, size = (float(torch.linalg.vector_norm(upcast(t))) for t in (gap, truth))
+    return within(off, size, eps, floor)
 
 
-def small(gap: Tensor, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
-    """Whether what a tensor is off its truth is rounding."""
-    bound = eps**0.6 * torch.linalg.vector_norm(upcast(truth)) + floor
-    return bool(torch.linalg.vector_norm(upcast(gap)) <= bound)
+def within(gap: float, size: float, eps: float, floor: float = 0.0) -> bool:
+    """Whether what a tensor of this norm is off its truth is rounding."""
+    return gap <= eps**0.6 * size + floor
 
 
 def _pairs(recording: Recording, larger: list[Visit]) -> list[tuple[Visit, Visit | None]]:

@@ -24,11 +24,11 @@ from blr_analysis.backprop.affine import affine, is_affine
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for, upcast
-from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices, small
+from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read
 from blr_analysis.backprop.record import Unit, Visit, fetched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
-from blr_analysis.backprop.terms import Term, TermCost, merged
+from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
     Truth,
     autograd_gradients,
@@ -167,13 +167,23 @@ def _with_affine(
 def _disagreeing(term: Term, truth: Truth, floor: float) -> set[str]:
     """The parameters whose gradients the term gets wrong."""
     own = {n: truth.sums[n] for n in term.names}
-    ours = {n: t.new_zeros(1, *t.shape, dtype=working(t.dtype)) for n, t in own.items()}
-    try:
-        term.combined(truth.weights.view(-1, 1, 1), ours)
-    except RuntimeError:  # gradients of another shape than the parameter
-        return set(term.names)
-    gaps = {n: sums[0].sub_(own[n]) for n, sums in ours.items()}  # nothing is held twice
-    return {n for n, gap in gaps.items() if not small(gap, own[n], truth.eps, floor)}
+    layout = term.matrix
+    blocks: Iterator[tuple[Term, Tree]] = iter([(term, own)])
+    if layout is not None and [tuple(t.shape) for t in own.values()] == [layout.shape]:
+        ((name, whole),) = own.items()  # no second table of all words is made
+        rows = slices(layout.rows, HELD // layout.columns)
+        blocks = ((term.rows(chosen), {name: whole[chosen]}) for chosen in rows)
+    gaps, sizes = (dict.fromkeys(own, 0.0) for _ in range(2))
+    for part, theirs in blocks:
+        ours = {n: t.new_zeros(1, *t.shape, dtype=working(t.dtype)) for n, t in theirs.items()}
+        try:
+            part.combined(truth.weights.view(-1, 1, 1), ours)
+        except RuntimeError:  # gradients of another shape than the parameter
+            return set(term.names)
+        for n, t in theirs.items():
+            gaps[n] = math.hypot(gaps[n], float(torch.linalg.vector_norm(ours[n][0].sub_(t))))
+            sizes[n] = math.hypot(sizes[n], float(torch.linalg.vector_norm(upcast(t))))
+    return {n for n, gap in gaps.items() if not within(gap, sizes[n], truth.eps, floor)}
 
 
 def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:

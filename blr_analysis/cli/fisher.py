@@ -130,7 +130,7 @@ def fisher(
         typer.Option(
             metavar="SIZE",
             help="Of the passes over the data. On top come the model, the sum, and the check of "
-            "the first gradients, some 70 bytes per parameter in all; one example is taken "
+            "the first gradients, some 20 bytes per parameter in all; one example is taken "
             "whatever it needs.",
         ),
     ] = "256MiB",

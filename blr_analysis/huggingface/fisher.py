@@ -138,7 +138,7 @@ def fisher(
         force: replace a precision that is already there.
         device, memory_budget: where to work, and in how many bytes (default 256 MiB). On top come
             the model, the sum, and once, when the gradients of three examples are checked against
-            autograd's, some 70 bytes per parameter.
+            autograd's, some 13 bytes per parameter.
         dtype: torch.bfloat16 to store half the bytes; default float32.
 
     Raises:
