@@ -101,7 +101,9 @@ def index(
         check_place(out, ours, rank, at_model=posterior is None)
         if dry_run:
             found = way.posterior is not None or way.finds(ours)
-            show_forecast(build_cost(ours, way.stages(ours), rank, found=found))
+            known = way.posterior and way.posterior.stat().st_size
+            kind = {"structure": str(way.fit or ""), "saved": known or 0}
+            show_forecast(build_cost(ours, way.stages(ours), rank, found=found, **kind))
             return
         q = way.posterior_of(ours, say)
         say("indexing")

@@ -193,12 +193,14 @@ class Way:
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
         from blr_analysis.posterior import Stage, fit_stages
-        from blr_analysis.posterior.prior_choice import TEXTS
+        from blr_analysis.posterior.prior_choice import ROOM, TEXTS
 
         if self.posterior is not None:
             return []
         retrieves, found = self.prior_precision == RETRIEVAL, self.finds(task)
-        halves = [Stage("halves of texts", min(task.n_data, TEXTS), 2.0, rotated=True)]
+        some = min(task.n_data, TEXTS)
+        room = 4 * some * sum(p.numel() for p in task.parameters().values())
+        halves = [Stage("halves of texts", some, 2.0, rotated=True, memory=min(ROOM, room))]
         return fit_stages(task, str(self.fit), found=found) + halves * retrieves
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:

@@ -35,12 +35,14 @@ class Stage:
 
     Attributes:
         rotated: whether every gradient is turned into the posterior's basis.
+        memory: bytes that it holds, beside the posterior and a chunk.
     """
 
     name: str
     examples: int
     gradients: float = 1.0
     rotated: bool = False
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Forecast:
             seconds += stage.examples * stage.gradients * each
         itemsize = next(iter(params.values())).element_size()
         held = 2 * sum(p.numel() for p in params.values()) * itemsize
+        held += max((stage.memory for stage in stages), default=0)
         if seen.sides:
             seconds += _eigh_seconds() * sum((s / TRIAL) ** 3 for s in seen.sides)
             held += itemsize * sum(s * s for s in seen.sides)
@@ -111,7 +114,8 @@ def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage
         return own
     single = Stage("gradients of some", min(n, SAMPLE[task.likelihood.is_sequence]))
     before = kron if structure != "kron" else []
-    return [*before, *own, Stage("gradient of the loss", n), single]
+    size = sum(p.nbytes for p in task.parameters().values())  # it, θ̂ − θ₀, both in the basis
+    return [*before, *own, Stage("gradient of the loss", n, memory=4 * size), single]
 
 
 def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:

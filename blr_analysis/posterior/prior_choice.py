@@ -28,7 +28,7 @@ Sources: MacKay, "A practical Bayesian framework for backpropagation networks", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ APART, EXPLAINED = 5, 0.5  # times between the two rules, so far off a minimum: 
 FAR = 100  # times below the evidence's, so far off a minimum: a root that is chance
 RULE = "retrieval"
 TEXTS, FEWEST = 64, 8  # whose halves are compared; of fewer nothing is concluded
+PIECE = 2**23  # numbers at a time
 ROOM = 2**29  # bytes of their gradients: of larger models some layers speak for all
 TIMES = (1e-4, 1e-3, 1e-2, 1e-1, 1e1)  # the δ that was found otherwise
 
@@ -143,9 +144,8 @@ def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> list[Tensor
     top = max(float(s.max()) for s in form.values.values())
     parts: list[list[Tensor]] = []
     sums = torch.zeros(5, BINS, dtype=torch.float64)
-    for key, values in form.values.items():
-        curved = values.double().clamp_min(0).flatten()
-        x, y = d[key].double().flatten(), g[key].double().expand_as(values).flatten()
+    for values, x, y in _pieces(form, d, g):
+        curved, x, y = values.double().clamp_min(0), x.double(), y.double()
         rows = [curved, torch.ones_like(curved), x * x, x * y, y * y]
         if few:
             parts.append(rows)
@@ -158,6 +158,14 @@ def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> list[Tensor
         return [torch.cat(row) for row in zip(*parts, strict=True)]
     curved, count, *rest = sums[:, sums[1] > 0] if top > 0 else sums
     return [curved / count.clamp_min(1), count, *rest]
+
+
+def _pieces(form: Spectral, *others: Tree) -> Iterator[tuple[Tensor, ...]]:
+    """λ and these in its directions, flat, some at a time: of a large table copies in double
+    precision are many."""
+    for key, values in form.values.items():
+        held = (values, *(other[key].expand_as(values) for other in others))
+        yield from zip(*(t.flatten().split(PIECE) for t in held), strict=True)
 
 
 def _crossing(f: Callable[[float], float], low: float, high: float) -> float:
@@ -205,8 +213,10 @@ def reciprocal_ranks(halves: Mapping[str, Tensor], form: Spectral, delta: float)
     n = next(iter(halves.values())).shape[1]
     gram = torch.zeros(2 * n, 2 * n)
     for name, pairs in halves.items():
-        g = pairs.flatten(0, 1).to(form.values[name].dtype)
-        gram += ((g / (form.values[name].flatten() + delta)) @ g.mT).cpu()
+        values = form.values[name].flatten().split(PIECE // len(gram))
+        for own, half in zip(values, pairs.flatten(0, 1).split(len(values[0]), dim=1), strict=True):
+            g = half.to(own.dtype)
+            gram += ((g / (own + delta)) @ g.mT).cpu()
     lengths = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
     cosines = (gram / lengths / lengths.unsqueeze(1))[:n, n:]
     own = cosines.diagonal()

@@ -233,7 +233,7 @@ def _eigenvectors(m: Tensor) -> Tensor:
     """In double precision where they do not converge in their own."""
     try:
         return torch.linalg.eigh(upcast(m))[1]
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # LinAlgError
         return torch.linalg.eigh(m.double())[1]
 
 

@@ -417,9 +417,12 @@ class Index:
         return matrix_of(exact).gather(0, places.view_as(names))
 
 
-def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> Forecast:
+def build_cost(
+    task: Task, fit: Sequence[Stage], rank: int, *, found: bool, structure: str, saved: int = 0
+) -> Forecast:
     """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any; ``found``:
-    under a δ that was found, off the minimum."""
+    under a δ that was found, off the minimum; ``structure`` of the posterior that is fitted, or
+    ``saved``, the bytes of one that is there."""
     n = task.n_data
     columns = min(PROBE[1], n // 2)
     pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
@@ -432,10 +435,9 @@ def build_cost(task: Task, fit: Sequence[Stage], rank: int, *, found: bool) -> F
         Stage("index", n, rotated=True),
         Stage("error", pairs, rotated=True),
     ]
-    parameters = task.parameters().values()
     each = min(rank, size) * torch.float16.itemsize
-    posterior = 2 * sum(p.nbytes for p in parameters)
-    return Forecast.of(task, stages, disk=n * each + posterior)
+    posterior = saved or 2 * sum(p.nbytes for p in task.parameters().values())
+    return Forecast.of(task, stages, disk=n * each + posterior, structure=structure)
 
 
 def fingerprint(q: Posterior) -> str:
