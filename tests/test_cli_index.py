@@ -14,6 +14,7 @@ import pytest
 import tiny_transformers as tiny
 import torch
 from commands import run
+from safetensors.torch import load_file, save_file
 
 import blr_analysis as blr
 from blr_analysis.backprop import engine
@@ -251,6 +252,14 @@ def test_an_adapter_is_indexed_on_its_base(
     assert out.count("\n\n") <= len(ASKED) and "the film" in out
     code, _, err = run(capsys, "query", place, model / "asked.jsonl", "--max-length", 3)
     assert code == 0 and "1 of 2 texts" in err
+    moved = shutil.copytree(model, tmp_path / "moved")
+    code, _, err = run(capsys, "query", place, model / "asked.jsonl", "--base", moved)
+    assert code == 0, err
+    weights = load_file(moved / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= 1.1
+    save_file(weights, moved / "model.safetensors", {"format": "pt"})
+    code, _, err = run(capsys, "query", place, model / "asked.jsonl", "--base", moved)
+    assert code == 2 and "is not the base that the index was built on" in err
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])

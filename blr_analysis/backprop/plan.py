@@ -58,7 +58,7 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 type(m),
                 len(m._forward_hooks),
                 len(m._forward_pre_hooks),
-                m.__dict__.get("forward"),
+                m.__dict__.get("forward", getattr(type(m), "forward", None)),
             )
             for m in task.model.modules()
         ),

@@ -41,6 +41,7 @@ SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
+PRODUCTS = ("torch.nn.modules.linear", "transformers.pytorch_utils")  # where W x is written
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def record(
 @contextmanager
 def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
     handles: list[Any] = []
-    replaced: list[dict[str, Any]] = []
+    replaced: list[tuple[dict[str, Any], Any]] = []
     try:
         for unit in units:
 
@@ -275,15 +276,24 @@ def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
 
             handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
             own = vars(unit.module)
-            if unit.rule in (linear, transposed_linear) and "forward" not in own and slow_mkl():
+            if unit.rule in (linear, transposed_linear) and _as_written(unit) and slow_mkl():
                 own["forward"] = partial(_product, unit, unit.module.forward)
-                replaced.append(own)
+                replaced.append((own, own["forward"]))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for own in replaced:
-            del own["forward"]
+        for own, ours in replaced:
+            if own.get("forward") is ours:  # and not what the model put there itself
+                del own["forward"]
+
+
+def _as_written(unit: Unit) -> bool:
+    """Whether its forward is that of its library, neither the module's own nor a patch of the
+    class."""
+    forward = type(unit.module).forward
+    written = getattr(forward, "__globals__", {}).get("__name__")
+    return "forward" not in vars(unit.module) and written in PRODUCTS
 
 
 def _product(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -116,6 +116,7 @@ def index(
         if texts is not None:
             tokenizer = ours.dataset.tokenizer
             record["tokenizer"] = ids_known_by(tokenizer, built.examples["text"])
+            record["frozen"] = _frozen(ours.model)
         with drafted(out / SOURCE) as draft:
             draft.write_text(json.dumps(record, indent=2), encoding="utf-8")
     say("done")
@@ -229,6 +230,9 @@ def query(
                 f"the tokenizer of {about['model']!r} is not the index's: it makes other ids of "
                 "the same texts; put the one of the training there, or name its folder (--model)"
             )
+    if about.get("frozen", "") not in ("", _frozen(loaded.model)):
+        where = about.get("base") or about["model"]
+        raise InputError(f"{where!r} is not the base that the index was built on: name it (--base)")
     task = language_task(loaded, questions, text=text, max_length=max_length)
     check_weights(task, opened.posterior)
     say_cut(Teller(), task, questions, max_length)
@@ -263,6 +267,15 @@ def query(
             console.print(f"  {printable(line)}", soft_wrap=True)
         if not found:
             console.print("  no example helps")
+
+
+def _frozen(model: Any) -> str:
+    """What tells the weights that are not trained, an adapter's base, from others; "": all are."""
+    from blr_analysis.files import Loaded, fingerprint
+    from blr_analysis.files.storage import SAMPLE
+
+    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return fingerprint(Loaded("the base", held), most=SAMPLE, progress=False) if held else ""
 
 
 def _query_task(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from blr_analysis.sensitivity.corrections import (
     prediction_variances,
     taken,
 )
-from blr_analysis.sensitivity.influence.whole import stopped_early
 from blr_analysis.sensitivity.removal import PASSES, UNTIL_REST, descended_removals
 from blr_analysis.sensitivity.results import LeftOut
 from blr_analysis.sensitivity.scores import Scores, fitted
@@ -77,9 +76,6 @@ class LeaveOneOut(LeftOut):
             leverage is too close to 1 or above it, or "descent" where the example was refined;
             one word for each example.
         mse: mean squared left-out error (Gaussian likelihood only, else None).
-        nll_range: of a small model off its minimum, whose ``nll`` is mostly too large: from first
-            order under the whole curvature, damped as early stopping does, to ``nll``; else None,
-            and with another ``correction`` or ``refine`` than by default.
     """
 
     logits: Tensor
@@ -90,7 +86,6 @@ class LeaveOneOut(LeftOut):
     leverage: Tensor
     correction: list[str]
     likelihood: Likelihood
-    nll_range: tuple[float, float] | None = None
 
     @property
     def _evaluation(self) -> Evaluation:
@@ -245,7 +240,7 @@ def leave_one_out(
             )
             warnings.warn(said, RuntimeWarning, stacklevel=3)
         used[done] = WORDS.index("descent")
-    found = LeaveOneOut(
+    return LeaveOneOut(
         logits=after,
         losses=likelihood.nll(after, targets),
         losses_before=likelihood.nll(before, targets),
@@ -269,20 +264,6 @@ def leave_one_out(
             )
         ),
     )
-    damped = _damped(task, q, chunking) if correction == "auto" and refine is None else None
-    if damped is None:
-        return found
-    least = replace(found, logits=damped, losses=likelihood.nll(damped, targets)).nll
-    low, high = sorted((least, found.nll))
-    note = f"{found.note}; the loss on new data is likelier in {low:.3g} to {high:.3g}"
-    return replace(found, nll_range=(low, high), note=note)
-
-
-def _damped(task: Task, q: Posterior, chunking: Chunking) -> Tensor | None:
-    """f_i^{\\i} to first order under the whole curvature as early stopping damps it; None at a
-    minimum, and where that takes more than seconds."""
-    damped = stopped_early(task, q, chunking)
-    return damped and tuple(_moved(task, damped, "first_order", chunking))[2]
 
 
 def _far(change: Tensor, moved: Tensor) -> Tensor:

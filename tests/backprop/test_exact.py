@@ -51,6 +51,42 @@ def test_layers_by_the_faster_product(name: str, monkeypatch) -> None:
     assert len(made) == calls  # elsewhere the layers are torch's
 
 
+class Swapping(nn.Module):
+    """Swaps a layer's forward for the length of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = self.first.forward
+        self.first.forward = lambda z: plain(z) * 2
+        try:
+            return self.last(self.first(x).tanh())
+        finally:
+            del self.first.forward
+
+
+@pytest.mark.parametrize("patched", ["the class", "inside of the model"])
+def test_a_patched_layer_is_not_replaced(patched: str, monkeypatch) -> None:
+    if patched == "the class":
+        plain = nn.Linear.forward
+
+        def residual(self: nn.Linear, x: Tensor) -> Tensor:
+            return plain(self, x) + (x if x.shape[-1] == self.out_features else 0)
+
+        monkeypatch.setattr(nn.Linear, "forward", residual)
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+        task = task_of(Case(Swapping() if patched != "the class" else model, normal(6, 3).float()))
+    jacobian_of(task, None)  # the check is of few rows, which are not worth another product
+    monkeypatch.setattr(single, "WORTH", 1)
+    for module in (single, record):
+        monkeypatch.setattr(module, "slow_mkl", lambda: True)
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < 1e-5
+    assert not any("forward" in vars(module) for module in task.model.modules())
+
+
 def test_a_plan_is_checked_in_single_precision(monkeypatch) -> None:
     """Whatever torch may round products to; and torch is left as it was."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)

@@ -11,8 +11,8 @@ Hadamard's matrix, so that every z_k is nearly normal. A question's own z keeps 
 third of the error of one sum in half precision. Whitened gradients of language models fill their
 space, so that few directions hold little of any; but of one that trains its words, a hundredth of
 the numbers hold two thirds of ‖w‖². As much of the room is for blocks as leaves least to the signs'
-error, ‖r‖² / √K, in some examples: a quarter of it, or nothing in an adapter. Of a question, z
-is of all of w_j, and more blocks are at hand, with which v_i is multiplied; left out is v_iᵀ w_j
+error, ‖r‖² / √K, in some examples: a quarter of it, little or nothing in an adapter. Of a question,
+z is of all of w_j, and more blocks are at hand, with which v_i is multiplied; left out is v_iᵀ w_j
 elsewhere.
 
 Sources: Charikar, Chen & Farach-Colton, "Finding frequent items in data streams", 2002; Jacques et

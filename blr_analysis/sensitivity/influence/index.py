@@ -141,8 +141,8 @@ class Index:
             path: a folder, made if need be.
             rank: room per example, in numbers of this dtype. Models with no more parameters are
                 kept whole; of others the longest blocks, as much of the room as 16 examples say
-                (a quarter where words are trained, nothing of an adapter), and of the rest signs of
-                random sums, 16 in the place of a float16.
+                (a quarter where words are trained, little or nothing of an adapter), and of the
+                rest signs of random sums, 16 in the place of a float16.
             dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
                 example.
             memory_budget: as for :func:`blr_analysis.influence`.

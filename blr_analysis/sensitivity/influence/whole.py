@@ -107,18 +107,6 @@ def whole(
     return [taken], said
 
 
-def stopped_early(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
-    """The whole curvature as early stopping damps it, of one network; None at the minimum, where δ
-    was named, and where it takes more than seconds."""
-    structure = exact_structure(task)
-    if structure is None or "prior_choice" not in q.record or not laplace_of(task, q):
-        return None
-    damping = None if stationarity(task, q).near else early_stop(task, q)
-    if damping is None:
-        return None
-    return _fitted(chunking, structure, Prior({None: damping}, q.prior.mean), task=task)
-
-
 def _drawn(
     task: Task, q: Posterior, averaged: Averaged | None, fitted: Callable[..., Posterior]
 ) -> list[Posterior]:
