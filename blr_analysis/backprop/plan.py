@@ -15,7 +15,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,19 @@ from blr_analysis.task import Task
 LARGE = 2**26  # bytes of parameters
 
 
+@dataclass(frozen=True, eq=False)
+class Same:
+    """This very object, held and told from its equals, if it can be compared at all."""
+
+    what: Any
+
+    def __hash__(self) -> int:
+        return id(self.what)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.what is other.what
+
+
 def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """The task's plan for these parameters, made on first use and kept with the task.
 
@@ -58,31 +72,37 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 type(m),
                 len(m._forward_hooks),
                 len(m._forward_pre_hooks),
-                m.__dict__.get("forward", getattr(type(m), "forward", None)),
+                Same(m.__dict__.get("forward", getattr(type(m), "forward", None))),
             )
             for m in task.model.modules()
         ),
     )
     if key not in task.plans:
         params = task.cast(params)
-        with torch.inference_mode(False), _single_precision():
+        with torch.inference_mode(False), _single_precision(task.device):
             task.plans[key] = _make(task, params)
         _give_back(params)
     return task.plans[key]
 
 
 @contextmanager
-def _single_precision() -> Iterator[None]:
-    """float32 products as such: in TF32, which a GPU takes for convolutions unless told otherwise,
-    two ways to one gradient differ by more than the check allows."""
-    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
+def _single_precision(device: torch.device) -> Iterator[None]:
+    """float32 products of a GPU as such: in TF32, which it takes for convolutions unless told
+    otherwise, two ways to one gradient differ by more than the check allows."""
+    if device.type == "cpu":
+        yield
+        return
+    name = "fp32_precision"  # torch refuses to read what came before it, once it was set
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    places: list[Any] = [cudnn.conv, cudnn.rnn, matmul] if hasattr(matmul, name) else []
+    before = [getattr(place, name) for place in places]
+    for place in places:
+        setattr(place, name, "ieee")
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])
+        for place, kind in zip(places, before, strict=True):
+            setattr(place, name, kind)
 
 
 def _give_back(params: Mapping[str, Tensor]) -> None:

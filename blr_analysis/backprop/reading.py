@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from blr_analysis.backprop.affine import affine
 from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call, linear
 from blr_analysis.backprop.record import Recording, Unit, Visit, given_leaves, rounding
@@ -88,8 +89,8 @@ class Plan:
         alone = set(self.whole_model)
         if self.routes:
             alone |= self._misplaced(recording, cotangents[0], grads)
-        again = any(visit.unit.rule is None for visit in recording.visits)  # modules that are run
-        running = task.evaluation() if again else nullcontext()
+        rules = {visit.unit.rule for visit in recording.visits}
+        running = task.evaluation() if rules & {None, affine} else nullcontext()  # they run layers
         with torch.inference_mode(False), torch.no_grad(), running:
             for visit, visited in zip(recording.visits, grads, strict=True):
                 axes = self.axes_of(visit, len(indices))

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -41,6 +42,7 @@ SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
+LINEAR = F.linear
 PRODUCTS = ("torch.nn.modules.linear", "transformers.pytorch_utils")  # where W x is written
 
 
@@ -162,9 +164,17 @@ def rounding(outputs: Tensor) -> float:
     kinds, coarse = {outputs.dtype}, 0.0
     for node in graph(outputs):
         kinds |= {m.dtype for m in getattr(node, "_input_metadata", ())}
-        if outputs.is_cuda and torch.backends.cudnn.allow_tf32 and "Convolution" in node.name():
+        if outputs.is_cuda and _rounds_convolutions() and "Convolution" in node.name():
             coarse = TF32
     return max(coarse, *(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point))
+
+
+def _rounds_convolutions() -> bool:
+    """Whether cuDNN takes TF32, by whichever of torch's settings there is."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)
+    if convolutions is None:  # torch < 2.9
+        return torch.backends.cudnn.allow_tf32
+    return convolutions.fp32_precision == "tf32"
 
 
 def fetched(task: Task, indices: Tensor) -> Any:
@@ -298,7 +308,8 @@ def _as_written(unit: Unit) -> bool:
 
 def _product(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a linear layer answers, by the faster of two products."""
-    if len(args) == 1 and not kwargs and not _inside_transform(args[0]):
+    plain = F.linear is LINEAR and not torch._C._len_torch_function_stack()  # nothing between
+    if plain and len(args) == 1 and not kwargs and not _inside_transform(args[0]):
         layer: Any = unit.module
         weight, bias = layer.weight, layer.bias
         matrix = weight.mT if unit.rule is linear else weight

@@ -79,9 +79,15 @@ def layer_product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor | No
     small = not plain or x.ndim < 2 or x.numel() * matrix.shape[-1] < WORTH
     if small or matrix.requires_grad or torch.is_autocast_enabled("cpu"):
         return None
-    if not _better(x.detach(), matrix) or (bias is not None and bias.requires_grad):
+    if not _better(x.detach(), matrix) or not (bias is None or _one_each(bias, matrix.shape[-1])):
         return None
     return _LayerProduct.apply(x, matrix, bias)
+
+
+def _one_each(bias: Tensor, outputs: int) -> bool:
+    """Whether it holds a number for each output, and no derivative is asked for."""
+    plain = type(bias) is Tensor and bias.dtype == torch.float32 and not bias.requires_grad
+    return plain and bias.shape == (outputs,)
 
 
 class _LayerProduct(torch.autograd.Function):

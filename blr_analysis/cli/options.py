@@ -379,7 +379,7 @@ def audit_forecast(
     ours, theirs = tasks_of(task, test, texts, Teller())
     check_column(by, ours)
     size = sum(p.nbytes for p in ours.parameters().values())
-    n, some = ours.n_data, min(ours.n_data, SAMPLE[ours.likelihood.is_sequence])
+    n, some = ours.n_data, min(ours.n_data, SAMPLE)
     outputs = 1 + DRAWS if ours.likelihood.is_sequence else n_outputs(ours, ours.parameters())
     stages = [*way.stages(ours), Stage("sensitivity", n, outputs, rotated=way.fit == "kron")]
     if not ours.likelihood.is_sequence:

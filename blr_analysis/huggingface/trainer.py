@@ -22,6 +22,7 @@ from blr_analysis.sensitivity import Monitor
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
+BY_OUTPUT = {f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")}
 SAVED = "blr_analysis.Monitor"
 """Its name among the states of callbacks in ``trainer_state.json``."""
 
@@ -280,8 +281,8 @@ class IVONTrainer(VariationalTrainer, Trainer):
         data: Any = self.train_dataset
         if not hasattr(data, "__len__"):
             return None
-        if kind == "ForSequenceClassification" and model.config.num_labels > 1:
-            problem = model.config.problem_type or _problem(data[0])
+        if kind in BY_OUTPUT and model.config.num_labels > 1:
+            problem = model.config.problem_type or self._problem()
             several = problem in ("multi_label_classification", "regression")
             return len(data) * model.config.num_labels if several else None
         first = BY_TOKEN.get(kind)
@@ -294,6 +295,13 @@ class IVONTrainer(VariationalTrainer, Trainer):
                     count += (batch["labels"][:, first:] != IGNORED).sum()
             self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
         return self._counted
+
+    def _problem(self) -> str:
+        """Several labels, where they are no whole numbers, as the model's first batch will tell."""
+        with torch.random.fork_rng(devices=[]):
+            batch = next(iter(self.get_eval_dataloader(self.train_dataset)), {})  # type: ignore[arg-type]
+        several = "labels" in batch and batch["labels"].is_floating_point()
+        return "multi_label_classification" if several else "single_label_classification"
 
     def posterior(self) -> Posterior:
         """The diagonal posterior that training has learned; after ``load_best_model_at_end`` that
@@ -314,9 +322,3 @@ class IVONTrainer(VariationalTrainer, Trainer):
         if self._best is not None:
             return Posterior.from_checkpoint(self._best, model, **by)
         return Posterior.from_optimizer(own, model, **by)
-
-
-def _problem(row: Any) -> str:
-    """Several labels, where they are not whole numbers, as the model's first batch would tell."""
-    label = torch.as_tensor(next((row[k] for k in ("labels", "label") if k in row), 0))
-    return "multi_label_classification" if label.is_floating_point() else "single_label"

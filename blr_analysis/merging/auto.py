@@ -140,6 +140,8 @@ def candidates(
             given = {k: v for k, v in family.items() if v is not None}
             words = "".join(f", {key} {value:g}" for key, value in given.items())
             how = {**own, **family}
+            if tasks is not None and structure == "diag":
+                how["shrink"] = None  # which is of the moments that are taken on the way
             found[f"fisher, {structure}{words}"] = {"method": "fisher", **how}
             if balance and "gram" not in structure and family == families(structure, settings)[0]:
                 name = f"fisher, {structure}{words}, balanced"

@@ -219,7 +219,7 @@ def make_plan(
             check_fits(precision, reference)
         unused = {"damping": settings.damping, "shrink": settings.shrink not in (None, 1)}
         for name, given in unused.items():
-            if given and not any(p.layers for p in held):
+            if given and held and not any(p.layers for p in held):
                 raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
         for part in parts:
             if part.precision is not None and not settings.trust:

@@ -112,7 +112,7 @@ def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage
     own = kron if structure == "kron" else [Stage("precision", n)]
     if not found:
         return own
-    single = Stage("gradients of some", min(n, SAMPLE[task.likelihood.is_sequence]))
+    single = Stage("gradients of some", min(n, SAMPLE))
     before = kron if structure != "kron" else []
     size = sum(p.nbytes for p in task.parameters().values())  # it, θ̂ − θ₀, both in the basis
     return [*before, *own, Stage("gradient of the loss", n, memory=4 * size), single]

@@ -37,7 +37,7 @@ from blr_analysis.posterior.minimum import DRIFT, Stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
-SAMPLE = {True: 32, False: 256}  # sequences, or examples, whose own gradients are taken
+SAMPLE = 256  # examples whose own gradients are taken
 FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
@@ -53,7 +53,7 @@ _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     """Whether a posterior's mean minimises the task's loss and its prior; kept with the posterior.
 
-    One forward and backward pass over the data, and gradients of up to 256 examples (32 sequences).
+    One forward and backward pass over the data, and gradients of up to 256 examples.
 
     Raises:
         PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
@@ -83,7 +83,7 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     g = {n: s + pull[n] for n, s in slope.items()}
     decrement = _gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    chosen = order[: SAMPLE[task.likelihood.is_sequence]].sort().values
+    chosen = order[:SAMPLE].sort().values
     single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
     for chunk in chunks(task, q.mean, QUIET, columns=1, indices=chosen):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from contracts import projected
@@ -87,30 +89,66 @@ def test_a_patched_layer_is_not_replaced(patched: str, monkeypatch) -> None:
     assert not any("forward" in vars(module) for module in task.model.modules())
 
 
-def test_a_plan_is_checked_in_single_precision(monkeypatch) -> None:
+class Scaled(nn.Module):
+    """Affine in its parameter, and random in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(3) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.w, 0.5, self.training)
+
+
+def test_layers_that_are_run_again_are_run_in_eval_mode() -> None:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scaled(), nn.Linear(3, 2)).double()
+    task = Task(model.train(), (normal(6, 3), torch.arange(6) % 2))
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < EXACT
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 3)])
+def test_biases_that_torch_spreads(shape: tuple[int, ...], monkeypatch) -> None:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    model[0].bias = nn.Parameter(torch.rand(shape), requires_grad=False)
+    monkeypatch.setattr(single, "WORTH", 1)
+    for module in (single, record):
+        monkeypatch.setattr(module, "slow_mkl", lambda: True)
+    task = task_of(Case(model, normal(6, 3).float()))
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < 1e-5
+
+
+def test_a_gpus_plan_is_checked_in_single_precision(monkeypatch) -> None:
     """Whatever torch may round products to; and torch is left as it was."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    seen = []
-
-    def run(m: nn.Module, x: Tensor) -> Tensor:
-        seen.append((torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()))
-        return m.out(x)
-
+    places = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    before = [place.fp32_precision for place in places]
     try:
-        task = task_of(Case(graph(run, out=nn.Linear(3, 2)), normal(5, 3)))
-        seen.clear()
-        ways(task)
-        checked = set(seen)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        said = [place.fp32_precision for place in places]
+        with plan._single_precision(torch.device("cuda")):
+            assert {place.fp32_precision for place in places} == {"ieee"}
+        assert [place.fp32_precision for place in places] == said
+        task = task_of(Case(nn.Sequential(nn.Linear(3, 2)).double(), normal(5, 3)))
         jacobian_of(task, None)
+        assert [place.fp32_precision for place in places] == said
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert checked == {(False, "highest")}
-    assert seen[-1] == (True, "medium")
+        for place, kind in zip(places, before, strict=True):
+            place.fp32_precision = kind
+
+
+@dataclass
+class Twice:
+    """Equal to its like, so that it has no hash."""
+
+    layer: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * type(self.layer).forward(self.layer, x)
 
 
 CHANGES = {
+    "a forward without a hash": lambda m: setattr(m[0], "forward", Twice(m[0])),
     "weights in place": lambda m: [p.data.mul_(2) for p in m.parameters()],
     "another parameter": lambda m: setattr(m[0], "weight", nn.Parameter(2 * m[0].weight.detach())),
     "another layer": lambda m: m.__setitem__(0, nn.Linear(3, 4).double()),

@@ -182,13 +182,24 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     assert bool(blr.sensitivity(task, posterior, progress=False).self_influence.isfinite().all())
 
 
-@pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
+@pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression", "collated"])
 def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, problem: str | None) -> None:
     rows = [Alike()[i] | {"labels": torch.tensor([1.0, 0.0])} for i in range(N)]
     model = bert()
-    model.config.problem_type = problem  # None: the labels tell
+    model.config.problem_type = None if problem == "collated" else problem  # None: the labels tell
     run = trainer(tmp_path, model, save_strategy="no")
     run.train_dataset = rows  # type: ignore[assignment]
+    if problem == "collated":
+
+        def named(some: list[dict[str, Any]]) -> dict[str, Tensor]:
+            held = {k: torch.stack([r[k] for r in some]) for k in ("input_ids", "position_ids")}
+            return held | {"labels": torch.tensor([[r["tag"] == "a", False] for r in some]).float()}
+
+        run.data_collator = named
+        run.args.remove_unused_columns = False
+        run.train_dataset = [  # type: ignore[assignment]
+            {k: v for k, v in Alike()[i].items() if k != "labels"} | {"tag": "a"} for i in range(N)
+        ]
     run.train()
     posterior = run.posterior()
     optimizer = getattr(run.optimizer, "optimizer", run.optimizer)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -205,7 +205,7 @@ class Index:
                     )
                     kept = _joined(_stored(compression, each, DTYPES[dtype]), files[name], divided)
                     if leads or not divided:
-                        _write_shard(kept, place / name)
+                        _write_shard(kept, place / name, files[name])
             del roots
             ranks.wait()
             if (place / CONFIG).is_file():
@@ -248,6 +248,8 @@ class Index:
         absent = [n for n in _files(about["n_data"]) if not (place / n).is_file()]
         if absent:
             raise StorageError(f"{str(place)!r} lacks {absent[0]}: copy the whole folder.")
+        for name, rows in _files(about["n_data"]).items():
+            _check_shard(place / name, rows)
         q = Posterior.load(place / POSTERIOR)
         if fingerprint(q) != about["posterior"]:
             raise StorageError(f"{str(place)!r} holds a posterior that is not its index's.")
@@ -340,7 +342,11 @@ class Index:
         """The table of the examples by column: index, self_influence, and the task's metadata."""
         import pyarrow.parquet as parquet
 
-        return parquet.read_table(self.path / EXAMPLES).to_pydict()
+        file = self.path / EXAMPLES
+        try:
+            return parquet.read_table(file).to_pydict()
+        except (OSError, ValueError) as error:  # ArrowInvalid is one
+            raise StorageError(f"{str(file)!r} is damaged: delete it and build again.") from error
 
     def _project(
         self, task: Task, normalize: Normalize, progress: bool | None
@@ -692,9 +698,21 @@ def _stored(
         yield rows, {**compression.stored(own, dtype), "self_influence": own.squares}
 
 
-def _write_shard(kept: dict[str, Tensor], file: Path) -> None:
+def _write_shard(kept: dict[str, Tensor], file: Path, rows: Tensor) -> None:
     with drafted(file) as draft:
-        save_file(kept, draft, {"format": "pt"})
+        save_file(kept, draft, {"format": "pt", "first": str(int(rows[0]))})
+
+
+def _check_shard(file: Path, rows: Tensor) -> None:
+    """Raise :class:`StorageError` where a file is not of these examples."""
+    try:
+        with safe_open(file, "pt") as held:
+            first = (held.metadata() or {}).get("first", str(int(rows[0])))
+            count = held.get_slice("self_influence").get_shape()[0]
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{str(file)!r} is damaged: delete it and build again.") from error
+    if (first, count) != (str(int(rows[0])), len(rows)):
+        raise StorageError(f"{str(file)!r} is another file of an index: copy the whole folder.")
 
 
 def _write_examples(place: Path, task: Task, files: list[str]) -> None:

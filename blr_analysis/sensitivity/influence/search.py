@@ -48,14 +48,19 @@ def best(
         wider = _wider(read(compute, some), truth)
         return lambda rows: read(compute, rows) * wider
 
+    def left(found: Tensor, rows: Tensor) -> Tensor:
+        """Those that may be among the best, by what some that are likely reach for certain."""
+        likely = [v.topk(min(k + SPARE, len(v)), dim=0).indices for v in _sides(found[:, 0], signs)]
+        values = computed(rows[torch.cat(likely).unique()])
+        reached = [v.topk(k, dim=0).values[-1] for v in _sides(values, signs)]
+        return rows[_open(found, signs, reached)]
+
     first, *levels = (level(bits) for bits in BITS)
     found, rows = first(None), torch.arange(n)
     for next_level in levels:
-        likely = [v.topk(min(k + SPARE, len(v)), dim=0).indices for v in _sides(found[:, 0], signs)]
-        likely = rows[torch.cat(likely).unique()]
-        rows = rows[_open(found, signs, _reached(levels[-1](likely), signs, k))]
+        rows = left(found, rows)
         found = next_level(rows)
-    rows = rows[_open(found, signs, _reached(found, signs, k))]
+    rows = left(found, rows)
     chosen = [v.topk(k, dim=0) for v in _sides(computed(rows), signs)]
     pairs = zip(signs, chosen, strict=True)
     return [(sign * top.values, rows[top.indices]) for sign, top in pairs]
@@ -71,12 +76,6 @@ def _wider(found: Tensor, truth: Tensor) -> Tensor:
     off = ((found[:, 0] - truth) / found[:, 1])[found[:, 1] > 0]
     ratio = off.square().mean().sqrt().nan_to_num(1.0).clamp_min(1.0)
     return torch.stack([torch.ones_like(ratio), ratio]).unsqueeze(1)
-
-
-def _reached(found: Tensor, signs: list[int], k: int) -> list[Tensor]:
-    """What k of the rows reach at least, ``[M]`` for each side."""
-    sides, error = _sides(found[:, 0], signs), SURE * found[:, 1]
-    return [(v - error).topk(k, dim=0).values[-1] for v in sides]
 
 
 def _open(found: Tensor, signs: list[int], reached: list[Tensor]) -> Tensor:
