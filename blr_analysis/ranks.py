@@ -167,6 +167,7 @@ def opened() -> Iterator[None]:
     dist.init_process_group(backend, store=_store, rank=own, world_size=size, timeout=WAIT)
     yield
     dist.destroy_process_group()  # after an error the others may not be there to take leave
+    _store = None  # whose threads are to end before Python does
 
 
 def speaks() -> bool:
