@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import mlp
 from oracles import relative
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_lm import sequences, task_of, tiny_lm
 
 import blr_analysis as blr
@@ -398,7 +398,19 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
         blr.Index.build(task, q, tmp_path / "i", rank=100, **QUIET)
     opened = blr.Index.open(tmp_path / "i", task=task)
     file = next((tmp_path / "i").glob("gradients-*"))
-    file.write_bytes(file.read_bytes()[:-50])
+    whole, table = file.read_bytes(), tmp_path / "i" / module.EXAMPLES
+    kept = load_file(file)
+    for other, first in ((kept, "256"), ({n: t[:-1] for n, t in kept.items()}, "0")):
+        save_file({n: t.contiguous() for n, t in other.items()}, file, {"first": first})
+        with pytest.raises(StorageError, match="another file of an index"):
+            blr.Index.open(tmp_path / "i")
+    file.write_bytes(whole)
+    rows = table.read_bytes()
+    table.write_bytes(rows[: len(rows) // 2])
+    with pytest.raises(StorageError, match=r"examples\.parquet' is damaged"):
+        _ = blr.Index.open(tmp_path / "i").self_influence
+    table.write_bytes(rows)
+    file.write_bytes(whole[:-50])
     with pytest.raises(StorageError, match="is damaged"):
         opened.top(task, 2)
     file.unlink()
