@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 import blr_analysis as blr
+from blr_analysis.backprop.engine import Chunking
 from blr_analysis.errors import PosteriorWarning
 from blr_analysis.posterior.structures import LowRank
 from blr_analysis.sensitivity.influence import whole
@@ -161,7 +162,9 @@ def test_off_the_minimum_the_mean_over_networks_of_other_draws(stopped: nn.Modul
     noise = torch.randn(120, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     target = 1.2 * stopped(x).detach() + 0.5 * noise
     task = blr.Task(stopped, (x, target), likelihood="gaussian")
-    taken, note = whole.whole(task, blr.fit_laplace(task, **QUIET), None, None, drawn=True)
+    taken, note = whole.whole(
+        task, blr.fit_laplace(task, **QUIET), Chunking(progress=False), None, drawn=True
+    )
     assert f"mean of {whole.DRAWS[1]} draws" in note
     matrices = []
     for q in taken:
