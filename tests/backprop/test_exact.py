@@ -69,7 +69,7 @@ class Swapping(nn.Module):
             del self.first.forward
 
 
-@pytest.mark.parametrize("patched", ["the class", "inside of the model"])
+@pytest.mark.parametrize("patched", ["the class", "inside of the model", "the function"])
 def test_a_patched_layer_is_not_replaced(patched: str, monkeypatch) -> None:
     if patched == "the class":
         plain = nn.Linear.forward
@@ -78,9 +78,15 @@ def test_a_patched_layer_is_not_replaced(patched: str, monkeypatch) -> None:
             return plain(self, x) + (x if x.shape[-1] == self.out_features else 0)
 
         monkeypatch.setattr(nn.Linear, "forward", residual)
+    if patched == "the function":
+        product = nn.functional.linear
+        monkeypatch.setattr(
+            nn.functional, "linear", lambda x, w, b: product(x, w, b) + product(x, w * 0 + 1)
+        )
     with seeded(0):
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-        task = task_of(Case(Swapping() if patched != "the class" else model, normal(6, 3).float()))
+        inside = patched == "inside of the model"
+        task = task_of(Case(Swapping() if inside else model, normal(6, 3).float()))
     jacobian_of(task, None)  # the check is of few rows, which are not worth another product
     monkeypatch.setattr(single, "WORTH", 1)
     for module in (single, record):
