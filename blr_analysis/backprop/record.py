@@ -42,7 +42,7 @@ SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
-LINEAR = torch._C._nn.linear  # what F.linear is, unless it was replaced before or after
+LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # F.linear, unless it was replaced
 PRODUCTS = ("torch.nn.modules.linear", "transformers.pytorch_utils")  # where W x is written
 
 
