@@ -14,6 +14,7 @@ comes in and out.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,12 @@ class Task:
             means, of a test set too, hold the weights of their own task; accuracies do not.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
             Hugging Face dict batches with a ``labels`` entry.
-        batch_size: examples in one forward pass.
+        batch_size: examples in one forward pass, and in a chunk of an analysis; None: 256, and as
+            many as ``memory_budget`` holds.
+        memory_budget: bytes of working memory above model and data; at least one example's need is
+            taken. None: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the parameters
+            take; at least 1 GiB on a GPU.
+        progress: None shows a bar on a terminal when the work is long; True always, False never.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
             value per example; they come back in every table and can be selected by. Where they,
@@ -104,7 +110,9 @@ class Task:
         likelihood: Loss = "categorical",
         weights: Tensor | Sequence[float] | None = None,
         forward: Forward | None = None,
-        batch_size: int = 256,
+        batch_size: int | None = None,
+        memory_budget: int | None = None,
+        progress: bool | None = None,
         device: str | torch.device | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
         target: str | None = None,
@@ -120,7 +128,12 @@ class Task:
         self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
-        self.batch_size = positive_int("batch_size", batch_size)
+        self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        self.batch_size = self.chunk_size or 256
+        self.memory_budget = None
+        if memory_budget is not None:
+            self.memory_budget = positive_int("memory_budget", memory_budget)
+        self.progress = progress
         self.device = _device(device, model)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         data, described = opened(data, target, dtype)
@@ -210,6 +223,13 @@ class Task:
         """The examples, by index."""
         return self.examples.dataset
 
+    @property
+    def quiet(self) -> Task:
+        """The same task, without progress bars."""
+        silent = copy.copy(self)
+        silent.progress = False
+        return silent
+
     def subset(self, indices: Sequence[int] | Tensor) -> Task:
         """The same task on some of its examples (indices, or a boolean mask), in that order.
 
@@ -232,7 +252,9 @@ class Task:
             "data": self.examples,
             "likelihood": self.likelihood,
             "forward": self.forward,
-            "batch_size": self.batch_size,
+            "batch_size": self.chunk_size,
+            "memory_budget": self.memory_budget,
+            "progress": self.progress,
             "device": self.device,
             "metadata": self.metadata,
         }

@@ -142,7 +142,7 @@ class Chunk:
 def chunks(
     task: Task,
     params: Mapping[str, Tensor],
-    chunking: Chunking,
+    chunking: Chunking | None = None,
     *,
     columns: int | None = None,
     by_parts: bool = False,
@@ -163,6 +163,7 @@ def chunks(
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
+    chunking = chunking or Chunking(task.chunk_size, task.memory_budget, task.progress)
     if task.device.type == "cpu":
         _keep_freed_memory()
     params = task.cast(params)
@@ -267,7 +268,7 @@ def predict(
         task.batches(size),
         total=-(-task.n_data // size),
         label="predictions",
-        show=progress,
+        show=task.progress if progress is None else progress,
     )
     with torch.no_grad(), task.evaluation():
         for indices, batch in batches:

@@ -199,7 +199,7 @@ def swept(
         task.batches(indices=own),
         total=-(-len(own) // task.batch_size),
         label=label,
-        show=progress,
+        show=task.progress if progress is None else progress,
     )
     for number, (indices, batch) in enumerate(batches):
         if kept is not None and number < kept.done:

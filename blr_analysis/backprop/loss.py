@@ -159,7 +159,12 @@ def evaluated(
     """
     tally, order = Tally(task.likelihood), torch.arange(task.n_data).split(task.batch_size)
     with torch.no_grad(), task.evaluation():
-        for chosen in track(order, total=len(order), label="predictions", show=progress):
+        for chosen in track(
+            order,
+            total=len(order),
+            label="predictions",
+            show=task.progress if progress is None else progress,
+        ):
             tally.add(*task.run(task.fetch(chosen), params, chosen), chosen)
     return tally.evaluation, tally.targets
 
@@ -218,7 +223,12 @@ def loss_and_gradient(
     pieces = mine.split(together(task, params, order[mine])) if len(mine) else ()
     parts = [order[piece] for piece in pieces]
     given = [None if errors is None else errors[piece] for piece in pieces]
-    shown = track(parts, total=len(parts), label="gradient", show=progress)
+    shown = track(
+        parts,
+        total=len(parts),
+        label="gradient",
+        show=task.progress if progress is None else progress,
+    )
     with task.evaluation():
         for chosen, e in zip(shown, given, strict=True):
             f, y, grads = batch_gradient(task, leaves, chosen, e)

@@ -206,7 +206,7 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
         Examples(StackDataset(part.dataset, targets), collate),  # type: ignore[arg-type]
         likelihood=part.likelihood,
         forward=forward,
-        batch_size=task.batch_size,
+        batch_size=task.chunk_size,
         device=task.device,
     )
 
@@ -255,7 +255,7 @@ def with_labels_inside(task: Task, labels: Mapping[int, Any]) -> Task:
         replace(part.examples, dataset=items),
         likelihood=part.likelihood,
         forward=task.forward,
-        batch_size=task.batch_size,
+        batch_size=task.chunk_size,
         device=task.device,
     )
     unknown = DataError("no target in the items: relabel= takes (x, y) or a dict's 'labels'")
