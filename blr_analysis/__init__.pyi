@@ -4,6 +4,9 @@ from . import (
     errors as errors,
     likelihoods as likelihoods,
 )
+from .checkpoints import (
+    Checkpoints as Checkpoints,
+)
 from .errors import (
     BLRError as BLRError,
 )
@@ -44,9 +47,11 @@ from .merging import (
     suggest_weights as suggest_weights,
 )
 from .posterior import (
-    KroneckerRecorder as KroneckerRecorder,
     Posterior as Posterior,
     fit_laplace as fit_laplace,
+)
+from .recipe import (
+    Recipe as Recipe,
 )
 from .report import (
     report as report,
@@ -71,13 +76,10 @@ from .sensitivity import (
     calibrate as calibrate,
     influence as influence,
     leave_one_out as leave_one_out,
-    replays as replays,
     select_prior_precision as select_prior_precision,
     sensitivity as sensitivity,
-    subset_posterior as subset_posterior,
     suspicious as suspicious,
-    token_sensitivity as token_sensitivity,
-    top_influence as top_influence,
+    rerun as rerun,
     what_if as what_if,
     what_if_each as what_if_each,
 )

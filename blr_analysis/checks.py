@@ -127,3 +127,18 @@ def package_version() -> str:
         return version("blr-analysis")
     except PackageNotFoundError:
         return "0.0.0"
+
+
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what ``torch.compile``, data parallel models and checkpoint
+    wrappers put into it.
+
+    >>> bare_name("module._orig_mod.layers.0._fsdp_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")

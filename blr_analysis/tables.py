@@ -40,7 +40,6 @@ from blr_analysis.merging.weighting import SuggestedWeights
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions
-from blr_analysis.sensitivity.groups import ByClass, WhatIf
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
     GroupInfluence,
@@ -55,6 +54,7 @@ from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScor
 from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.suspicious import KINDS, NONE, Suspicions
 from blr_analysis.sensitivity.tokens import TokenScores
+from blr_analysis.sensitivity.what_if import ByClass, WhatIf
 from blr_analysis.views import GroupRows, make_table
 
 # Columns

@@ -29,6 +29,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import TensorDataset, default_collate
 
+from blr_analysis.checks import bare_name as bare_name
 from blr_analysis.checks import instance, positive_int, some
 from blr_analysis.data import (
     Forward,
@@ -52,8 +53,8 @@ from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.ranks import whole_model
-
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+from blr_analysis.recipe import Recipe
+from blr_analysis.snapshots import Snapshots
 
 
 class Task:
@@ -88,6 +89,10 @@ class Task:
             value per example; they come back in every table and can be selected by. Where they,
             ``weights`` or the data are of pandas, their one index is that of the examples: a mask
             that is a Series is read by it, and a pandas Index selects by it.
+        checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
+            trainer's folders, one folder of ``checkpoint-*``, or a
+            :class:`blr_analysis.Checkpoints`. The model's own weights are the last.
+        recipe: how the model was trained, a :class:`blr_analysis.Recipe`.
         target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
             their order and the model's dtype, its columns of words the metadata, and labels that
             are words count from 0 in the order of their ``pd.Categorical``, else of the alphabet.
@@ -116,6 +121,8 @@ class Task:
         device: str | torch.device | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
         target: str | None = None,
+        checkpoints: Any = None,
+        recipe: Recipe | None = None,
     ) -> None:
         instance("model", model, nn.Module, "a torch.nn.Module")
         if forward is not None and not callable(forward):
@@ -149,6 +156,10 @@ class Task:
         labels = row_labels(columns | {"weights": weights}, self.n_data, self.examples.labels)
         if labels != self.examples.labels:
             self.examples = replace(self.examples, labels=labels)
+        self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
+        if recipe is not None:
+            instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
+        self.recipe = recipe
         self.prior_precision: Any = None  # δ, where what was read names it
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
@@ -260,6 +271,7 @@ class Task:
         }
         made = Task(**(own | other))
         made.mean_over_outputs = self.mean_over_outputs
+        made.recipe = self.recipe
         return made
 
     def with_model(self, task: Task) -> Task:
@@ -278,6 +290,18 @@ class Task:
             made.likelihood = task.likelihood
         made.plan_with(task)
         return made
+
+    def holding(self, buffers: Mapping[str, Tensor]) -> Task:
+        """The same task under a model with these buffers: a copy, where its own differ."""
+        own = dict(self.model.named_buffers())
+        if all(torch.equal(own[n], b.to(own[n])) for n, b in buffers.items() if n in own):
+            return self
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        return self.under(model, self.device)
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
@@ -483,18 +507,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inside) if isinstance(inside, nn.Module) else model
 
 
-def bare_name(name: str) -> str:
-    """A parameter's name without what ``torch.compile``, data parallel models and checkpoint
-    wrappers put into it.
-
-    >>> bare_name("module._orig_mod.layers.0._fsdp_wrapped_module.weight")
-    'layers.0.weight'
-    """
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
     """The model as it can be differentiated with other weights swapped in: what is inside of
@@ -525,12 +537,18 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model at these parameters, and detached from its own others."""
+    """The model at these parameters and buffers, detached from its own others."""
     held = [
         (part._parameters, attribute, p, f"{path}.{attribute}" if path else attribute)
         for path, part in model.named_modules()
         for attribute, p in part._parameters.items()
         if p is not None
+    ]
+    buffers = [
+        (part._buffers, attribute, part._buffers[attribute], params[name])
+        for path, part in model.named_modules()
+        for attribute in part._buffers
+        if (name := f"{path}.{attribute}" if path else attribute) in params
     ]
     values: dict[int, Tensor] = {}
     for _, _, p, name in held:  # the first place of a tied tensor is its name
@@ -539,10 +557,14 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     try:
         for place, attribute, p, _ in held:
             place[attribute] = values[id(p)]  # type: ignore[assignment]
+        for place, attribute, own, value in buffers:
+            place[attribute] = value.to(own)
         yield
     finally:
         for place, attribute, p, _ in held:
             place[attribute] = p
+        for place, attribute, own, _ in buffers:
+            place[attribute] = own
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

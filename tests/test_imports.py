@@ -26,13 +26,14 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"recipe", "snapshots"},
     {"terminal"},
     {"likelihoods", "files", "half"},
     {"data", "estimators"},
     {"task"},
     {"backprop"},
     {"posterior"},
-    {"sensitivity", "merging", "learning_rule"},
+    {"checkpoints", "sensitivity", "merging", "learning_rule"},
     {"memory_map"},
     {"tables", "huggingface"},
     {"plots", "lightning"},
@@ -60,8 +61,9 @@ ADAPTERS = frozenset(
     )
 )  # fmt: skip
 # Imports by name (`importlib.import_module`) hide from this test: `views` is the one door
-# from results to tables and plots, and the command line loads the user's own script.
-DYNAMIC = {"views", "audit", "cli"}
+# from results to tables and plots, `recipe` finds the optimizers that stand above it, and the
+# command line loads the user's own script.
+DYNAMIC = {"views", "audit", "cli", "recipe"}
 # Where a distribution's name is not what one imports.
 DISTRIBUTION = {
     "PIL": "pillow",

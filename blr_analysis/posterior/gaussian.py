@@ -25,12 +25,17 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.contract import renamed
 from blr_analysis.posterior.structures.lowrank import ENOUGH, LowRank
+from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
 STILL_INITIAL = (
     "more than half of the optimizer's hess is still hess_init, not the data's (record"
     "['initial_share']): train longer, with a smaller beta2 or hess_init, or with IVON(..., steps=)"
 )
+
+
+EARLIER = "earlier."  # before the names of an earlier posterior's tensors
+GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field --only loo
 
 
 class Posterior:
@@ -49,6 +54,12 @@ class Posterior:
         record: where it came from; kept in saved files.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
             fine-tune; None: 0.
+        buffers: the model's persistent buffers at these weights (BatchNorm's statistics and their
+            like) by name.
+        earlier: posteriors at checkpoints of the same training, oldest first.
+
+    Attributes:
+        run: the earlier ones and itself.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -71,6 +82,8 @@ class Posterior:
         n_data: int,
         record: Mapping[str, Any] | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        earlier: Sequence[Posterior] = (),
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
         if isinstance(precision, Structure):
@@ -82,6 +95,8 @@ class Posterior:
         if record is not None:
             instance("record", record, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
+        self.buffers = {n: b.detach().clone() for n, b in (buffers or {}).items()}
+        self.earlier = tuple(earlier)
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
         if not shapes:
             raise PosteriorError("a posterior needs at least one parameter, got none")
@@ -100,18 +115,60 @@ class Posterior:
         start = "" if share is None else f", initial_share={share:.2g}"
         choice = self.record.get("prior_choice")
         notes = f", prior_precision={in_words(choice)}" if choice else ""
-        unchecked = (self.record.get("calibration") or {}).get("unchecked")
-        checked = ", scale unchecked: not at the minimum" if unchecked else ""
+        notes += f", {len(self.earlier)} earlier" if self.earlier else ""
         explained = self.record.get("explained", 1.0)
         if explained < ENOUGH:
             notes += f", rank explains {explained:.0%}: too low for influence"
-        subset = self.record.get("subset")
-        if subset and not subset["converged"]:
-            notes += f", descent ended at residual {subset['residual']:.0e}"
+        notes += f"; {self.note}" if self.note else ""
         return (
             f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r}{start}{notes}{checked})"
+            f"n_data={self.n_data}, kind={kind!r}{start}{notes})"
         )
+
+    @property
+    def run(self) -> tuple[Posterior, ...]:
+        """The posteriors along the training: the earlier ones, and itself."""
+        return (*self.earlier, self)
+
+    @property
+    def at_minimum(self) -> bool | None:
+        """Whether the mean minimises the task's loss; None where nobody measured it."""
+        return None if self.stationarity is None else self.stationarity.near
+
+    @property
+    def temperature(self) -> float:
+        """τ, which multiplies V in sensitivity, leave-one-out and influence: measured by
+        :func:`blr_analysis.calibrate`; else .15, a guess, for Kronecker fits of classifiers off
+        their minimum, and 1."""
+        measured = self.record.get("calibration")
+        if measured is not None:
+            return float(measured["temperature"])
+        return GUESSED if self._guessed else 1.0
+
+    @property
+    def temperature_error(self) -> float | None:
+        """The standard error of log τ; None where it was not measured."""
+        measured = self.record.get("calibration")
+        return None if measured is None else measured["error"]
+
+    @property
+    def _guessed(self) -> bool:
+        """Whether only a guess of τ is known: a Kronecker fit of a classifier off its minimum."""
+        fitted = self.structure == "kron" and self.record.get("source") == "laplace"
+        return fitted and self.at_minimum is False and bool(self.record.get("classifier"))
+
+    @property
+    def note(self) -> str:
+        """How far its scale is to be trusted, in one line; "" where it is."""
+        if self.at_minimum:
+            return self.stationarity.caveat if self.stationarity else ""
+        if "calibration" in self.record:
+            return ""
+        if self._guessed:
+            return f"off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
+        if self.at_minimum is False:
+            return "off the minimum, uncalibrated: a ranking, no scale"
+        return ""
 
     @property
     def structure(self) -> str:
@@ -268,6 +325,7 @@ class Posterior:
                 **choice,
             },
             initial=initial,
+            buffers=buffers_of(model),
         )
 
     @classmethod
@@ -290,6 +348,7 @@ class Posterior:
             n_data=captured.n_data,
             record={**captured.record, "fixed": fixed},
             initial=initial,
+            buffers=buffers_of(model),
         )
 
     def variance(self, name: str) -> Tensor:
@@ -438,14 +497,17 @@ class Posterior:
         """
         shapes = {n: tuple(m.shape) for n, m in self.mean.items()}
         prior = Prior.read(prior_precision, shapes).placed(self.mean)
-        new, own = prior.within(self.record), self.prior.within(self.record)
-        change = {n: new.like(n, m) - own.like(n, m) for n, m in self.mean.items()}
-        of_prior = ("prior_choice", "stationarity")  # what was found out under the old δ
+        change = {n: prior.like(n, m) - self.prior.like(n, m) for n, m in self.mean.items()}
+        of_prior = (
+            "prior_choice",
+            "stationarity",
+            "calibration",
+        )  # what was found out under the old δ
         record = {k: v for k, v in self.record.items() if k not in of_prior}
         form = self.form.plus_prior(change)
         if isinstance(form, LowRank) and "explained" in record:
             size = sum(m.numel() for m in self.mean.values())
-            delta = {n: new.like(n, m).expand_as(m) for n, m in self.mean.items()}
+            delta = {n: prior.like(n, m).expand_as(m) for n, m in self.mean.items()}
             record["explained"] = form.explained(delta, record.get("largest_rank", size))
         return Posterior(
             self.mean,
@@ -453,6 +515,8 @@ class Posterior:
             prior_precision=Prior(prior.entries, self.prior.mean),
             n_data=self.n_data,
             record=record | {"prior_named": True},
+            buffers=self.buffers,
+            earlier=self.earlier,
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
@@ -476,6 +540,8 @@ class Posterior:
         moved.form = self.form.to(target, kind)
         moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
         moved.record = self.record
+        moved.buffers = {n: b.to(target) for n, b in self.buffers.items()}
+        moved.earlier = tuple(q.to(target, dtype) for q in self.earlier)
         if torch.finfo(kind).max < torch.finfo(next(iter(self.mean.values())).dtype).max:
             try:
                 moved.form.check()
@@ -533,6 +599,8 @@ class Posterior:
             prior_precision=Prior(entries, initial or None),
             n_data=self.n_data,
             record=renamed(self.record, names),
+            buffers=self.buffers,
+            earlier=[q._renamed(names) for q in self.earlier],
         )
 
     def save(
@@ -562,9 +630,19 @@ class Posterior:
             (tensor([1.5000, 3.0000]), 1.0)
         """
         place = path_of(path)
+        tensors, record = self._stored(dtype, mean)
+        for k, q in enumerate(self.earlier if mean else ()):
+            held, about = q._stored(None, True)
+            tensors |= {f"{EARLIER}{k}/{n}": t for n, t in held.items()}
+            record.setdefault("earlier", []).append(about)
+        storage.write(place, {n: t.cpu() for n, t in tensors.items()}, record)
+
+    def _stored(self, dtype: torch.dtype | None, mean: bool) -> tuple[Tree, dict[str, Any]]:
+        """Tensors and record of one posterior, without the earlier ones."""
         tensors, record = stored.encode(self.form, self.prior, dtype)
         stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
         stored_means |= {f"{n}.initial": m for n, m in (self.initial or {}).items()}
+        stored_means |= {f"{n}.buffer": b for n, b in self.buffers.items() if mean}
         if not mean and self.initial is not None:
             raise InputError("mean=False would lose the prior's mean: leave mean out")
         if not mean and set(tensors) != set(self.mean):
@@ -575,17 +653,13 @@ class Posterior:
             raise InputError(
                 f"parameters are called {clash[:4]}, as means are: save with mean=False"
             )
-        storage.write(
-            place,
-            {n: t.cpu() for n, t in {**tensors, **stored_means}.items()},
-            {
-                **({} if mean else dict.fromkeys(FIELDS)),
-                **self.record,
-                **record,
-                "n_data": self.n_data,
-                "parameters": list(self.mean),
-            },
-        )
+        return {**tensors, **stored_means}, {
+            **({} if mean else dict.fromkeys(FIELDS)),
+            **self.record,
+            **record,
+            "n_data": self.n_data,
+            "parameters": list(self.mean),
+        }
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -609,13 +683,43 @@ class Posterior:
                 for a precision that has one, or no prior where the data say nothing.
         """
         place = os.fspath(path_of(path))
-        mean, form, prior, n_data, rest = stored.load_parts(place, model, prior_precision)
-        return cls(mean, form, prior_precision=prior, n_data=n_data, record=rest)
+        tensors, record = storage.read(place)
+        earlier = []
+        for k, about in enumerate(record.pop("earlier", ())):
+            head = f"{EARLIER}{k}/"
+            names = [n for n in tensors if n.startswith(head)]
+            held = {n.removeprefix(head): tensors.pop(n) for n in names}
+            earlier.append(cls._read(held, about, place, None, None))
+        return cls._read(tensors, record, place, model, prior_precision, earlier)
+
+    @classmethod
+    def _read(
+        cls,
+        tensors: dict[str, Tensor],
+        record: dict[str, Any],
+        place: str,
+        model: stored.Model | None,
+        prior_precision: Given | None,
+        earlier: Sequence[Posterior] = (),
+    ) -> Posterior:
+        buffers = {n: t for n, t in tensors.items() if n.endswith(".buffer")}
+        rest = {n: t for n, t in tensors.items() if n not in buffers}
+        parts = stored.parts_of(rest, record, place, model, prior_precision)
+        mean, form, prior, n_data, about = parts
+        return cls(
+            mean,
+            form,
+            prior_precision=prior,
+            n_data=n_data,
+            record=about,
+            buffers={n.removesuffix(".buffer"): t for n, t in buffers.items()},
+            earlier=earlier,
+        )
 
 
 def passed_on(posterior: Posterior) -> dict[str, Any]:
     """Its record without what was measured of it and its data, for a posterior made of it."""
-    measured = ("fingerprint", "stationarity")
+    measured = ("fingerprint", "stationarity", "calibration")
     return {name: entry for name, entry in posterior.record.items() if name not in measured}
 
 
@@ -635,6 +739,7 @@ def made_of(
         prior_precision=q.prior,
         n_data=q.n_data if n_data is None else n_data,
         record={**passed_on(q), **record},
+        buffers=q.buffers,
     )
 
 
@@ -664,7 +769,9 @@ def predict(
         positive_int("chunk_size", chunk_size)
     task = qs[0].judging(task)
     networks = (
-        q.sample(generator=generator) if number else q.mean for q in qs for _ in range(number or 1)
+        {**(q.sample(generator=generator) if number else q.mean), **q.buffers}
+        for q in qs
+        for _ in range(number or 1)
     )
     total = number * len(qs) if number or len(qs) == 1 else len(qs)
     return averaged(task, networks, total, chunk_size=chunk_size, progress=progress)

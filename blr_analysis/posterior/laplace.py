@@ -12,19 +12,13 @@ Kronecker factors ("kron": eigenvalue-corrected K-FAC, George et al., 2018), or 
 directions, with what is left of its diagonal beside them ("lowrank"). "gram" is no curvature: the
 second moments of the layers' inputs, S = diag(δ) + Σ a aᵀ ⊗ 1, which merging takes.
 
-Errors and curvatures may be averaged over what a posterior leaves open. The rule takes both under
-q: E_q[∇ℓ_i] and S = δ + E_q[Σ_i ∇²ℓ_i] (Khan & Rue, section 1.3). With the model linear around its
-weights (Immer et al., AISTATS 2021):
-
-    ē_i = E e(y_i, f),    Λ̄_i = E Λ(f),    f ~ N(f_i, V_i)
-
-An example learned by heart has e_i ≈ 0 and Λ_i ≈ 0 at the mean, as if it had shaped nothing.
+Off a minimum the same is done at each of the task's checkpoints, which become ``earlier``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +26,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_columns, n_outputs
+from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
 from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Curvature
@@ -46,11 +40,10 @@ from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.prior_choice import RULE as RETRIEVAL
-from blr_analysis.posterior.prior_choice import chosen_by_retrieval, chosen_prior
+from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.stationarity import fingerprint, measured
 from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
-from blr_analysis.posterior.structures.contract import Spectral
+from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
@@ -63,7 +56,6 @@ CURVATURES = {  # as records call them, and what is summed
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
-DRAWS = 64  # of f, in pairs f_i ± ε; the same ones for every example
 Columns = Callable[[Chunk], Tensor]
 
 
@@ -71,17 +63,13 @@ def fit_laplace(
     task: Task,
     *,
     structure: str = "kron",
-    prior_precision: Given | Prior | str | None = None,
+    prior_precision: Given | Prior | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
-    expected: Posterior | None = None,
     samples: int = 1,
     rank: int | None = None,
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
 ) -> Posterior:
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
 
@@ -98,35 +86,27 @@ def fit_laplace(
             task's own, where an estimator named it, else found
             from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
             Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
-            of the data); ``record["prior_choice"]`` says how. "retrieval": of sequences, for
-            finding sources by influence, see :mod:`blr_analysis.posterior.prior_choice`.
+            of the data); ``record["prior_choice"]`` says how.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
-            a fine-tune; None: 0.
+            a fine-tune; None: those of the task's recipe, else 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
             "mc_fisher", or "exact", the Hessian of the loss, by products with all P unit vectors
             ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
             with a warning; ``record["floored"]`` is the share of S that was.
-        expected: a first posterior q of the same data: Λ_i is averaged over N(f_i, J_i Σ J_iᵀ), not
-            taken at f_i ("ggn", at q's mean): one step of the rule for S. Under the result
-            :func:`blr_analysis.influence` averages the errors alike. On six small networks, trained
-            as people train them, influence then agrees better with retraining: the linear
-            datamodeling score rises by 0.02 to 0.11.
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: grown until ``tolerance`` is met, up to 4,000 directions.
         tolerance: the part of Σ_i tr(Λ_i V_i) = Σ_k λ_k / (λ_k + δ) that "lowrank" may leave
             unexplained (default 0.05). The record holds ``rank``, ``tolerance`` and ``explained``,
             the share that is explained at least.
         generator: the source of those labels.
-        chunk_size, memory_budget: examples per pass, or bytes of working memory ("exact" passes
-            the task's own batches). How far the model is from its minimum is measured with the fit,
-            but not of sequences, nor under a memory_budget, where δ is given: results say it from
-            the first analysis on that asks (``what_if``, ``calibrate``, ``audit``).
+    Returns:
+        The posterior. ``.at_minimum`` says whether the weights minimise the task's loss; where they
+        do not, ``.earlier`` holds the posteriors at the task's checkpoints.
 
     Raises:
         PosteriorError: an ``initial`` of another model, or no δ to be found.
         InputError: unknown structure or curvature, δ ≤ 0, a model too large for "full" or
-            "exact", "ggn" for sequences, "exact" for "kron" or "lowrank", "retrieval" for
-            anything but sequences under "diag" or "kron".
+            "exact", "ggn" for sequences, "exact" for "kron" or "lowrank".
         ModelError: nothing to train, NaN, BatchNorm in training mode.
 
     Example:
@@ -138,7 +118,24 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    return fit_kept(**locals())
+    asked = dict(locals())
+    last = fit_kept(**asked)
+    if not task.checkpoints or last.at_minimum or last.structure == "gram":
+        return last
+    names, earlier = last.mean.keys(), []
+    for state in task.checkpoints:
+        buffers = {n: t for n, t in state.items() if n in last.buffers}
+        asked["task"] = task.holding(buffers)
+        asked["params"] = widened({n: state[n] for n in names})
+        earlier.append(fit_kept(**asked))
+        earlier[-1].record["checkpoint"] = len(earlier)
+    return after(last, earlier)
+
+
+def after(last: Posterior, earlier: Sequence[Posterior]) -> Posterior:
+    """A posterior with those at the checkpoints before it."""
+    about = {"prior_precision": last.prior, "n_data": last.n_data, "record": last.record}
+    return Posterior(last.mean, last.form, **about, buffers=last.buffers, earlier=earlier)
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -149,34 +146,21 @@ def fit_kept(
     prior_precision: Given | Prior | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
-    expected: Posterior | None = None,
     samples: int = 1,
     rank: int | None = None,
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
+    params: dict[str, Tensor] | None = None,
     kept: Mapping[str, Unfinished] | None = None,
 ) -> Posterior:
-    """:func:`fit_laplace` whose sums over "inputs" of "gram", or "factors" and "values" of "kron",
-    are kept meanwhile; how far the model is from its minimum is not measured then."""
+    """:func:`fit_laplace` at these weights alone (None: the model's), whose sums over "inputs" of
+    "gram", or "factors" and "values" of "kron", are kept meanwhile."""
     instance("task", task, Task, "a blr_analysis.Task")
-    params = task.parameters()
-    if expected is not None:
-        instance("expected", expected, Posterior, "a blr_analysis.Posterior of these data")
-        _check_variance(task)
-        if curvature != "ggn":
-            raise InputError(f'expected= averages the "ggn", not {curvature!r}')
-        expected = expected.on(task)
-        params = {n: expected.mean[n] for n in params}
-    retrieves = isinstance(prior_precision, str) and prior_precision == RETRIEVAL
-    if retrieves:
-        fits = structure in ("diag", "kron") and curvature != "exact"
-        if not (task.likelihood.is_sequence and fits):
-            raise InputError('"retrieval" takes sequences, under structure "diag" or "kron"')
+    params = task.parameters() if params is None else params
+    if initial is None and task.recipe is not None:
+        initial = task.recipe.initial
     stated = task.prior_precision if prior_precision is None else prior_precision
-    unknown = stated is None or retrieves
+    unknown = stated is None
     given: Any = Prior({None: 1.0}) if unknown else stated
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
     if kind.of_inputs and curvature != "ggn":
@@ -185,14 +169,11 @@ def fit_kept(
     prior = prior.around(initial, params)
     if generator is not None:
         instance("generator", generator, torch.Generator, "a torch.Generator")
-    chunking = Chunking(chunk_size, memory_budget, progress)
-    columns, count = _columns(task, curvature, samples, generator, expected)
-    # Of sequences, and within a bound on memory, it is measured where δ is found, or later.
-    unbound = not (task.likelihood.is_sequence or memory_budget or kept)
-    measures = unknown or unbound
+    columns, count = _columns(task, curvature, samples, generator)
+    measures = unknown or not (task.likelihood.is_sequence or kept)
     slope: dict[str, Tensor] = {}
 
-    closed = curvature == "ggn" and expected is None and not task.likelihood.is_sequence
+    closed = curvature == "ggn" and not task.likelihood.is_sequence
 
     def passes(
         label: str,
@@ -208,9 +189,7 @@ def fit_kept(
         asked = (own_outputs(task, params) if count is None else count) + more
         if first:
             slope.update({n: torch.zeros_like(p) for n, p in params.items()})
-        for chunk in chunks(
-            task, params, chunking, columns=asked, indices=own, label=label, kept=kept
-        ):
+        for chunk in chunks(task, params, columns=asked, indices=own, label=label, kept=kept):
             few = chunk.few_columns() if apart and closed else None
             cotangents = columns(chunk) if few is None or few[0] is None else few[0]
             if more:
@@ -230,9 +209,7 @@ def fit_kept(
         passes,
         prior,
         label=curvature,
-        inputs=lambda: input_moments(
-            task, params, kept=(kept or {}).get("inputs"), progress=progress
-        ),
+        inputs=lambda: input_moments(task, params, kept=(kept or {}).get("inputs")),
         n_data=task.n_data,
         gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
         padded=task.likelihood.is_sequence,
@@ -250,7 +227,7 @@ def fit_kept(
         prior = Prior({None: delta}, prior.mean)
         choice = {"prior_choice": {"delta": delta, **how}}
     if curvature == "exact":
-        form, more = _exact(task, params, kind, prior, chunking)
+        form, more = _exact(task, params, kind, prior)
     else:
         if kronecker is not None and structure == "kron":
             form, more = kronecker, {}
@@ -260,18 +237,10 @@ def fit_kept(
             sizes = [d.double().sum() for d in form.diagonal().values()]
             mean = float(torch.stack(sizes).sum()) / sum(p.numel() for p in params.values())
             prior = Prior({None: TINY * mean}, prior.mean)
-        if retrieves:
-            assert isinstance(form, Spectral)
-            before = choice["prior_choice"]
-            delta, mrr = chosen_by_retrieval(task, params, form, before["delta"])
-            prior = Prior({None: delta}, prior.mean)
-            choice = {"prior_choice": {**before, "delta": delta, "rule": RETRIEVAL, RETRIEVAL: mrr}}
         form = form.plus_prior(prior)
     known_as, summed = CURVATURES[curvature]
     if kind.of_inputs:
         known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
-    if expected is not None:
-        summed = "sum_i J_i^T E_q[Lambda_i] J_i"
     record = {
         "kind": known_as,
         "source": "laplace",
@@ -280,7 +249,8 @@ def fit_kept(
         "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
         "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
         "tied": tied_names(task.model),
-        **({} if expected is None else {"expected": True}),
+        "classifier": task.likelihood.is_classification,
+        **({} if task.recipe is None else {"recipe": task.recipe.record}),
         "fingerprint": fingerprint(task, params, divided=True),
         **({} if prior_precision is None else {"prior_named": True}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
@@ -291,6 +261,7 @@ def fit_kept(
         prior_precision=prior,
         n_data=task.n_data,
         record=record | more | choice,
+        buffers=buffers_of(task.model),
     )
     if measures and not kind.of_inputs:
         slope = slope or loss_and_gradient(task, params)[0]
@@ -300,16 +271,16 @@ def fit_kept(
 
 
 def _exact(
-    task: Task, params: dict[str, Tensor], kind: type[Structure], prior: Prior, chunking: Chunking
+    task: Task, params: dict[str, Tensor], kind: type[Structure], prior: Prior
 ) -> tuple[Structure, dict[str, Any]]:
     """δ + Σ_i ∇²ℓ_i, nowhere below δ."""
     size = sum(p.numel() for p in params.values())
     if size > EXACT_LIMIT:
         most = f"use 'ggn' above {EXACT_LIMIT:,} parameters"
         raise InputError(f"curvature='exact' takes {size:,} Hessian products; {most}")
-    hessian = Curvature(task, params, kind="hessian", memory_budget=chunking.memory_budget)
+    hessian = Curvature(task, params, kind="hessian", memory_budget=task.memory_budget)
     hessian.check_symmetric()
-    exact = kind.from_products(params, lambda v: hessian.product(v, progress=chunking.progress))
+    exact = kind.from_products(params, lambda v: hessian.product(v, progress=task.progress))
     form, floored = exact.plus_prior(prior).floored(prior)
     if floored:
         said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"
@@ -349,10 +320,7 @@ def _columns(
     curvature: str,
     samples: int,
     generator: torch.Generator | None,
-    expected: Posterior | None,
 ) -> tuple[Columns, int | None]:
-    if expected is not None:
-        return lambda chunk: expected_root(expected, chunk), None
     if curvature in ("ggn", "exact"):
         return lambda chunk: curvature_root(chunk), None
     if curvature == "empirical_fisher":
@@ -433,45 +401,3 @@ def check_finite(params: Mapping[str, Tensor]) -> None:
     for name, p in params.items():
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
-
-
-def expected_errors(task: Task, q: Posterior, chunking: Chunking) -> Tensor:
-    """ē_i of every example, ``[N, C]``.
-
-    Raises:
-        InputError: sequences, whose outputs have no V_i.
-    """
-    _check_variance(task)
-    means, own = [], shared(task, q.mean)
-    columns = n_outputs(task, q.mean)
-    for chunk in chunks(
-        task, q.mean, chunking, columns=columns, indices=own, label="expected errors"
-    ):
-        errors = [chunk.likelihood.error(f, chunk.targets) for f in _draws(q, chunk)]
-        means.append(torch.stack(errors).mean(0))
-    return ranks.gathered(torch.cat(means), own, task.n_data)
-
-
-def expected_root(q: Posterior, chunk: Chunk) -> Tensor:
-    """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ̄_i, ``[B, C, C]``."""
-    curvature = sum(chunk.likelihood.hessian(f, chunk.targets) / DRAWS for f in _draws(q, chunk))
-    values, turn = torch.linalg.eigh(curvature)
-    return (turn * values.clamp_min(0).sqrt().unsqueeze(-2)).mT
-
-
-def _check_variance(task: Task) -> None:
-    """Raise for sequences."""
-    if task.likelihood.is_sequence:
-        raise InputError("sequences have no V_i to average over; leave expected= out")
-
-
-def _draws(q: Posterior, chunk: Chunk) -> list[Tensor]:
-    f, v = chunk.outputs, q.form.gram(chunk.jacobian_terms())
-    if not bool(torch.isfinite(v).all()):
-        raise ModelError("the prediction variance overflows; raise prior_precision")
-    values, turn = torch.linalg.eigh((v + v.mT) / 2)
-    root = (turn * values.clamp_min(0).sqrt().unsqueeze(-2)) @ turn.mT
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(DRAWS // 2, f.shape[-1], generator=generator, dtype=torch.float64).to(f)
-    moves = torch.einsum("bcd,nd->nbc", root, noise)
-    return [f + sign * move for move in moves for sign in (1, -1)]

@@ -164,10 +164,6 @@ class Prior:
     def __truediv__(self, divisor: float) -> Prior:
         return Prior({n: v / divisor for n, v in self.entries.items()}, self.mean)
 
-    def within(self, record: Mapping[str, Any]) -> Prior:
-        """As it stands inside S: a calibrated posterior is S = (H + δ) / τ as a whole."""
-        return self / scale_of(record)
-
     @property
     def smallest(self) -> float:
         return min(float(torch.as_tensor(v).min()) for v in self.entries.values())
@@ -243,8 +239,3 @@ def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
     ]
     more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
     return "; ".join(lines[:MOST]) + more
-
-
-def scale_of(record: Mapping[str, Any]) -> float:
-    """τ, what calibration multiplied all variances with; 1 where there was none."""
-    return float((record.get("calibration") or {}).get("scale", 1.0))

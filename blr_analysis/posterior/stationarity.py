@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
@@ -85,7 +85,7 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
     single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
-    for chunk in chunks(task, q.mean, QUIET, columns=1, indices=chosen):
+    for chunk in chunks(task.quiet, q.mean, columns=1, indices=chosen):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         single += 0.5 * float(q.form.gram(terms).double().sum())

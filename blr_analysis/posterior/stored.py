@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
+from blr_analysis.files import Folder, Loaded, Source, fingerprint
 from blr_analysis.posterior.prior import Given, Prior, Shapes, take_off
 from blr_analysis.posterior.structures import KINDS, Diagonal, Structure
 from blr_analysis.task import unwrapped
@@ -55,7 +55,7 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> Encoded:
-    """Tensors by name and suffix, and the record that :func:`load_parts` needs; the precision in
+    """Tensors by name and suffix, and the record that :func:`parts_of` needs; the precision in
     ``dtype`` (None: as it is).
 
     Raises:
@@ -96,9 +96,14 @@ def _data_part(
     return parts
 
 
-def load_parts(path: str, model: Model | None, prior_precision: Given | None) -> Parts:
+def parts_of(
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    path: str,
+    model: Model | None,
+    prior_precision: Given | None,
+) -> Parts:
     """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`."""
-    tensors, record = storage.read(path)
     mean, form, prior, n_data, rest = _decode(tensors, record, path)
     if mean is not None and model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")

@@ -1,8 +1,6 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
-from blr_analysis.sensitivity.calibration import calibrate
-from blr_analysis.sensitivity.ensemble import replays
-from blr_analysis.sensitivity.groups import Adapted, WhatIf, adapt, what_if, what_if_each
+from blr_analysis.sensitivity.calibrate import calibrate
 from blr_analysis.sensitivity.influence import (
     GroupInfluence,
     Index,
@@ -10,7 +8,6 @@ from blr_analysis.sensitivity.influence import (
     ProjectionError,
     TopInfluence,
     influence,
-    top_influence,
 )
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut, leave_one_out
 from blr_analysis.sensitivity.monitor import Monitor
@@ -18,12 +15,12 @@ from blr_analysis.sensitivity.prior_selection import PriorSelection, select_prio
 from blr_analysis.sensitivity.scores import Scores, sensitivity
 from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
 from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
-from blr_analysis.sensitivity.subsets import subset_posterior
 from blr_analysis.sensitivity.suspicious import Suspicions, suspicious
 from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
+from blr_analysis.sensitivity.training import rerun
+from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
 
 __all__ = [
-    "Adapted",
     "GroupInfluence",
     "Index",
     "Influence",
@@ -40,17 +37,14 @@ __all__ = [
     "TokenScores",
     "TopInfluence",
     "WhatIf",
-    "adapt",
     "calibrate",
     "influence",
     "leave_one_out",
-    "replays",
+    "rerun",
     "select_prior_precision",
     "sensitivity",
-    "subset_posterior",
     "suspicious",
     "token_sensitivity",
-    "top_influence",
     "what_if",
     "what_if_each",
 ]

@@ -16,31 +16,22 @@ the variance without the example.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, Chunking, n_outputs
+from blr_analysis.backprop.engine import Chunk
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import fit_laplace
-from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.task import Task
 
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1
 FITTED_LEVERAGE = 1 - 1e-6  # the same for a fit of the whole Gauss–Newton matrix in float64
-MANY = 128  # classes from which on the leverage comes from products with V_i and Λ_i
-STEPS = 48  # of the Lanczos iteration at most
-BOUND = 1e-3  # on its relative error
 OVERSTATED = 0.9  # the same for structures whose V_i may be overstated
-HIGH = 0.5  # a leverage from which on first order and linearisation are off by a third and more
-DENSE = 4096  # parameters: up to here the whole curvature may be held as a matrix
-FEWEST_ROWS = 1500  # N·C: up to here it is whole in the span of so many gradients
-AFFORDABLE = 1e11  # multiplications to build it: a few seconds
-EXACT = 1e-6  # of tr(ΛV), that the span may leave out
+EXACT = 1e-6  # of tr(ΛV), that a sketch of all of it may leave out
+HIGH = 0.5  # a leverage from which on first order is off by a third and more
 WORDS = ("first_order", "cavity", "bounded", "descent")
 
 
@@ -52,61 +43,15 @@ def bears_cavity(q: Posterior) -> bool:
 
 
 def taken(q: Posterior, correction: str) -> str:
-    """ "cavity" or "first_order": what is asked for, and what "auto" stands for."""
+    """ "cavity" or "first_order": what is asked for, or what the posterior bears."""
     if correction != "auto":
         return correction
-    calibrated = q.record.get("calibration")
-    if calibrated:
-        return str(calibrated["correction"])
-    return "cavity" if bears_cavity(q) else "first_order"
+    return "cavity" if q.at_minimum and bears_cavity(q) else "first_order"
 
 
-def exact_structure(task: Task) -> str | None:
-    """The structure that holds the whole Gauss–Newton matrix within seconds: "lowrank" of few rows
-    of the J_i, "full", or None."""
-    params = task.parameters()
-    size = sum(p.numel() for p in params.values())
-    if task.likelihood.is_sequence or not size:
-        return None
-    rows = task.n_data * n_outputs(task, params)
-    if rows < size and rows <= FEWEST_ROWS and size * rows**2 <= AFFORDABLE:
-        return "lowrank"
-    return "full" if size <= DENSE and rows * size**2 <= AFFORDABLE else None
-
-
-def fitted_to(q: Posterior, *, scaled: bool = False) -> bool:
-    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that;
-    ``scaled``: or was, before it was calibrated."""
-    fitted = q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
-    return fitted and "expected" not in q.record and (scaled or "calibration" not in q.record)
-
-
-def laplace_of(task: Task, q: Posterior) -> bool:
-    """Whether it is that matrix at the model's present weights."""
-    return fitted_to(q) and at_weights(task, q)
-
-
-def at_weights(task: Task, q: Posterior) -> bool:
-    """Whether the posterior's mean is the model's present weights."""
-    params = task.parameters()
-    return all(torch.equal(m, params[n]) for n, m in q.mean.items() if n in params)
-
-
-def exactly(task: Task, q: Posterior, chunking: Chunking) -> Posterior | None:
-    """The same Laplace posterior with the whole Gauss–Newton matrix, for a model at the minimum
-    that is small enough; None else. (Off the minimum it is no nearer to retraining.)"""
-    if q.structure == "full" or not (fitted_to(q, scaled=True) and at_weights(task, q)):
-        return None
-    structure = exact_structure(task)
-    if structure is None or not stationarity(task, q).near:
-        return None
-    return fit_laplace(
-        task,
-        structure=structure,
-        prior_precision=q.prior,
-        tolerance=EXACT if structure == "lowrank" else None,
-        **vars(chunking),
-    )
+def fitted_to(q: Posterior) -> bool:
+    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that."""
+    return q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
 
 
 def bound_of(q: Posterior) -> float:
@@ -120,14 +65,14 @@ def bound_of(q: Posterior) -> float:
 
 
 def left_out_by(
-    word: str, f: Tensor, y: Tensor, v: Tensor, likelihood: Likelihood, bound: float
+    word: str, f: Tensor, y: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f_i^{\\i} ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
-    e, levers = likelihood.error(f, y), leverage(v, f, y, likelihood)
+    """f_i^{\\i} − f_i ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
+    levers = leverage(v, f, y, likelihood)
     move = torch.bmm(v, e.unsqueeze(-1))
     if word == "first_order":
         used = torch.zeros_like(levers, dtype=torch.long)
-        return likelihood.moved(f, move.squeeze(-1)), levers, used
+        return move.squeeze(-1), levers, used
     cavity = levers < bound
     if bool(cavity.any()):
         eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
@@ -138,7 +83,7 @@ def left_out_by(
         over = ~cavity
         root = likelihood.hessian_root(f, y)[over]
         move[over] = bounded(e[over], v[over], root, bound)
-    return likelihood.moved(f, move.squeeze(-1)), levers, 2 - cavity.long()
+    return move.squeeze(-1), levers, 2 - cavity.long()
 
 
 def bounded(e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
@@ -154,61 +99,13 @@ def bounded(e: Tensor, v: Tensor, root: Tensor, bound: float) -> Tensor:
 
 
 def leverage(v: Tensor, f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """The largest eigenvalue of V_i Λ_i, ``[N]``; of many classes with an error below BOUND."""
-    if f.shape[-1] < MANY:
-        return _largest(v, likelihood.hessian_root(f, y))
-    values, error = _lanczos(v, lambda x: likelihood.hessian_times(f, y, x))
-    rough = error > BOUND * values
-    if bool(rough.any()):
-        values[rough] = _largest(v[rough], likelihood.hessian_root(f, y)[rough])
-    return values
-
-
-def _largest(v: Tensor, root: Tensor) -> Tensor:
-    """The same from all eigenvalues of Lᵀ V_i L with Λ_i = L Lᵀ."""
+    """The largest eigenvalue of V_i Λ_i, ``[N]``, from all those of Lᵀ V_i L with Λ_i = L Lᵀ."""
+    root = likelihood.hessian_root(f, y)
     inner = root.mT @ v @ root
     if inner.shape[-1] == 1:
         return inner.flatten()
     inner = (inner + inner.mT) / 2
     return torch.cat([torch.linalg.eigvalsh(part)[:, -1] for part in inner.split(4096)])
-
-
-def _lanczos(v: Tensor, hessian_times: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of V_i Λ_i and a bound on its error, ``[N]``, by Lanczos' iteration.
-
-    V_i Λ_i is symmetric in the inner product ⟨x, y⟩ = xᵀ Λ_i y. Its orthonormal Krylov basis
-    makes it tridiagonal; what that leaves out of the largest eigenvalue's vector, β_k times its
-    last entry, bounds the error (Paige, 1971).
-    """
-    n, c = v.shape[:2]
-    start = torch.randn(c, generator=torch.Generator().manual_seed(0), dtype=v.dtype)
-    x = start.to(v.device).expand(n, c)
-    curved = hessian_times(x)
-    basis, dual = v.new_zeros(n, STEPS, c), v.new_zeros(n, STEPS, c)
-    diagonal, beside = v.new_zeros(n, STEPS), v.new_zeros(n, STEPS)
-    tiny = torch.finfo(v.dtype).tiny
-    size = (x * curved).sum(-1).clamp_min(0).sqrt()
-    values = error = torch.zeros_like(size)
-    for k in range(STEPS):
-        length = size.clamp_min(tiny).unsqueeze(-1)
-        basis[:, k], dual[:, k] = x / length, curved / length
-        x = torch.bmm(v, dual[:, k].unsqueeze(-1)).squeeze(-1)
-        diagonal[:, k] = (x * dual[:, k]).sum(-1)
-        for _ in range(2):  # the second time for what rounding left in
-            within = torch.bmm(dual[:, : k + 1], x.unsqueeze(-1))
-            x = x - torch.bmm(basis[:, : k + 1].mT, within).squeeze(-1)
-        curved = hessian_times(x)
-        size = (x * curved).sum(-1).clamp_min(0).sqrt()
-        beside[:, k] = size
-        if k % 4 == 3:
-            side = torch.diag_embed(beside[:, :k], 1)
-            small = torch.diag_embed(diagonal[:, : k + 1]) + side + side.mT
-            ritz, vectors = torch.linalg.eigh(small.double())
-            values = ritz[:, -1].to(v)
-            error = (size * vectors[:, -1, -1].abs()).to(v)
-            if bool((error <= BOUND * values).all()):
-                break
-    return values, error
 
 
 def prediction_variances(q: Posterior, chunk: Chunk) -> Iterator[tuple[slice, Tensor]]:

@@ -311,7 +311,7 @@ def train(
     prior = Prior.of_any(prior_precision)
 
     def precision() -> Structure:
-        return fit_laplace(task, structure=structure, prior_precision=prior, progress=False).form
+        return fit_laplace(task.quiet, structure=structure, prior_precision=prior).form
 
     params = {n: p.clone() for n, p in task.parameters().items()}
     form = precision()

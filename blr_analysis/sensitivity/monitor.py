@@ -372,7 +372,7 @@ def observe(
 ) -> Observation:
     """Watch these examples of the task at the posterior's mean."""
     if task.likelihood.is_sequence:
-        scores = sequence_scores(task, q, chunking, indices=indices)
+        scores = sequence_scores(task, q, indices=indices)
         rise, unknown = scores.self_influence, torch.full_like(scores.losses, torch.nan)
         before, left_out = Evaluation(scores.losses, None), Evaluation(scores.losses + rise, None)
         return Observation(before, left_out, unknown, rise, unknown)
@@ -403,7 +403,8 @@ def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[T
     e = likelihood.error(f, y)
     v = prediction_variance(q, chunk)
     influence = torch.einsum("bc,bcd,bd->b", e, v, e)
-    after, levers, _ = left_out_by(word, f, y, v, likelihood, bound_of(q))
+    move, levers, _ = left_out_by(word, f, y, e, v, likelihood, bound_of(q))
+    after = likelihood.moved(f, move)
     return tuple(t.cpu() for t in (f, y, after, influence, levers))
 
 

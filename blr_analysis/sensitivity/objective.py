@@ -343,7 +343,7 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         form = form.plus(part.curvature, sign)
         n_data += sign * part.count
         pull = add(pull, -sign, part.gradient)
-    form, floored = form.floored(q.prior.within(q.record))
+    form, floored = form.floored(q.prior)
     mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import one_of, positive_int, positive_number
 from blr_analysis.errors import BLRError, InputError, ModelError
@@ -23,14 +22,14 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
-from blr_analysis.sensitivity.corrections import EXACT, HIGH, exact_structure
+from blr_analysis.sensitivity.corrections import HIGH
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
 from blr_analysis.sensitivity.scores import check_outputs, check_test
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
-SMALL = 2_000  # parameters: up to here "auto" takes the full structure, whatever the data
+SMALL = 4_096  # parameters: up to here "auto" takes the full structure
 Fit = Callable[[Task, float], "Posterior | tuple[nn.Module, Posterior]"]
 
 
@@ -91,9 +90,6 @@ def select_prior_precision(
     correction: str = "auto",
     tolerance: float | None = None,
     max_steps: int = 100,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
 ) -> PriorSelection:
     """The prior precision δ with the smallest leave-one-out loss, and its curve over the grid.
 
@@ -117,8 +113,7 @@ def select_prior_precision(
         initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
             None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
         structure: of the default fit's posterior: "diag", "kron", "lowrank", "full", or "auto":
-            where seconds give it the whole curvature, "full" (up to 2,000 parameters, or 4,096 of
-            few data) or "lowrank" (up to 1,500 examples times outputs), else "kron".
+            "full" up to 4,096 parameters, else "kron".
         test: further examples, for comparison; nothing is chosen by them.
         correction: as in :func:`blr_analysis.leave_one_out`.
         tolerance: of the default fit: ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖) to reach; None: 1e-8 in float64,
@@ -141,18 +136,17 @@ def select_prior_precision(
         >>> X = torch.randn(30, 5, dtype=torch.float64); y = X[:, 0] + torch.randn(30)
         >>> model = torch.nn.Linear(5, 1, bias=False).double()
         >>> task = blr.Task(model, (X, y), likelihood="gaussian")
-        >>> choice = select_prior_precision(task, [0.1, 1.0, 10.0, 100.0], progress=False)
+        >>> choice = select_prior_precision(task, [0.1, 1.0, 10.0, 100.0])
         >>> choice.best in (0.1, 1.0, 10.0, 100.0), len(choice.table)
         (True, 4)
     """
     check_outputs(task, "select_prior_precision")
     if grid is None:
-        delta = fit_laplace(task, initial=initial, progress=False).prior_precision
+        delta = fit_laplace(task.quiet, initial=initial).prior_precision
         grid = [delta * 10 ** (k / 2) for k in range(-4, 5)]
     deltas = checked_grid(grid)
     one_of("structure", structure, ("auto", *STRUCTURES))
     one_of("correction", correction, CORRECTIONS)
-    settings = vars(Chunking(chunk_size, memory_budget, progress=False))
     if fit is not None and not callable(fit):
         raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
     if test is not None:
@@ -161,14 +155,14 @@ def select_prior_precision(
     if fit:
         trained = _own(fit, task)
     else:
-        trained = _default(task, mean, structure, tolerance, max_steps, settings)
+        trained = _default(task, mean, structure, tolerance, max_steps)
     rows: list[dict[str, Any]] = []
     best: tuple[float, float, Posterior] | None = None
-    for delta in track(deltas, total=len(deltas), label="prior precision", show=progress):
+    for delta in track(deltas, total=len(deltas), label="prior precision", show=task.progress):
         start = time.perf_counter()
         try:
             under, q, said = trained(delta)
-            measured = _measured(under, q, test, correction, settings)
+            measured = _measured(under.quiet, q, test, correction)
         except BLRError as error:
             raise type(error)(f"with prior_precision {delta:g} of the grid: {error}") from error
         row = {"prior_precision": delta, **measured, "seconds": time.perf_counter() - start, **said}
@@ -189,7 +183,6 @@ def _default(
     structure: str,
     tolerance: float | None,
     max_steps: int,
-    settings: Mapping[str, Any],
 ) -> Trained:
     """Damped Newton steps on one copy of the model, from one δ to the next."""
     params = task.parameters()
@@ -200,14 +193,13 @@ def _default(
     positive_int("max_steps", max_steps)
     if structure == "auto":
         small = sum(p.numel() for p in params.values()) <= SMALL
-        structure = "full" if small else exact_structure(task) or "kron"
-    whole = {"tolerance": EXACT} if structure == "lowrank" else {}
-    under = on_a_copy(task)
+        structure = "full" if small else "kron"
+    under = on_a_copy(task.quiet)
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         prior = Prior({None: delta}, initial)
         end = train(under, prior, structure=structure, tolerance=tolerance, max_steps=max_steps)
-        q = fit_laplace(under, structure=structure, prior_precision=prior, **whole, **settings)
+        q = fit_laplace(under, structure=structure, prior_precision=prior)
         residual = end.point.residual
         return under, q, {"residual": residual, "converged": residual <= tolerance}
 
@@ -237,10 +229,8 @@ def _own(fit: Fit, task: Task) -> Trained:
     return trained
 
 
-def _measured(
-    under: Task, q: Posterior, test: Task | None, correction: str, settings: Mapping[str, Any]
-) -> dict[str, float]:
-    loo = leave_one_out(under, q, correction=correction, refine=0, **settings)
+def _measured(under: Task, q: Posterior, test: Task | None, correction: str) -> dict[str, float]:
+    loo = leave_one_out(under, q, correction=correction)
     first = torch.tensor([word == "first_order" for word in loo.correction])
     mean = q.on(under).mean
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}

@@ -3,15 +3,15 @@
 The memory-perturbation equation (Nickl et al., NeurIPS 2023): without example i the model's
 output there would move by
 
-    f_i^{\\i} − f_i ≈ V_i e_i,    e_i = ∂ℓ_i/∂f,    V_i = J_i Σ J_iᵀ
+    f_i^{\\i} − f_i ≈ τ V_i ē_i,    ē_i = mean_t ∂ℓ_i/∂f (t),    V_i = J_i Σ J_iᵀ
 
-prediction variance times prediction error.
+prediction variance times prediction error, averaged over the posterior's run; τ its temperature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.record import shared
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of, met, recognise
+from blr_analysis.posterior.stationarity import recognise, stationarity
 from blr_analysis.sensitivity.corrections import leverage, prediction_variances, self_influence
 from blr_analysis.sensitivity.results import NetworkScores
+from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.sensitivity.sites import SumOfSites, site_sensitivity, sum_of_sites
 from blr_analysis.task import Task
@@ -81,9 +82,6 @@ def sensitivity(
     posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
     *,
     variance: bool | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
 ) -> Scores | Any:  # of sequences and of sums of sites their own
     """How much each training example shapes the model.
 
@@ -96,15 +94,12 @@ def sensitivity(
         posterior: learned on those data. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` keeps its data and stands alone,
             ``sensitivity(fitted)`` or ``sensitivity(None, fitted)``: its sites are subtracted.
-            A list of those of one training run, the last one last: error, variance, deviation and
-            self-influence are means over them, each at its own weights; outputs, losses and
-            predictions are the last one's.
+            A list of those of several runs (:func:`blr_analysis.rerun`): error, variance,
+            deviation and self-influence are means over them; outputs, losses and predictions are
+            the last one's.
         variance: whether to compute V_i; None: where C ≤ 256 and N·C² fits in 1 GiB. Without it
             one backward pass gives the self-influence. Of sequences: whether to estimate tr V_i,
             by four more backward passes.
-        chunk_size: examples per pass; None: as many as ``memory_budget`` holds (default 56
-            MiB; 1 GiB on a GPU).
-        progress: None shows a bar on a terminal when the work is long.
 
     Returns:
         The scores; of sequences (likelihood "tokens", "causal_lm")
@@ -132,26 +127,28 @@ def sensitivity(
         return site_sensitivity(sites, variance=variance)
     if variance is not None:
         instance("variance", variance, bool, "True, False or None")
-    if isinstance(posterior, list | tuple):
-        asked: dict[str, Any] = dict(variance=variance, chunk_size=chunk_size)
-        asked |= dict(memory_budget=memory_budget, progress=progress)
-        qs = all_fitted(task, posterior)
-        return _averaged((sensitivity(task, q, **asked) for q in qs), len(qs))
-    q = fitted(task, posterior)  # type: ignore[arg-type]
-    chunking = Chunking(chunk_size, memory_budget, progress)
+    several = all_fitted(task, posterior)
+    if len(several) > 1:
+        return _averaged((_scores(where, q, variance) for where, q in several), len(several))
+    return _scores(*several[0], variance)
+
+
+def _scores(task: Task, q: Posterior, variance: bool | None) -> Any:
+    """Those under one posterior: τ V at its mean, errors averaged over its run."""
     if task.likelihood.is_sequence:
-        return sequence_scores(task, q, chunking, variance=bool(variance))
+        return sequence_scores(task, q, variance=bool(variance))
     c = n_outputs(task, q.mean)
     if variance is None:
         variance = bool(c <= MOST_OUTPUTS and task.n_data * c * c <= MOST_NUMBERS)
     columns = c if variance else 1
     kept: list[Tensor] = []  # [N, ...] each, filled chunk by chunk: nothing is held twice
     own = shared(task, q.mean)
+    errors = mean_errors(task, q)
     make = torch.empty if len(own) == task.n_data else torch.zeros  # where others fill rows, too
-    swept = chunks(task, q.mean, chunking, columns=columns, by_parts=variance, indices=own,
+    swept = chunks(task, q.mean, columns=columns, by_parts=variance, indices=own,
                    label="sensitivity")  # fmt: skip
     for chunk in swept:
-        for indices, parts in _chunk_scores(q, chunk, variance):
+        for indices, parts in _chunk_scores(q, chunk, errors(task, chunk), variance):
             kept = kept or [make(task.n_data, *t.shape[1:], dtype=t.dtype) for t in parts]
             for whole, part in zip(kept, parts, strict=True):
                 whole[ranks.rows(indices)] = part
@@ -169,7 +166,7 @@ def sensitivity(
         predictions=likelihood.prediction(outputs),
         likelihood=likelihood,
         metadata=task.metadata,
-        note=caveat_of(q),
+        note=q.note,
     )
 
 
@@ -185,23 +182,22 @@ def _averaged(each: Iterable[Any], count: int) -> Any:
 
 
 def _chunk_scores(
-    q: Posterior, chunk: Chunk, variance: bool
+    q: Posterior, chunk: Chunk, error: Tensor, variance: bool
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """e, f, y, g_iᵀ Σ g_i (and V_i, V_i e_i) of some examples at a time, and which they are."""
-    error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+    """ē, f, y, ēᵀ τV ē (and τV, τV ē) of some examples at a time, and which they are."""
     if not variance:
-        influence = self_influence(q, chunk, error, last=True)
+        influence = q.temperature * self_influence(q, chunk, error, last=True)
         yield chunk.indices, (error, chunk.outputs, chunk.targets, influence)
         return
     for rows, v in prediction_variances(q, chunk):
-        e = error[rows]
+        v, e = v.mul_(q.temperature), error[rows]
         move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
         numbers = (move * e).sum(-1), v, move
         yield chunk.indices[rows], (e, chunk.outputs[rows], chunk.targets[rows], *numbers)
 
 
 def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
-    """The posterior, checked against the task; see :meth:`Posterior.on`.
+    """The posterior, checked against the task; whether it is at a minimum is measured, once.
 
     Warns:
         PosteriorWarning: it was learned with another model or other data; with ``own_weights``
@@ -217,47 +213,30 @@ def fitted(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Pos
     instance("posterior", posterior, Posterior, wanted)
     q = posterior.on(task)
     recognise(task, posterior, q, own_weights=own_weights)
+    if q.stationarity is None and not task.likelihood.is_sequence:
+        posterior.record["stationarity"] = asdict(stationarity(task, q))
+        q.record["stationarity"] = posterior.record["stationarity"]
     return q
 
 
-def all_fitted(task: Task, posterior: Any) -> list[Posterior]:
-    """The posteriors of one training run, each checked against the task; of one, a list of it.
-
-    Where the last one's δ was found, not given, all take it: that of an early checkpoint is for
-    weights that training has left.
+def all_fitted(task: Task, posterior: Any) -> list[tuple[Task, Posterior]]:
+    """The posteriors of one or several runs, each checked, and the task with its buffers.
 
     Raises:
-        InputError, PosteriorError: an empty list, checkpoints of different runs; as
-            :func:`fitted`, naming which of them it is.
+        InputError, PosteriorError: an empty list; as :func:`fitted`, naming which of them it is.
     """
-    if not isinstance(posterior, list | tuple):
-        return [fitted(task, posterior)]
-    if not posterior:
-        raise InputError("posterior is an empty list; give the posteriors of one training run")
-    checked = []
-    for k, q in enumerate(posterior):
+    given = list(posterior) if isinstance(posterior, list | tuple) else [posterior]
+    if not given:
+        raise InputError("posterior is an empty list; give that of one run or more")
+    found = []
+    for k, q in enumerate(given):
         try:
-            checked.append(fitted(task, q, own_weights=False))
+            where = task.holding(q.buffers) if isinstance(q, Posterior) else task
+            own = len(given) == 1 and "rerun" not in getattr(q, "record", ())
+            found.append((where, fitted(where, q, own_weights=own)))
         except (InputError, PosteriorError) as error:
-            raise type(error)(f"posterior[{k}]: {error}") from error
-        if difference := _other_run(checked[k], checked[0]):
-            raise PosteriorError(f"posterior[{k}] has {difference} than [0]: take one run's")
-    last = checked[-1]
-    if "prior_choice" not in last.record:
-        return checked
-    own = (q if q is last or "prior_choice" not in q.record else q.at(last.prior) for q in checked)
-    met(task, *(alike := list(own)))
-    return alike
-
-
-def _other_run(one: Posterior, two: Posterior) -> str | None:
-    """What says that these are not of one training run."""
-    if one.form.shapes != two.form.shapes:
-        return "other parameters"
-    a, b = one.initial, two.initial
-    if a is not None and b is not None and any(not torch.equal(a[n], b[n]) for n in a):
-        return "another initial="
-    return None
+            raise type(error)(f"posterior[{k}]: {error}" if len(given) > 1 else error) from error
+    return found
 
 
 def check_outputs(task: Any, who: str) -> None:

@@ -17,6 +17,7 @@ from blr_analysis.errors import InputError, told_as
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.task import Task
+from blr_analysis.views import GroupRows
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
 CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
@@ -45,7 +46,7 @@ class Columns:
     def names(self) -> list[str]:
         """Every column of the table."""
         if not self._whole:
-            table = sensitivity(self._task, self._posterior, progress=False).table
+            table = sensitivity(self._task.quiet, self._posterior).table
             self._known = {str(name): table[name].tolist() for name in table}
             self._whole = True
         return list(self._known)
@@ -97,7 +98,9 @@ def select(
             selection of nothing.
     """
     n = task.n_data
-    if callable(selection):
+    if isinstance(selection, str):
+        chosen = _queried(selection, Columns(task, posterior), n, name)
+    elif callable(selection):
         chosen = _asked(selection, Columns(task, posterior), n, name)
     else:
         chosen = chosen_indices(selection, n, name, task.examples.labels)
@@ -118,6 +121,13 @@ def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name
         if _yes(answer, i, name):
             chosen.append(i)
     return chosen
+
+
+def _queried(question: str, columns: Columns, n: int, name: str) -> list[int]:
+    """The rows of a query, as pandas' ``DataFrame.query`` reads it."""
+    frame = GroupRows([dict(ExampleRow(columns, i)) for i in range(n)]).table
+    with told_as(InputError, f"{name}={question!r} is no query of {columns.names()}"):
+        return frame.query(question).index.tolist()
 
 
 def _yes(answer: Any, index: int, name: str) -> bool:

@@ -16,23 +16,22 @@ its standard error by the spread of the K terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks
+from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.loss import PerToken
 from blr_analysis.backprop.record import shared
-from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeftOut, NetworkScores
+from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.task import Task
 
 DRAWS = 4  # random cotangents of a sequence
@@ -114,12 +113,7 @@ class SequenceLeaveOneOut(PerToken, LeftOut):
 
 
 def sequence_scores(
-    task: Task,
-    q: Posterior,
-    chunking: Chunking,
-    *,
-    variance: bool = False,
-    indices: Tensor | None = None,
+    task: Task, q: Posterior, *, variance: bool = False, indices: Tensor | None = None
 ) -> SequenceScores:
     """Losses, self-influences and token counts of a task's sequences, chunk by chunk.
 
@@ -134,10 +128,11 @@ def sequence_scores(
     parts: list[tuple[Tensor, ...]] = []
     split = indices is None and not variance  # whose draws go by chunk
     own = shared(task, q.mean) if split else indices
-    for chunk in chunks(task, q.mean, chunking, columns=1, indices=own, label="sequences"):
+    errors = mean_errors(task, q)
+    for chunk in chunks(task, q.mean, columns=1, indices=own, label="sequences"):
         losses = chunk.likelihood.nll(chunk.outputs, chunk.targets)
-        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        influence = self_influence(q, chunk, error, last=not variance)
+        error = errors(task, chunk)
+        influence = q.temperature * self_influence(q, chunk, error, last=not variance)
         counted = task.likelihood.counted(chunk.targets)
         assert counted is not None
         tokens = counted.sum(-1)
@@ -157,36 +152,29 @@ def sequence_scores(
         variance_error=estimate[1] if variance else None,
         likelihood=task.likelihood,
         metadata=task.metadata,
-        note=caveat_of(q),
+        note=q.note,
     )
 
 
 def sequence_leave_one_out(
-    task: Task,
-    q: Posterior,
-    correction: str,
-    chunking: Chunking,
-    scores: SequenceScores | None = None,
+    several: Sequence[tuple[Task, Posterior]], correction: str
 ) -> SequenceLeaveOneOut:
     """Every sequence's loss as if the model had been trained without it, to first order.
 
     Raises:
-        InputError: the cavity is asked for, which needs V_i; scores of other data.
+        InputError: the cavity is asked for, which needs V_i.
     """
     if correction == "cavity":
         raise InputError('correction="cavity" needs one output per example; use "first_order"')
-    if scores is None:
-        scores = sequence_scores(task, q, chunking)
-    instance("scores", scores, SequenceScores, "what blr_analysis.sensitivity(...) returns")
-    if len(scores) != task.n_data:
-        raise InputError(f"scores of {len(scores)} sequences for a task of {task.n_data}")
+    each = [sequence_scores(task, q) for task, q in several]
+    scores = each[-1]
     return SequenceLeaveOneOut(
-        losses=scores.losses + scores.self_influence,
+        losses=scores.losses + torch.stack([one.self_influence for one in each]).mean(0),
         losses_before=scores.losses,
         tokens=scores.tokens,
         correction=["first_order"] * len(scores),
-        likelihood=task.likelihood,
-        metadata=task.metadata,
+        likelihood=scores.likelihood,
+        metadata=scores.metadata,
         note=scores.note,
     )
 

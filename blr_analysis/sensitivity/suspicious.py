@@ -1,14 +1,12 @@
 """Which examples look wrong: mislabelled, unlike the others, or there twice.
 
-Three scores from one training run, none of which needs an example to be left out in fact:
+    wrong label      mean_t ℓ_i(t)              over the checkpoints t of the run, unweighted
+    unfamiliarity    tr(Λ_i V_i)
+    closeness        1 − d_i,nearest / d_i,10th,  d_ij² = 2 − 2 corr(δf_i, δf_j)
+                     δf_i = J_i (θ_s − m),  θ_s ~ q,  s = 1 … S
 
-    relabelling gain   1/K Σ_k ( ℓ(y_i, f_{i,k}^{\\i}) − min_{c≠y_i} ℓ(c, f_{i,k}^{\\i}) )
-    unfamiliarity      tr(Λ_i V_i)
-    closeness          1 − d_i,nearest / d_i,10th,  d_ij² = 2 − 2 corr(δf_i, δf_j)
-                       δf_i = J_i (θ_s − m),  θ_s ~ q,  s = 1 … S
-
-K posteriors, from one or several moments of the training: labels that are wrong are learned late,
-and what is learned by heart at the end was contradicted before (Pleiss et al., 2020). δf_i is how
+Labels that are wrong are learned late, and what is learned by heart at the end was contradicted
+before (Pleiss et al., 2020). δf_i is how
 example i's outputs move when the weights move as the posterior lets them: the predictions of two
 copies always move together. For many samples corr is tr(J_i Σ J_jᵀ) scaled to 1 for an example with
 itself: likeness as the model sees it, for any kind of input, where pixels have a distance and
@@ -24,7 +22,7 @@ mean 1/m (Rényi, 1953; Levina & Bickel, 2004), so that m cancels in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blr_analysis import checks
-from blr_analysis.backprop.engine import Chunking, chunks, predict
+from blr_analysis.backprop.engine import chunks, predict
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
@@ -40,8 +38,9 @@ from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
-from blr_analysis.sensitivity.scores import Scores, all_fitted, sensitivity
-from blr_analysis.sensitivity.sequences import drawn_errors, sequence_leave_one_out, trace
+from blr_analysis.sensitivity.run import mean_losses
+from blr_analysis.sensitivity.scores import all_fitted
+from blr_analysis.sensitivity.sequences import drawn_errors, trace
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -65,10 +64,10 @@ class Suspicions(Tabular, Plottable):
     Of every score, larger is more suspicious.
 
     Attributes:
-        gain: how many nats the example's own loss would fall by if its label were the best other
-            one, for a model that never saw it, ``[N]``, a mean over the posteriors; above 0 the
-            label is contradicted. For regression: the left-out loss; of sequences that of a token.
-        proposed: the label that would gain most, as the targets; None for regression, sequences.
+        losses: the mean unweighted loss over the run, ``[N]`` in nats; of sequences of a token.
+        left_out: the left-out loss, ``[N]``.
+        proposed: the best other label of the left-out prediction, as the targets; None for
+            regression, sequences.
         unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
             (in parameters), whatever its label: the rise of its own loss without it that one
             expects of a label drawn from the model's own prediction. Of sequences estimated with
@@ -76,14 +75,15 @@ class Suspicions(Tabular, Plottable):
         closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
             copy. None where twins were not asked for.
         twin: index of the nearest other example, ``[N]``, or None.
-        kind: "label", "unfamiliar", "duplicate" or "none": the fault that is suspected.
-        order: indices, the most suspicious first, ``[N]``.
+        kind: "label" (the run or the left-out prediction contradicts it), "unfamiliar",
+            "duplicate" or "none": the fault that is suspected.
+        order: indices: wrong labels by their loss, then strangers, duplicates, and the rest.
         targets, predictions: None of sequences.
-        n_posteriors: K.
         table: one row per example, the most suspicious first.
     """
 
-    gain: Tensor
+    losses: Tensor
+    left_out: Tensor
     proposed: Tensor | None
     unfamiliarity: Tensor
     closeness: Tensor | None
@@ -93,20 +93,16 @@ class Suspicions(Tabular, Plottable):
     targets: Tensor | None
     predictions: Tensor | None
     likelihood: Likelihood
-    n_posteriors: int = 1
+    note: str = ""
     metadata: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.gain)
+        return len(self.losses)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.kind.count(kind)} {kind}" for kind in KINDS)
-        held = 0
-        if self.likelihood.is_classification and self.targets is not None:
-            pairs = zip(self.kind, self.gain.tolist(), strict=True)
-            held = sum(kind == NONE and gain > 0 for kind, gain in pairs)
-        more = f"; share= keeps {held:,} more contradicted labels back" if held else ""
-        return f"Suspicions(N={len(self)}: {counts}{more}; see .table, .plot())"
+        note = f"; {self.note}" if self.note else ""
+        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot(){note})"
 
     def score(self, kind: str) -> Tensor:
         """The score behind a kind of fault, ``[N]``.
@@ -115,7 +111,7 @@ class Suspicions(Tabular, Plottable):
             InputError: an unknown kind, or twins that were not asked for.
         """
         one_of("kind", kind, KINDS)
-        scores = (self.gain, self.unfamiliarity, self.closeness)
+        scores = (self.losses, self.unfamiliarity, self.closeness)
         if (score := scores[KINDS.index(kind)]) is None:
             raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")
         return score
@@ -130,9 +126,6 @@ def suspicious(
     share: float = 0.05,
     samples: int = 32,
     seed: int = 0,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool | None = None,
 ) -> Suspicions:
     """Rank the training examples by how wrong they look, and say in which way.
 
@@ -142,17 +135,14 @@ def suspicious(
 
     Args:
         task: the model and the data it was trained on.
-        posterior: learned on those data; or several of one training run, the last one last
-            (``Posterior.from_optimizer(optimizer, model)`` after every few epochs). Where wrong
-            labels are learned by heart, several find them much better than the last one. A
-            posterior that overstates V_i harms the gain: see :func:`blr_analysis.leave_one_out`.
+        posterior: learned on those data; with checkpoints it finds more of the labels that were
+            learned by heart. Or a list of those of several runs.
         duplicates: whether to look for twins.
-        share: which part of the examples to suspect, at most, by each score. Labels and twins
-            must stand out by themselves as well: a gain above 0, a closeness above ½ that chance
-            does not explain.
+        share: which part of the examples to call strangers, at most, and duplicates, which must
+            have a closeness above ½ that chance does not explain; of regression also the part
+            whose loss is suspected.
         samples: directions in which the weights are moved to find twins.
         seed: of those directions.
-        chunk_size, memory_budget, progress: as in :func:`blr_analysis.sensitivity`.
 
     Raises:
         InputError: no posterior, a share that is not between 0 and 1, fewer than one sample, fewer
@@ -177,27 +167,44 @@ def suspicious(
         ...     return total
         >>> _ = optimizer.step(loss)
         >>> task = blr.Task(model, (X, y))
-        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-        >>> wrong = suspicious(task, q, progress=False)
-        >>> int(wrong.gain.argmax()), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+        >>> wrong = suspicious(task, q)
+        >>> int(wrong.order[0]), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
         (7, 'label', True)
     """
-    qs = all_fitted(task, posterior)
+    several = all_fitted(task, posterior)
     instance("duplicates", duplicates, bool, "True or False")
     checks.share("share", share)
     positive_int("samples", samples)
-    chunking = Chunking(chunk_size, memory_budget, progress)
-    sequential = task.likelihood.is_sequence
-    judgement = (_of_sequences if sequential else _of_outputs)(task, qs, chunking)
-    gain, proposed, unfamiliarity, targets, predictions = judgement
+    where, q = several[-1]
+    runs = [p for _, p in several]
+    losses = torch.stack([mean_losses(task, p) for p in runs]).mean(0)
+    loo = leave_one_out(task, runs)
     closeness, twin, distinct = None, None, None
     if duplicates:
-        closeness, twin, told = twins(task, qs[-1], samples=samples, seed=seed, progress=progress)
+        closeness, twin, told = twins(where, q, samples=samples, seed=seed)
         distinct = closeness.where(told, 0)
-    contradicts = task.likelihood.is_classification and not sequential
-    kind, order = judged(gain, unfamiliarity, distinct, share, contradicts=contradicts)
+    if task.likelihood.is_sequence:
+        losses, left_out = losses / loo.tokens, loo.losses / loo.tokens
+        proposed = targets = predictions = None
+        contradicted = _first(losses, share)
+        unfamiliarity = _unfamiliar_sequences(where, q)
+    else:
+        targets, predictions, left_out = loo.targets, loo.predictions_before, loo.losses
+        gains = relabelling(task.likelihood.plain, loo.logits, targets)
+        gain, proposed = _best_label(task.likelihood.plain, gains, targets)
+        contradicted = _first(losses, share)
+        if task.likelihood.is_classification:
+            contradicted = gain > 0
+            for p in q.earlier:
+                f, _ = predict(task.holding(p.buffers), p.mean, progress=False)
+                own = relabelling(task.likelihood.plain, f, targets)
+                contradicted |= own.amax(-1) > 0
+        unfamiliarity = loo.unfamiliarity
+    kind, order = judged(losses, contradicted, unfamiliarity, distinct, share)
     return Suspicions(
-        gain=gain,
+        losses=losses,
+        left_out=left_out,
         proposed=proposed,
         unfamiliarity=unfamiliarity,
         closeness=closeness,
@@ -207,39 +214,22 @@ def suspicious(
         targets=targets,
         predictions=predictions,
         likelihood=task.likelihood,
-        n_posteriors=len(qs),
         metadata=task.metadata,
+        note=q.note,
     )
 
 
-def _of_outputs(
-    task: Task, qs: Sequence[Posterior], chunking: Chunking
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Gain, proposed label, unfamiliarity, targets and predictions."""
-    gains: list[Tensor] = []
-    scores: Scores | None = None  # those of the last posterior, in the end
-    for q in qs:
-        scores = sensitivity(task, q, variance=True, **asdict(chunking))
-        loo = leave_one_out(task, q, scores=scores, refine=0)
-        gains.append(relabelling(task.likelihood.plain, loo.logits, loo.targets))
-    assert scores is not None and scores.variance is not None
-    gain, proposed = _averaged(task.likelihood.plain, torch.stack(gains), scores.targets)
-    rows = torch.arange(task.n_data).split(4096)
-    hessians = (task.likelihood.at(i).hessian(scores.outputs[i], scores.targets[i]) for i in rows)
-    pieces = zip(hessians, scores.variance.split(4096), strict=True)
-    unfamiliarity = torch.cat([(hessian * v).sum((1, 2)) for hessian, v in pieces])
-    return gain, proposed, unfamiliarity, scores.targets, scores.predictions
+def _first(score: Tensor, share: float) -> Tensor:
+    """Which examples are in the first part of a ranking, ``[N]``."""
+    found = torch.zeros(len(score), dtype=torch.bool)
+    found[score.argsort(descending=True, stable=True)[: round(share * len(score))]] = True
+    return found
 
 
-def _of_sequences(
-    task: Task, qs: Sequence[Posterior], chunking: Chunking
-) -> tuple[Tensor, None, Tensor, None, None]:
-    """The same of sequences: the left-out loss of a token, and E_ŷ ĝᵀ Σ ĝ = tr ΛV, estimated."""
-    each = [sequence_leave_one_out(task, q, "auto", chunking) for q in qs]
-    gain = torch.stack([loo.losses / loo.tokens for loo in each]).mean(0)
-    swept = chunks(task, qs[-1].mean, chunking, columns=1, label="unfamiliarity")
-    unfamiliarity = torch.cat([trace(qs[-1], chunk, drawn_errors)[0].cpu() for chunk in swept])
-    return gain, None, unfamiliarity, None, None
+def _unfamiliar_sequences(task: Task, q: Posterior) -> Tensor:
+    """E_ŷ ĝᵀ Σ ĝ = tr ΛV, estimated."""
+    swept = chunks(task, q.mean, columns=1, label="unfamiliarity")
+    return torch.cat([trace(q, chunk, drawn_errors)[0].cpu() for chunk in swept])
 
 
 def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -259,54 +249,45 @@ def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Ten
     return likelihood.nll(outputs, targets)[:, None]
 
 
-def _averaged(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Mean over the posteriors of the best gain; the label that gains most on average."""
-    gain, best = gains.amax(-1).mean(0), gains.mean(0)
+def _best_label(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the best other label gains, and which that is."""
+    gain = gains.amax(-1)
     if isinstance(likelihood.kind, Bernoulli):
-        least = -torch.inf if best.shape[1] == 1 else 0.0  # a single label has one other
-        return gain, torch.where(best > least, 1 - y, y)
+        least = -torch.inf if gains.shape[1] == 1 else 0.0  # a single label has one other
+        return gain, torch.where(gains > least, 1 - y, y)
     if not isinstance(likelihood.kind, Categorical):
         return gain, None
-    proposed, ignored = best.argmax(-1), (best == 0).all(-1)
+    proposed, ignored = gains.argmax(-1), (gains == 0).all(-1)
     return gain, proposed if y.ndim == 2 else torch.where(ignored, y, proposed)
 
 
 def judged(
-    gain: Tensor,
+    losses: Tensor,
+    contradicted: Tensor,
     unfamiliarity: Tensor,
     closeness: Tensor | None,
     share: float,
-    *,
-    contradicts: bool,
 ) -> tuple[list[str], Tensor]:
-    """The kind of every example, and all of them in order: by the highest of their ranks,
-    of equal ones labels first.
-
-    An example is of the kind in whose ranking it stands highest, among those that suspect it: the
-    first ``share`` of each ranking, and only gains above 0 and closenesses above ½ at all.
-    Closenesses that chance explains are to be given as 0.
-    """
-    n = len(gain)
-    floors = (0.0 if contradicts else -torch.inf, -torch.inf, CLOSE)
-    columns = []
-    for score, floor in zip((gain, unfamiliarity, closeness), floors, strict=True):
-        if score is None:
-            columns.append(torch.full((n,), n))
-            continue
-        place = torch.empty(n, dtype=torch.long)
-        place[torch.argsort(score, descending=True, stable=True)] = torch.arange(n)
-        columns.append(torch.where(score > floor, place, n))
-    places = torch.stack(columns, 1)
-    best, which = places.min(1)
-    words = [
-        KINDS[k] if p < share * n else NONE
-        for p, k in zip(best.tolist(), which.tolist(), strict=True)
-    ]
-    return words, torch.argsort(best * len(KINDS) + which, stable=True)
+    """The kind of every example, and all of them in order: wrong labels by their loss, then
+    strangers, then duplicates, each the first ``share`` of its ranking, then the rest by loss."""
+    twins = torch.zeros_like(contradicted)
+    if closeness is not None:
+        twins = (closeness > CLOSE) & _first(closeness, share)
+    strange = _first(unfamiliarity, share)
+    kind = torch.full((len(losses),), len(KINDS))
+    scores = losses.clone()
+    groups = ((twins, closeness), (strange, unfamiliarity), (contradicted, losses))
+    for place, (chosen, score) in zip((2, 1, 0), groups, strict=True):
+        kind[chosen] = place
+        if score is not None:
+            scores[chosen] = score[chosen].to(scores)
+    by_score = scores.argsort(descending=True, stable=True)
+    order = by_score[kind[by_score].argsort(stable=True)]
+    return [(*KINDS, NONE)[k] for k in kind.tolist()], order
 
 
 def twins(
-    task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
+    task: Task, q: Posterior, *, samples: int, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Closeness and index of every example's nearest other, and whether chance fails to explain it,
     ``[N]`` each.
@@ -316,13 +297,11 @@ def twins(
     """
     if task.n_data < 3:
         raise InputError(f"twins take 3 examples or more, got {task.n_data}; or duplicates=False")
-    moves, rounding = responses(task, q, samples=samples, seed=seed, progress=progress)
-    return nearest(F.normalize(moves, dim=1), rounding, progress=progress)
+    moves, rounding = responses(task, q, samples=samples, seed=seed)
+    return nearest(F.normalize(moves, dim=1), rounding, progress=task.progress)
 
 
-def responses(
-    task: Task, q: Posterior, *, samples: int, seed: int = 0, progress: bool | None = None
-) -> tuple[Tensor, Tensor]:
+def responses(task: Task, q: Posterior, *, samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """δf_i of every example, ``[N, S·C]``, with many outputs random mixtures of them, of sequences
     δℓ_i; and the distance, relative to ‖δf_i‖, that rounding leaves between two copies, ``[N]``."""
     generator = torch.Generator().manual_seed(seed + OWN_SEED)
@@ -336,7 +315,7 @@ def responses(
     c = before.shape[1]
     kept = max(1, min(c, WIDTH // samples))
     parts = []
-    for _ in track(range(samples), total=samples, label="twins", show=progress):
+    for _ in track(range(samples), total=samples, label="twins", show=task.progress):
         drawn = q.sample(generator=generator)
         near = {name: m + STEP * (drawn[name] - m) for name, m in q.mean.items()}
         moved = (seen(near) - before) / STEP

@@ -27,9 +27,9 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
-from blr_analysis.sensitivity.influence.averaged import Averaged, averaged_errors
 from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, preconditioned
 from blr_analysis.sensitivity.results import PerExample
+from blr_analysis.sensitivity.run import PART, stands_alone
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.sensitivity.selection import Selection, select
 from blr_analysis.task import Task
@@ -71,7 +71,6 @@ def token_sensitivity(
     posterior: Posterior,
     *,
     sequences: Selection | None = None,
-    progress: bool | None = None,
 ) -> TokenScores:
     """How much the loss of each token would rise without the sequence that it is in.
 
@@ -97,9 +96,9 @@ def token_sensitivity(
         >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
         >>> task = blr.Task(model, (ids, ids), likelihood="causal_lm")
         >>> fit = dict(structure="diag", curvature="empirical_fisher", prior_precision=1.0)
-        >>> q = blr.fit_laplace(task, **fit, progress=False)
-        >>> tokens = token_sensitivity(task, q, sequences=[2], progress=False)
-        >>> whole = blr.sensitivity(task, q, progress=False)
+        >>> q = blr.fit_laplace(task, **fit)
+        >>> tokens = token_sensitivity(task, q, sequences=[2])
+        >>> whole = blr.sensitivity(task, q)
         >>> len(tokens), torch.allclose(tokens.change.sum(), whole.self_influence[2])
         (5, True)
     """
@@ -112,7 +111,7 @@ def token_sensitivity(
     if sequences is not None:
         order = select(sequences, task, q, name="sequences")
     parts = []
-    for i in track(order, total=len(order), label="tokens", show=progress):
+    for i in track(order, total=len(order), label="tokens", show=task.progress):
         tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
         parts.append((i.expand(len(tokens[0])), *tokens))
     sequence, position, target, losses, change = (
@@ -135,26 +134,23 @@ def token_influence(
     posterior: Posterior,
     test_task: Task,
     sources: Tensor,
-    *,
-    averaged: bool = False,
 ) -> dict[str, Any]:
     """g_tᵀ Σ g_j of every token of the training sequences ``sources`` ``[M, k]`` on the M test
-    sequences: what each token of a source makes up of its influence, which is their sum;
-    ``averaged``: with g_t of errors averaged over the training's time.
+    sequences: what each token of a source makes up of its influence, which is their sum.
 
     Returns:
         Columns: question, example, position, target (token id), influence (nats).
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget, own = Budget.of(None, q, 1), averaged_errors(task, q) if averaged else None
+    budget, part = Budget.of(None, q, 1), PART if stands_alone(task, q) else 1.0
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
         held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
             position, target, _, change = _tokens(
-                task, q, task.likelihood, i.view(1), lambda _, held=direction: held, own
+                task, q, task.likelihood, i.view(1), lambda _, held=direction: held, part
             )
             which = torch.full_like(position, j), i.expand(len(position))
             parts.append((*which, position, target, change))
@@ -169,10 +165,10 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
-    averaged: Averaged | None = None,
+    part: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
-    g_i; ``averaged`` errors in the place of the losses' own."""
+    g_i; the errors of the losses at this ``part`` of the logits."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
@@ -180,8 +176,8 @@ def _tokens(
         losses = likelihood.token_nll(outputs, targets)
         weights = torch.ones_like(losses).requires_grad_()
         slopes = losses
-        if averaged is not None:
-            slopes = (averaged.errors(task, index, outputs, targets) * outputs).sum(-1)
+        if part != 1:
+            slopes = (likelihood.error(part * outputs.detach(), targets) * outputs).sum(-1)
         try:
             grads = torch.autograd.grad(
                 slopes,

@@ -1,7 +1,7 @@
-"""Influence of training examples on test examples: exact in blocks, or from projections."""
+"""Influence of training examples on test examples."""
 
 from blr_analysis.sensitivity.influence.index import Index
-from blr_analysis.sensitivity.influence.influence import influence, top_influence
+from blr_analysis.sensitivity.influence.influence import influence
 from blr_analysis.sensitivity.influence.results import (
     GroupInfluence,
     Influence,
@@ -18,5 +18,4 @@ __all__ = [
     "ProjectionError",
     "TopInfluence",
     "influence",
-    "top_influence",
 ]

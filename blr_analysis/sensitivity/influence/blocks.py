@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import QUIET, Chunk, Chunking, chunks, default_memory
+from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products, slices, total
 from blr_analysis.checks import positive_int
@@ -104,37 +104,28 @@ def pieces(
     indices: Tensor | None = None,
     test_indices: Tensor | None = None,
     memory_budget: int | None = None,
-    folder: Path | None = None,
-    solve: Callable[[Tree], Tree] | None = None,
     progress: bool | None = None,
 ) -> Iterator[Piece]:
     """Influence of one training chunk after the other, on all test examples.
 
-    Values are on the task's device; nothing is held beyond a piece. ``folder``: where the test
-    gradients are put that memory does not hold. ``solve``: g ↦ S⁻¹ g for stacked gradients, in
-    place of the posterior's own. (Of another device than the CPU, they are held
-    there, and the training data pass by once for each block that the budget allows.)
+    Values are on the task's device; nothing is held beyond a piece. (Of another device than the
+    CPU, test gradients are held there, and the training data pass by once for each block that the
+    budget allows.)
 
     Raises:
-        StorageError: the folder's disk does not hold them.
+        StorageError: the disk for temporary files does not hold them.
     """
     order = torch.arange(test_task.n_data) if test_indices is None else test_indices
     n_train = task.n_data if indices is None else len(indices)
     budget = Budget.of(memory_budget, q, len(order))
-    turn = solve is None and _turns(q, n_train, len(order))
+    turn = _turns(q, n_train, len(order))
     blocks = (order,) if task.device.type == "cpu" else order.split(budget.vectors)
     shown = track(blocks, total=len(blocks), label="test blocks", show=progress)
     for block in blocks if len(blocks) == 1 else shown:
         shapes, like = q.form.basis_shapes() if turn else q.form.shapes, next(iter(q.mean.values()))
         mapped = len(block) > budget.vectors
-        with held_in(folder, shapes, len(block), like, fits=not mapped) as held:
-            if solve is None:
-                precondition(test_task, q, block, cotangent, budget, held, turned=turn)
-            else:
-                for rows in slices(len(block), budget.vectors):
-                    solved = solve(gradients(test_task, q, block[rows], cotangent))
-                    for name, part in solved.items():
-                        held.put(rows.start, name, part)
+        with held_in(shapes, len(block), like, fits=not mapped) as held:
+            precondition(test_task, q, block, cotangent, budget, held, turned=turn)
             size = chunk_size(task, q, budget, n_train, len(block), mapped=mapped)
             chunking = Chunking(size, progress=progress)
             for chunk in chunks(task, q.mean, chunking, indices=indices, label="influence"):
@@ -166,16 +157,6 @@ def chunk_size(
 def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
     """∇ℓ_i of a chunk in factored form, one column."""
     return chunk.terms(cotangent(task, chunk).unsqueeze(1), last=True)
-
-
-def gradients(task: Task, q: Posterior, indices: Tensor, cotangent: Cotangent) -> Tree:
-    """∇q_j of these examples, ``[M, ...]`` by name."""
-    each: dict[str, list[Tensor]] = {n: [] for n in q.mean}
-    for chunk in chunks(task, q.mean, QUIET, columns=1, indices=indices):
-        terms = loss_terms(task, chunk, cotangent)
-        for name, part in _explicit(terms, q, len(chunk.indices), q.form.shapes).items():
-            each[name].append(part)
-    return {n: torch.cat(parts) for n, parts in each.items()}
 
 
 def preconditioned(
@@ -347,20 +328,15 @@ class InFile(Held):
 
 
 @contextmanager
-def held_in(
-    folder: Path | None, shapes: Shapes, count: int, like: Tensor, *, fits: bool
-) -> Iterator[Held]:
+def held_in(shapes: Shapes, count: int, like: Tensor, *, fits: bool) -> Iterator[Held]:
     """Vectors for so many test examples: in memory if it ``fits``, else in a file that is gone
     afterwards.
 
     Raises:
-        StorageError: the folder is not there, or its disk has no room.
+        StorageError: its disk has no room.
     """
     if fits:
         yield InMemory(shapes, count, like)
         return
-    where = Path(tempfile.gettempdir()) if folder is None else folder
-    if not where.is_dir():
-        raise StorageError(f"there is no folder {str(where)!r} to put gradients in: make it.")
-    with tempfile.TemporaryDirectory(dir=where, prefix="influence-") as place:
+    with tempfile.TemporaryDirectory(prefix="influence-") as place:
         yield InFile(shapes, count, like, Path(place, "gradients"))

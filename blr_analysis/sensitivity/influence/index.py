@@ -40,11 +40,6 @@ from blr_analysis.posterior.stationarity import differs
 from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
-from blr_analysis.sensitivity.influence.averaged import (
-    averaged_errors,
-    averaging_stages,
-    training_errors,
-)
 from blr_analysis.sensitivity.influence.blocks import (
     Cotangent,
     loss_gradient,
@@ -74,6 +69,7 @@ from blr_analysis.sensitivity.influence.results import (
     rooted,
 )
 from blr_analysis.sensitivity.influence.search import best
+from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
@@ -102,8 +98,6 @@ class Index:
         n_data: examples that are stored.
         numbers: kept of each.
         signs: whether they are signs, of random sums; else the gradient itself.
-        averaged: whether the gradients are of errors averaged over the training's time, as those
-            of :func:`blr_analysis.influence` are off the minimum where δ was found.
     """
 
     path: Path
@@ -112,7 +106,6 @@ class Index:
     n_data: int
     numbers: int
     signs: bool
-    averaged: bool
     _sums: int = field(repr=False)
     _blocks: int = field(repr=False)
     _task: Task | None = field(default=None, repr=False)
@@ -127,8 +120,6 @@ class Index:
         *,
         rank: int = 16384,
         dtype: str = "float16",
-        memory_budget: int | None = None,
-        progress: bool | None = None,
     ) -> Index:
         """Visit the training data once, and keep of every example as much as ``rank`` numbers take.
 
@@ -137,7 +128,7 @@ class Index:
 
         Args:
             task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
-                "gram".
+                "gram". Of a run the checkpoint nearest its half is taken, one for all.
             path: a folder, made if need be.
             rank: room per example, in numbers of this dtype. Models with no more parameters are
                 kept whole; of others the longest blocks, as much of the room as 16 examples say
@@ -145,7 +136,6 @@ class Index:
                 rest signs of random sums, 16 in the place of a float16.
             dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
                 example.
-            memory_budget: as for :func:`blr_analysis.influence`.
 
         Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
 
@@ -159,13 +149,15 @@ class Index:
             >>> import tempfile, torch, blr_analysis as blr
             >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
             >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
-            >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+            >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     index = Index.build(task, q, folder + "/index", progress=False)
+            ...     index = Index.build(task, q, folder + "/index")
             ...     index.influence(task).shape, index.top(task, 2).helpful.shape
             (torch.Size([30, 30]), torch.Size([30, 2]))
         """
         q = fitted(task, posterior)
+        q = q.earlier[-1] if q.earlier else q
+        task = task.holding(q.buffers).quiet
         if not isinstance(q.form, Spectral):
             raise PosteriorError(f"an index takes 'diag', 'kron' or 'gram', not {q.structure!r}")
         positive_int("rank", rank)
@@ -174,11 +166,9 @@ class Index:
         leads = ranks.first()
         described: dict[str, Any] = {"posterior": fingerprint(q)}
         described |= _described(task, rank, dtype, q.mean, data=leads)
-        chunking = Chunking(memory_budget=memory_budget, progress=False)
+        chunking = Chunking(task.chunk_size, task.memory_budget, progress=False)
         shared(task, q.mean)  # refuses ranks that differ
-        own = training_errors(task, q, progress=progress)
-        described["averaged"] = own is not None
-        own = own or loss_gradient
+        own = mean_errors(task, q)
         compression, room = Compression.of(q, rank, DTYPES[dtype]), DTYPES[dtype].itemsize * rank
         with held(place) if leads else nullcontext(), _claimed(place, described, leads):
             ranks.wait()
@@ -262,7 +252,7 @@ class Index:
                 raise PosteriorError(said)
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
-        kept = [about[n] for n in ("n_data", "numbers", "signs", "averaged", "sums", "blocks")]
+        kept = [about[n] for n in ("n_data", "numbers", "signs", "sums", "blocks")]
         return cls(place, q, error, *kept, _task=task)
 
     @torch.inference_mode(False)
@@ -411,12 +401,11 @@ class Index:
         assert self._task is not None
         union, places = names.unique(return_inverse=True)
         where = test_task.with_model(self._task)
-        own = averaged_errors(self._task, self.posterior) if self.averaged else None
         exact = pieces(
             self._task,
             self.posterior,
             where,
-            train_cotangent=own or loss_gradient,
+            train_cotangent=mean_errors(self._task, self.posterior),
             indices=union,
             progress=False,
         )
@@ -424,10 +413,10 @@ class Index:
 
 
 def build_cost(
-    task: Task, fit: Sequence[Stage], rank: int, *, found: bool, structure: str, saved: int = 0
+    task: Task, fit: Sequence[Stage], rank: int, *, structure: str, saved: int = 0
 ) -> Forecast:
-    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any; ``found``:
-    under a δ that was found, off the minimum; ``structure`` of the posterior that is fitted, or
+    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any;
+    ``structure`` of the posterior that is fitted, or
     ``saved``, the bytes of one that is there."""
     n = task.n_data
     columns = min(PROBE[1], n // 2)
@@ -436,7 +425,6 @@ def build_cost(
     chooses = rank < size and block_counts(size // BLOCK, rank * torch.float16.itemsize)
     stages = [
         *fit,
-        *(averaging_stages(task) if found else []),
         *([Stage("blocks", min(TRIED, n), rotated=True)] if chooses else []),
         Stage("index", n, rotated=True),
         Stage("error", pairs, rotated=True),

@@ -17,7 +17,6 @@ from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular, make_plot
@@ -94,7 +93,7 @@ class Pairs:
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
-        words += filter(None, [self.note, caveat_of(self.posterior)])
+        words += filter(None, [self.note, self.posterior.note])
         return ", ".join(words)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:

@@ -4,17 +4,12 @@ On a copy of the model every weight that is trained is set to NaN; what is still
 layer, and each model that initialises its own layers, has done so cannot be drawn. Layers that only
 normalise, y = w ∘ x̂ + b, begin with w = 1 and b = 0 whatever they are called (w = 0 where they
 scale by 1 + w). A LoRA adapter begins with B = 0; what peft trains beside it, as the base has it.
-
-What cannot be drawn may begin with its own trained numbers in another order, which know their size
-and nothing of the data. A model that transformers loaded may have begun with another model's
-weights; that it did not, the rows of words tell that no text holds: they are as they were drawn.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -22,83 +17,41 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.posterior.structures import Tree
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.minimise import on_a_copy
+from blr_analysis.snapshots import State, state_of
 from blr_analysis.task import Task
 
 RESETS = ("_reset_parameters", "reset_parameters")
-UNREAD = 8  # rows of a word table, at least, that tell how it was drawn
-AS_DRAWN = (0.5, 1.15)  # how large they are then, against new ones: weight decay may shrink them
 FLAG = "_is_hf_initialized"  # by which transformers knows what it need not draw
 WIDE = 10.0  # the inputs that a norm is tried on: its eps is nothing beside them
 CLOSE = 1e-3  # how nearly it must normalise them
 
 
-def first_weights(task: Task, seed: int) -> Tree | None:
-    """The trainable weights drawn anew; None where the model's code does not say how.
+def drawn(task: Task, seed: int) -> State:
+    """The trainable weights and buffers drawn anew.
 
     Raises:
-        ModelError: the model cannot be copied.
+        InputError: the model's code does not say how; ModelError: the model cannot be copied.
     """
-    weights = redrawn(task, seed)
-    return None if weights is None or undrawn(weights) else weights
+    state = redrawn(task, seed)
+    if state is None:
+        raise InputError("the weights cannot be drawn anew: give the recipe initial=")
+    if names := undrawn(state):
+        raise InputError(f"{some(names)} cannot be drawn anew: give the recipe initial=")
+    return state
 
 
-@dataclass(frozen=True)
-class Start:
-    """Weights to begin with, and the part of their numbers that only were put in another order."""
-
-    weights: Tree
-    shuffled: float = 0.0
-
-
-def start_of(task: Task, seed: int) -> Start | None:
-    """The weights drawn anew, shuffled where nothing draws them; None where the model's code fails.
-
-    Raises:
-        ModelError: the model cannot be copied.
-    """
-    weights = redrawn(task, seed)
-    if weights is None:
-        return None
-    own, names = task.parameters(), undrawn(weights)
-    generator = torch.Generator().manual_seed(seed)
-    for name in names:
-        order = torch.randperm(own[name].numel(), generator=generator).to(own[name].device)
-        weights[name] = own[name].flatten()[order].view_as(own[name]).clone()
-    count = sum(own[name].numel() for name in names)
-    return Start(weights, count / sum(w.numel() for w in own.values()))
-
-
-def may_be_tuned(task: Task, drawn: Tree) -> bool:
-    """Whether the model may have begun with another's weights, as far as can be told."""
-    modules = dict(task.model.named_modules())
-    loaded = any(
-        hasattr(m, "_init_weights") and getattr(m, "name_or_path", "") for m in modules.values()
-    )
-    if not loaded or any(hasattr(m, "peft_config") for m in modules.values()):
-        return False
-    own = task.parameters()
-    slope = loss_and_gradient(task, own)[0]
-    for place, module in modules.items():
-        name = f"{place}.weight"
-        if isinstance(module, nn.Embedding) and name in drawn:
-            unread = ~slope[name].any(1) & own[name].any(1)
-            size = own[name][unread].square().mean().sqrt() / drawn[name].square().mean().sqrt()
-            if int(unread.sum()) >= UNREAD:
-                return not AS_DRAWN[0] < float(size) < AS_DRAWN[1]
-    return True
-
-
-def undrawn(weights: Tree) -> list[str]:
+def undrawn(weights: State) -> list[str]:
     """The names of those that are still NaN."""
-    return [name for name, w in weights.items() if bool(w.isnan().any())]
+    real = {n: w for n, w in weights.items() if w.is_floating_point()}
+    return [name for name, w in real.items() if bool(w.isnan().any())]
 
 
-def redrawn(task: Task, seed: int) -> Tree | None:
-    """The trainable weights as the model's own code draws them, NaN where nothing does; None where
-    that code fails."""
+def redrawn(task: Task, seed: int) -> State | None:
+    """The trainable weights as the model's own code draws them, NaN where nothing does, and the
+    buffers as it resets them; None where that code fails."""
     copied = on_a_copy(task)
     model = copied.model
     for p in model.parameters():
@@ -116,7 +69,7 @@ def redrawn(task: Task, seed: int) -> Tree | None:
         if own and all(bool(p.isnan().all()) for p in own.values()):
             for name, value in _of_a_norm(module, own).items():
                 own[name].detach().fill_(value)
-    return copied.parameters()
+    return state_of(model)
 
 
 def _draw(model: nn.Module) -> None:

@@ -1,0 +1,170 @@
+"""How a model was trained: optimizer, rate, epochs, minibatches, and where it began.
+
+    rate(k) = lr · schedule(k / steps)
+
+A run of K₀ epochs is shortened to K with the same optimizer and half of its rate × steps: a cosine
+that falls from lr · (mean of the run's schedule) · K₀ / K.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import one_of, positive_int, positive_number
+from blr_analysis.errors import InputError
+
+SCHEDULES: dict[str | None, Callable[[float], float]] = {
+    None: lambda part: 1.0,
+    "cosine": lambda part: 0.5 + 0.5 * math.cos(math.pi * part),
+    "linear": lambda part: 1.0 - part,
+}
+MEANS = {None: 1.0, "cosine": 0.5, "linear": 0.5}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim adds its own
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and kind is not torch.optim.Optimizer
+}
+Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
+
+
+class Recipe:
+    """The training of a model, told once to its :class:`~blr_analysis.Task`.
+
+    Args:
+        optimizer: the name of one of ``torch.optim`` or of the package's own ("ivon", "vogn", …), a
+            class, or a function of the parameters that makes one.
+        lr: the rate at the start; a function has its own.
+        epochs: the epoch whose weights were kept.
+        batch_size: examples in a minibatch.
+        schedule: of the rate over the epochs: None (constant), "cosine" or "linear", down to 0.
+        initial: state dict of the first weights, or of the model that was fine-tuned; None: they
+            were drawn, and are drawn anew.
+        train: in place of all these, your own training, ``train(data, seed)`` -> model or state
+            dict.
+        options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
+            the package's own get the number of examples as ``ess``.
+
+    Raises:
+        InputError: an unknown optimizer, settings that it does not take, numbers out of range.
+
+    Example:
+        >>> recipe = Recipe("sgd", lr=0.1, momentum=0.9, epochs=20, batch_size=32)
+        >>> recipe, recipe.shortened(8)
+        (Recipe('sgd', lr=0.1, epochs=20, batch_size=32, momentum=0.9), Recipe('sgd', lr=0.25, \
+epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
+    """
+
+    def __init__(
+        self,
+        optimizer: str | Callable[..., Any] = "adamw",
+        *,
+        lr: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        schedule: str | None = None,
+        initial: Mapping[str, Tensor] | None = None,
+        train: Train | None = None,
+        **options: Any,
+    ) -> None:
+        self.optimizer, self.lr, self.options = optimizer, lr, options
+        self.schedule, self.initial, self.train = schedule, initial, train
+        self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
+        if train is not None:
+            if not callable(train):
+                raise InputError("train must be a function (data, seed) -> model or state dict")
+            self.epochs, self.batch_size = 0, 0
+            return
+        if epochs is None or batch_size is None:
+            raise InputError("a recipe needs epochs= and batch_size=, or train=")
+        self.epochs = positive_int("epochs", epochs)
+        self.batch_size = positive_int("batch_size", batch_size)
+        if schedule is not None:
+            one_of("schedule", schedule, ("cosine", "linear"))
+        if lr is not None:
+            positive_number("lr", lr)
+        elif isinstance(optimizer, str | type):
+            raise InputError("a recipe needs lr=, the rate of its optimizer")
+        if initial is not None and not isinstance(initial, Mapping):
+            raise InputError("initial must be the state dict before training")
+        self.made(nn.Linear(1, 1), n_data=1, steps=1)
+
+    def __repr__(self) -> str:
+        if self.train is not None:
+            return f"Recipe(train={getattr(self.train, '__name__', 'function')})"
+        shown = {"lr": self.lr and self.lr * self.factor, "epochs": self.epochs}
+        shown |= {"batch_size": self.batch_size, "schedule": self.schedule, **self.options}
+        said = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        name = self.optimizer
+        said = [repr(name) if isinstance(name, str) else name.__name__, *said]
+        return f"Recipe({', '.join(said)}{', initial=...' * (self.initial is not None)})"
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What a posterior's file keeps; None of what is no plain text and numbers."""
+        if self.train is not None or not isinstance(self.optimizer, str):
+            return None
+        told = ("optimizer", "lr", "epochs", "batch_size", "schedule")
+        about = {name: getattr(self, name) for name in told} | self.options
+        try:
+            return json.loads(json.dumps(about))
+        except TypeError:
+            return None
+
+    def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
+        """The optimizer of a model's trainable parameters, for so many examples and steps."""
+        params = [p for p in model.parameters() if p.requires_grad]
+        factory, options = self._factory, dict(self.options)
+        try:
+            if not isinstance(self.optimizer, str | type):
+                optimizer = factory(params)
+            else:
+                taken = inspect.signature(factory).parameters
+                if "ess" in taken:
+                    options = {"ess": n_data, **options}
+                if "model" in taken:
+                    options = {"model": model, **options}
+                if "steps" in options:
+                    options["steps"] = steps
+                optimizer = factory(params, lr=self.lr, **options)
+        except TypeError as error:
+            raise InputError(f"the recipe's optimizer cannot be made: {error}") from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError("the recipe's optimizer makes no torch.optim.Optimizer")
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"] * self.factor
+        return optimizer
+
+    @property
+    def _factory(self) -> Callable[..., Any]:
+        if not isinstance(self.optimizer, str):
+            if not callable(self.optimizer):
+                raise InputError(f"optimizer must be a name or a function, got {self.optimizer!r}")
+            return self.optimizer
+        name = self.optimizer.lower()
+        if name not in OPTIMIZERS:
+            import_module("blr_analysis.learning_rule.optim")  # which adds its own
+        one_of("optimizer", name, tuple(OPTIMIZERS))
+        return OPTIMIZERS[name]
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, part: float) -> None:
+        """The rate when this part of the steps is made."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * SCHEDULES[self.schedule](part)
+
+    def shortened(self, epochs: int) -> Recipe:
+        """The same training in so few epochs: half of the run's rate × steps, as a cosine."""
+        if epochs >= self.epochs:
+            return self
+        made = copy.copy(self)
+        made.factor = self.factor * MEANS[self.schedule] * self.epochs / epochs
+        made.schedule, made.epochs = "cosine", epochs
+        return made

@@ -1,0 +1,249 @@
+"""Training again by a recipe: of all data or of others, whole or shortened.
+
+The model trains in training mode, on a copy; what comes out are its weights and its buffers.
+Minibatches are those of all data: an example comes at the same step whatever else has changed, so
+that two trainings see the same minibatches but for the change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import ConcatDataset, Subset
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import BLRError, InputError, ModelError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.progress import track
+from blr_analysis.recipe import Recipe
+from blr_analysis.sensitivity.first_weights import drawn
+from blr_analysis.sensitivity.minimise import on_a_copy
+from blr_analysis.snapshots import PARTS, Snapshots, State, checked_state, state_of
+from blr_analysis.task import Task
+
+# A task, the examples of it that count, and where they stand in the data before a change; what is
+# added stands behind.
+Part = tuple[Task, Tensor, Tensor]
+
+RATES = (1e-2, 5e-3, 2e-3, 5e-4)  # of Adam, that a training of unknown recipe tries
+DIVERGES = 'a training by the recipe diverges: give other passes=, or solver="retrain"'
+EPOCHS, BATCH = 8, 32  # of a training of unknown recipe
+
+
+def whole_data(task: Task) -> list[Part]:
+    """All examples of a task."""
+    every = torch.arange(task.n_data)
+    return [(task, every, every)]
+
+
+def trained(
+    task: Task,
+    parts: Sequence[Part],
+    recipe: Recipe,
+    seed: int,
+    *,
+    n: int | None = None,
+    states: list[State] | None = None,
+    label: str = "training",
+) -> State:
+    """The weights and buffers that a recipe makes of these data, from fresh weights.
+
+    Args:
+        parts: the data that count.
+        n: the examples that the minibatches are made of; None: all of the task's.
+        states: takes those at 1/8, 1/4 and 1/2 of the steps.
+
+    Raises:
+        InputError: weights that cannot be drawn anew. ModelError: a loss that is not finite.
+    """
+    n = task.n_data if n is None else n
+    if recipe.train is not None:
+        return _by_function(task, parts, recipe.train, seed)
+    under = on_a_copy(task)
+    _load(under.model, recipe.initial if recipe.initial is not None else drawn(task, seed))
+    frames = [(part if part is not task else under, *rest) for part, *rest in parts]
+    frames = [(at.under(under.model, task.device), i, places) for at, i, places in frames]
+    steps = recipe.epochs * math.ceil(n / recipe.batch_size)
+    kept = {max(1, round(part * steps)) for part in PARTS} if states is not None else set()
+    optimizer = recipe.made(under.model, n_data=sum(len(i) for _, i, _ in parts), steps=steps)
+    least = 2 if any(isinstance(m, _BatchNorm) for m in under.model.modules()) else 1
+    under.model.train()
+    devices = [task.device] if task.device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        batches = _minibatches(frames, n, recipe, seed)
+        for k, batch in enumerate(track(batches, total=steps, label=label, show=task.progress)):
+            if sum(len(chosen) for _, chosen in batch) >= least:
+                recipe.set_rate(optimizer, k / steps)
+                _step(under, batch, optimizer)
+            if states is not None and k + 1 in kept:
+                states.append(_copied(under.model))
+    return _copied(under.model)
+
+
+def _copied(model: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in state_of(model).items()}
+
+
+def _step(under: Task, batch: list[tuple[Task, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """One step on the mean loss of a minibatch."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        try:
+            loss = _mean_loss(under, batch)
+        except ModelError as error:
+            raise ModelError(f"{DIVERGES} ({error})") from error
+        if not bool(loss.isfinite()):
+            raise ModelError(DIVERGES)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[call-overload]
+
+
+def _mean_loss(under: Task, batch: list[tuple[Task, Tensor]]) -> Tensor:
+    """As people train: a mean over examples; of sequences over the tokens that count."""
+    total, count = torch.zeros((), device=under.device), 0.0
+    leaves = {n: p for n, p in under.model.named_parameters() if p.requires_grad}
+    for task, chosen in batch:
+        f, y = task.run(task.fetch(chosen), leaves, chosen)
+        total = total + task.likelihood.at(chosen).nll(f, y).sum()
+        counted = task.likelihood.counted(y)
+        outputs = f.shape[-1] if task.mean_over_outputs else 1
+        count += float(counted.sum()) if counted is not None else len(chosen) * outputs
+    return total / max(count, 1.0)
+
+
+def _minibatches(
+    parts: Sequence[Part], n: int, recipe: Recipe, seed: int
+) -> Iterator[list[tuple[Task, Tensor]]]:
+    """Every example once in an epoch; what is gone leaves a minibatch smaller, what is new joins
+    one."""
+    order, joining = (torch.Generator().manual_seed(2 * seed + k) for k in (0, 1))
+    new = sum(int((places >= n).sum()) for *_, places in parts)
+    each = math.ceil(n / recipe.batch_size)
+    for _ in range(recipe.epochs):
+        rank = torch.randperm(n, generator=order).argsort()
+        step = torch.cat([rank, torch.randint(n, (new,), generator=joining)]) // recipe.batch_size
+        sorted_parts = []
+        for task, indices, places in parts:
+            at = step[places]
+            by_step = at.argsort(stable=True)
+            counts = torch.bincount(at, minlength=each).tolist()
+            sorted_parts.append((task, indices[by_step].split(counts)))
+        for k in range(each):
+            yield [(task, rows[k]) for task, rows in sorted_parts if len(rows[k])]
+
+
+def _by_function(
+    task: Task, parts: Sequence[Part], train: Callable[[Any, int], Any], seed: int
+) -> State:
+    """What a user's own training makes of these data."""
+    sets = [Subset(part.dataset, indices.tolist()) for part, indices, _ in parts]
+    devices = [task.device] if task.device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        result = train(sets[0] if len(sets) == 1 else ConcatDataset(sets), seed)
+    state = result.state_dict() if isinstance(result, nn.Module) else result
+    if not isinstance(state, Mapping):
+        raise ModelError(f"train must return a model or a state dict, got {type(result).__name__}")
+    return checked_state(state, task.model, "what train returned")
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put these weights and buffers into a model."""
+    with torch.no_grad():
+        for name, place in state_of(model).items():
+            if name in state:
+                place.copy_(state[name])
+
+
+def recipe_of(task: Task, posterior: Posterior | None = None) -> Recipe:
+    """The task's recipe; else what the posterior's record knows; else a short default one."""
+    if task.recipe is not None:
+        return task.recipe
+    told = None if posterior is None else posterior.record.get("recipe")
+    if told:
+        initial = posterior.initial if posterior is not None else None
+        return Recipe(**told, initial=initial)
+    return default_recipe(task, posterior)
+
+
+def default_recipe(task: Task, posterior: Posterior | None = None) -> Recipe:
+    """Adam for a few epochs, its rate falling as a cosine from the one of four that lowers the loss
+    most in one epoch."""
+    how: dict[str, Any] = {"batch_size": min(BATCH, task.n_data)}
+    how["initial"] = None if posterior is None else posterior.initial
+
+    def reached(lr: float) -> float:
+        recipe = Recipe("adam", lr=lr, epochs=1, **how)
+        try:
+            state = trained(task.quiet, whole_data(task), recipe, 0)
+            return mean_loss(task, state)
+        except (ModelError, InputError) as error:
+            if isinstance(error, InputError):
+                raise
+            return math.inf
+
+    best = min(RATES, key=reached)
+    recipe = Recipe("adam", lr=best, epochs=EPOCHS, schedule="cosine", **how)
+    recipe.known = False
+    return recipe
+
+
+def mean_loss(task: Task, state: State) -> float:
+    """The mean loss of a task at a state; ∞ where the model breaks down there."""
+    from blr_analysis.backprop.loss import evaluated
+
+    try:
+        return evaluated(task, state, progress=False)[0].nll
+    except BLRError:
+        return math.inf
+
+
+@torch.inference_mode(False)  # also where the caller switched it on
+def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
+    """Fitted posteriors of trainings from fresh weights, by the task's recipe.
+
+    Each has its own weights, buffers and, off a minimum, earlier posteriors at 1/8, 1/4 and 1/2 of
+    its steps. :func:`blr_analysis.influence`, ``sensitivity``, ``leave_one_out``, ``suspicious``
+    and ``what_if`` take the list and average. Without a recipe a short default one is taken, and
+    the posteriors' notes say so.
+
+    Args:
+        task: the model and the data it was trained on.
+        seeds: how many trainings.
+
+    Raises:
+        InputError: weights that cannot be drawn anew, no positive number of seeds.
+        ModelError: a training that diverges.
+
+    Example:
+        >>> import torch, blr_analysis as blr
+        >>> X, y = torch.randn(60, 2), torch.randint(3, (60,))
+        >>> recipe = blr.Recipe("adam", lr=1e-2, epochs=4, batch_size=20)
+        >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y), recipe=recipe)
+        >>> posteriors = rerun(task, seeds=2)
+        >>> blr.influence(task, posteriors, task).shape
+        torch.Size([60, 60])
+    """
+    positive_int("seeds", seeds)
+    recipe, found = recipe_of(task), []
+    for seed in range(seeds):
+        states: list[State] = []
+        last = trained(task, whole_data(task), recipe, seed, states=states)
+        under = on_a_copy(task)
+        _load(under.model, last)
+        under.recipe = recipe if recipe.known else None
+        under.checkpoints = Snapshots(states, under.model)
+        q = fit_laplace(under)
+        q.record["rerun"] = {"seed": seed, "known": recipe.known}
+        found.append(q)
+    return found

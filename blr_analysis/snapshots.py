@@ -1,0 +1,165 @@
+"""Weights and buffers along a training, read from wherever they were kept.
+
+A state is a model's trainable parameters and its persistent buffers, by the model's own names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from blr_analysis.checks import bare_name, some
+from blr_analysis.errors import InputError, ModelError, StorageError
+
+PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the weights that were kept
+FILES = ("model*.safetensors", "adapter_model.safetensors", "*.safetensors")
+State = dict[str, Tensor]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's own trainable parameters and persistent buffers."""
+    kept = model.state_dict()
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    own = dict(model.named_parameters())
+    buffers = {n: b for n, b in model.named_buffers() if n in kept}
+    return {n: own[n].detach() for n in own if n in names} | buffers
+
+
+def buffers_of(model: nn.Module) -> State:
+    """A model's persistent buffers."""
+    kept = model.state_dict()
+    return {n: b for n, b in model.named_buffers() if n in kept}
+
+
+class Snapshots:
+    """Checkpoints of one training, oldest first, each read when it is asked for.
+
+    Args:
+        given: state dicts, safetensors files, folders that a trainer wrote, or one folder of
+            ``checkpoint-*``; what keeps checkpoints itself answers ``states(model)``.
+        model: the trained model, whose own weights are the last.
+
+    Raises:
+        InputError: something else. ModelError: another model's, or NaN. StorageError: no file.
+    """
+
+    def __init__(self, given: Any, model: nn.Module) -> None:
+        self._model = model
+        self._sources: list[Any] = _sources(given, model)
+        last = state_of(model)
+        alike = [_equal(state, last) for state in self]
+        if any(alike):  # what came after the weights that were kept is no part of their run
+            self._sources = self._sources[: alike.index(True)]
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __iter__(self) -> Iterator[State]:
+        for k, source in enumerate(self._sources):
+            held = source() if callable(source) else source
+            yield checked_state(held, self._model, f"checkpoints[{k}]")
+
+
+def thinned(steps: Sequence[int], end: int) -> list[int]:
+    """Of these steps those nearest 1/8, 1/4 and 1/2 of the last, on a log scale; each once.
+
+    >>> thinned([1, 2, 4, 8, 16, 32, 64, 100], 100)
+    [16, 32, 64]
+    """
+    before = [step for step in steps if 0 < step < end]
+    if not before:
+        return []
+    wanted = (max(1.0, part * end) for part in PARTS)
+    return sorted({min(before, key=lambda s: abs(log(s / at))) for at in wanted})
+
+
+def _sources(given: Any, model: nn.Module) -> list[Any]:
+    if callable(kept := getattr(given, "states", None)):
+        found: Any = kept(model)
+        return list(found)
+    if isinstance(given, str | os.PathLike):
+        return _folder(Path(given), model)
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise InputError("checkpoints must be a list of state dicts or files, or a folder")
+    return [_source(one) for one in given]
+
+
+def _source(one: Any) -> Any:
+    if isinstance(one, Mapping):
+        return one
+    if isinstance(one, nn.Module):
+        return one.state_dict()
+    if not isinstance(one, str | os.PathLike):
+        raise InputError(f"a checkpoint is a state dict or a file, got {type(one).__name__}")
+    path = Path(one)
+    if path.is_file():
+        return lambda: _read([path])
+    for pattern in FILES:
+        if found := sorted(path.glob(pattern)):
+            return lambda: _read(found)
+    raise StorageError(f"{str(path)!r} holds no safetensors file of weights")
+
+
+def _folder(path: Path, model: nn.Module) -> list[Any]:
+    """Those of a trainer's ``checkpoint-*`` that are nearest 1/8, 1/4 and 1/2 of the run."""
+    numbered = {
+        int(found.group(1)): one
+        for one in path.glob("checkpoint-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)", one.name))
+    }
+    if not numbered:
+        raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
+    sources = {step: _source(numbered[step]) for step in sorted(numbered)}
+    last = state_of(model)
+
+    def kept(step: int) -> bool:
+        return _equal(checked_state(sources[step](), model, f"checkpoint-{step}"), last)
+
+    end = next((step for step in reversed(sources) if kept(step)), max(sources) + 1)
+    return [sources[step] for step in thinned(list(sources), end)]
+
+
+def _read(paths: Sequence[Path]) -> State:
+    held: State = {}
+    for path in paths:
+        try:
+            held |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise StorageError(f"{str(path)!r} is no safetensors file: {error}") from error
+    return held
+
+
+def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> State:
+    """The state by the model's own names."""
+    places = {bare_name(n).replace(".default.", "."): t for n, t in held.items()}
+    aliases: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(p), []).append(name)
+    own, state, wrong = dict(model.named_parameters()), {}, []
+    for name, tensor in state_of(model).items():
+        names = aliases.get(id(own.get(name)), [name])
+        keys = [k for n in names if (k := bare_name(n).replace(".default.", ".")) in places]
+        found = places[keys[0]] if keys else None
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            wrong += [name]
+        else:
+            state[name] = found.detach().to(tensor.device)
+    if wrong:
+        raise ModelError(f"{where} is another model's: no {some(wrong)} of this model's shape")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ModelError(f"{where} holds NaN or inf in {name!r}; was training stable?")
+    return state
+
+
+def _equal(one: State, other: State) -> bool:
+    return all(torch.equal(t.to(one[n]), one[n]) for n, t in other.items())
