@@ -89,7 +89,7 @@ def sequence(kind: str, seed: int, tasks: list[Data], test: Data) -> float:
         return accuracy(model, test)
     descend(model, tasks[0], flat, zero)
     task = blr.Task(model, tasks[0])
-    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
     for data in tasks[1:]:
         if kind.startswith("memory"):
             _, size, *said = kind.split()
@@ -107,7 +107,7 @@ def sequence(kind: str, seed: int, tasks: list[Data], test: Data) -> float:
         first = dict(zip(names, mean, strict=True))
         q = blr.fit_laplace(
             blr.Task(copy.deepcopy(model), data), structure="diag", prior_precision=prior,
-            initial=first, progress=False,
+            initial=first,
         )  # fmt: skip
     return accuracy(task.model if kind.startswith("memory") else model, test)
 

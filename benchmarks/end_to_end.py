@@ -30,10 +30,10 @@ def measure(n: int, device: str) -> dict[str, float]:
     params = task.parameters()
     precision = {name: torch.full_like(p, 2.0) for name, p in params.items()}
     q = blr.Posterior(params, precision, prior_precision=1.0, n_data=n)
-    blr.sensitivity(blr.Task(model, (x[:500], y[:500])), replaced(q, 500), progress=False)
+    blr.sensitivity(blr.Task(model, (x[:500], y[:500])), replaced(q, 500))
 
     def run() -> None:
-        scores = blr.sensitivity(task, q, progress=False)
+        scores = blr.sensitivity(task, q)
         assert scores.variance is not None and len(scores) == n
 
     def bottom() -> None:

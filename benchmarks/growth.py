@@ -165,7 +165,7 @@ def point(axis: str, question: str, size: int, device: str) -> dict[str, Any]:
     variance = question == "sensitivity"
 
     def ours() -> object:
-        return blr.sensitivity(task, q, variance=variance, progress=False)
+        return blr.sensitivity(task, q, variance=variance)
 
     def bottom() -> None:
         if variance:

@@ -58,15 +58,15 @@ CASES: dict[str, tuple[int, int, int, int, int, str, Question]] = {
     "top_influence": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.top_influence(
         t, q, t.subset(range(1000)), k=5, progress=False)),
     "suspicious": (20_000, 20, 32, 3, 300, "kron", lambda t, q: blr.suspicious(
-        t, q, progress=False)),
+        t, q)),
     "calibrate": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.calibrate(
-        t, q, progress=False)),
+        t, q)),
     "leave_one_out": (1000, 64, 32, 1000, 100, "kron", lambda t, q: blr.leave_one_out(
-        t, q, progress=False)),
+        t, q)),
     "subset_posterior": (1000, 64, 330, 10, 100, "kron", lambda t, q: blr.subset_posterior(
         t, q, 0.5, progress=False)),
     "lowrank": (2444, 64, 330, 10, 100, "diag", lambda t, q: blr.fit_laplace(
-        t, structure="lowrank", prior_precision=1.0, progress=False)),
+        t, structure="lowrank", prior_precision=1.0)),
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def beside_a_loop(kind: str, share: float, some: int = 20, rounds: int = 5) -> N
         ours, theirs = [], []
         for _ in range(rounds + 1):
             start = time.process_time()
-            blr.sensitivity(task, q, variance=variance, progress=False)
+            blr.sensitivity(task, q, variance=variance)
             middle = time.process_time()
             loop(variance)
             ours.append((middle - start) / len(x))
@@ -133,7 +133,7 @@ def main() -> None:
     x, y = table(int(args.share * rows), features, classes)
     task = blr.Task(trained(x, y, hidden, classes, steps), (x, y))
     q = timed(f"fit {structure}", lambda: blr.fit_laplace(
-        task, structure=structure, prior_precision=1.0, progress=False))  # fmt: skip
+        task, structure=structure, prior_precision=1.0))  # fmt: skip
     timed(args.case, lambda: question(task, q))
 
 

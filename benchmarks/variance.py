@@ -118,7 +118,7 @@ def posterior(structure: str, task: Any) -> Any:
     import blr_analysis as blr
 
     if structure == "kron":
-        return blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+        return blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     params = task.parameters()
     precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
     return blr.Posterior(params, precision, prior_precision=1.0, n_data=task.n_data)
@@ -130,7 +130,7 @@ def ours(structure: str, model: nn.Module, x: Tensor, y: Tensor, variance: bool 
 
     task = blr.Task(model, (x, y))
     q = posterior(structure, task)
-    return lambda: blr.sensitivity(task, q, variance=variance, progress=False)
+    return lambda: blr.sensitivity(task, q, variance=variance)
 
 
 def v_only(structure: str, model: nn.Module, x: Tensor, y: Tensor):

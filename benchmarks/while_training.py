@@ -91,7 +91,7 @@ def captured(task: blr.Task, optimizer: Any) -> blr.Posterior:
 
 def fitted(task: blr.Task, optimizer: Any) -> blr.Posterior:
     """A diagonal Laplace posterior, for an optimizer that keeps none."""
-    return blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    return blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
 
 
 OPTIMIZERS = {"IVON": (ivon, captured), "SGD": (sgd, fitted), "Adam": (adam, captured)}

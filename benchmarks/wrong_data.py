@@ -176,7 +176,7 @@ def _logistic(model: nn.Module, x: Tensor, y: Tensor, start: float, wanted: bool
 
 
 def laplace(task: blr.Task, delta: float, structure: str = "kron") -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
+    return blr.fit_laplace(task, structure=structure, prior_precision=delta)
 
 
 def sharper(task: blr.Task, delta: float) -> blr.Posterior:
@@ -214,12 +214,12 @@ def label_scores(problem: Problem, how: str, y: Tensor, seed: int) -> tuple[Scor
     task, base = blr.Task(found.model, (problem.x, y)), found.seconds
     last = found.posterior_seconds / len(found.posteriors)
     begun = time.perf_counter()
-    loo = blr.leave_one_out(task, found.posteriors[-1], progress=False)
+    loo = blr.leave_one_out(task, found.posteriors[-1])
     one = base + last + time.perf_counter() - begun
     begun = time.perf_counter()
-    several = blr.suspicious(task, found.posteriors, progress=False)
+    several = blr.suspicious(task, found.posteriors)
     many = base + found.posterior_seconds + time.perf_counter() - begun
-    alone = blr.suspicious(task, found.posteriors[-1], duplicates=False, progress=False)
+    alone = blr.suspicious(task, found.posteriors[-1], duplicates=False)
     crossed, begun = torch.empty(len(y), problem.classes), time.perf_counter()
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     for rest, out in folds.split(np.zeros(len(y)), y.numpy()):
@@ -292,9 +292,9 @@ def stranger_scores(
     f = found.outputs[-1].double()
     begun = time.perf_counter()
     q = sharper(task, PRIOR[how])
-    ours = blr.suspicious(task, q, progress=False)
-    variance = blr.sensitivity(task, q, progress=False).variance
-    loo = blr.leave_one_out(task, q, progress=False)
+    ours = blr.suspicious(task, q)
+    variance = blr.sensitivity(task, q).variance
+    loo = blr.leave_one_out(task, q)
     seconds = base + time.perf_counter() - begun
     assert variance is not None
     p = f.softmax(1)
@@ -318,7 +318,7 @@ def copy_scores(
 ) -> tuple[Scores, blr.Suspicions]:
     found = train(problem, how, x, y, seed, 1)
     task, base, begun = blr.Task(found.model, (x, y)), found.seconds, time.perf_counter()
-    ours = blr.suspicious(task, sharper(task, PRIOR[how]), progress=False)
+    ours = blr.suspicious(task, sharper(task, PRIOR[how]))
     seconds = base + time.perf_counter() - begun
     pixels = neighbours(x.flatten(1), 10)
     features = neighbours(predictions(found.model[:-1], x), 10)  # type: ignore[index]

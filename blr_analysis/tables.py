@@ -472,8 +472,8 @@ def calibration_table(posterior: Posterior) -> pd.DataFrame:
     Example:
         >>> import torch, blr_analysis as blr
         >>> task = blr.Task(torch.nn.Linear(2, 2), (torch.randn(30, 2), torch.randint(2, (30,))))
-        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-        >>> table = calibration_table(blr.calibrate(task, q, probe=8, progress=False))
+        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+        >>> table = calibration_table(blr.calibrate(task, q, probe=8))
         >>> len(table), bool(table.converged.all())
         (8, True)
     """

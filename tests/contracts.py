@@ -78,7 +78,7 @@ def jacobian_of(task: Task) -> Tensor:
 @cache
 def fitted(task: Task, structure: str, rank: int | None) -> Posterior:
     """A posterior of this structure on the task, fitted once."""
-    return fit_laplace(task, structure=structure, prior_precision=PRIOR, rank=rank, chunk_size=3)
+    return fit_laplace(task, structure=structure, prior_precision=PRIOR, rank=rank)
 
 
 @cache

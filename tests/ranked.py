@@ -69,7 +69,7 @@ def answers(folder: Path) -> dict[str, Any]:
     found["one loss"] = loss_and_gradient(task, params, torch.tensor([3]))
     curvature = Curvature(task, params)
     found["product"] = [curvature.product(params, progress=False), curvature.passes]
-    scores = blr.sensitivity(task, q, chunk_size=3, **REST)
+    scores = blr.sensitivity(task, q, **REST)
     found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
     found["self-influence"] = blr.sensitivity(task, q, variance=False, **REST).self_influence
     loo = blr.leave_one_out(task, q, refine=1, **REST)

@@ -60,17 +60,17 @@ def task_of(kind: str = "categorical", model: nn.Module | None = None, **options
 
 
 def fitted(task: blr.Task, structure: str = "diag") -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+    return blr.fit_laplace(task, structure=structure, prior_precision=1.0)
 
 
 def every_analysis(task: blr.Task, q: blr.Posterior | None = None):
     """Each public analysis of a task as a function without arguments, by name."""
     posterior = q if q is not None else fitted(task_of())
     found = {
-        "sensitivity": lambda: blr.sensitivity(task, posterior, progress=False),
-        "leave_one_out": lambda: blr.leave_one_out(task, posterior, progress=False),
-        "what_if": lambda: blr.what_if(task, posterior, remove=[0], progress=False),
-        "what_if_each": lambda: blr.what_if_each(task, posterior, progress=False),
+        "sensitivity": lambda: blr.sensitivity(task, posterior),
+        "leave_one_out": lambda: blr.leave_one_out(task, posterior),
+        "what_if": lambda: blr.what_if(task, posterior, remove=[0]),
+        "what_if_each": lambda: blr.what_if_each(task, posterior),
     }
     if q is None:
         for s in ("diag", "kron", "full"):
@@ -276,7 +276,7 @@ def test_nan_and_inf_in_the_inputs(kind: str, value: float) -> None:
             fitted(task, structure)
     test = task_of(kind, model=task.model, data=(x, y))
     with pytest.raises(DataError, match="the first at index 5"):
-        blr.what_if(task_of(kind, model=task.model), q, remove=[0], evaluate=test, progress=False)
+        blr.what_if(task_of(kind, model=task.model), q, remove=[0], evaluate=test)
 
 
 def test_large_inputs_are_not_taken_for_infinite() -> None:
@@ -405,7 +405,7 @@ def test_nan_and_inf_in_the_weights(value: float) -> None:
     adam.step()
     with untouched(model), pytest.raises(BLRError, match=r"'2.weight' has .* not finite"):
         blr.Posterior.from_optimizer(adam, model, n_data=N, prior_precision=1.0)
-    assert len(blr.sensitivity(task, q, progress=False)) == N  # which takes the posterior's mean
+    assert len(blr.sensitivity(task, q)) == N  # which takes the posterior's mean
 
 
 def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
@@ -423,7 +423,7 @@ def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
             with pytest.raises(ModelError, match=message):
                 fitted(task, structure)
         with pytest.raises(ModelError, match=message):
-            blr.sensitivity(task, posterior_for(N), progress=False)
+            blr.sensitivity(task, posterior_for(N))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_losses_of_one_output_take_flat_targets(loss: nn.Module, dtype: torch.dt
     model, (x, y) = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).double(), data()
     flat = (y > 0).to(dtype)
     tasks = [blr.Task(model, (x, y), likelihood=loss) for y in (flat, flat.double()[:, None])]
-    ours, theirs = (blr.sensitivity(t, fitted(t), progress=False).deviation for t in tasks)
+    ours, theirs = (blr.sensitivity(t, fitted(t)).deviation for t in tasks)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -463,7 +463,7 @@ def test_models_without_parameters() -> None:
         with untouched(model), pytest.raises(ModelError, match="has no trainable parameters; set"):
             fitted(task_of(model=model))
     with pytest.raises(PosteriorError, match=r"0.weight: .* in the posterior, absent in the model"):
-        blr.sensitivity(task_of(model=nn.Flatten()), posterior_for(N), progress=False)
+        blr.sensitivity(task_of(model=nn.Flatten()), posterior_for(N))
 
 
 class Detached(nn.Sequential):
@@ -475,7 +475,7 @@ class Detached(nn.Sequential):
 def test_outputs_that_no_parameter_reaches(structure: str) -> None:
     task = blr.Task(Detached(mlp()), data())
     with pytest.raises(PosteriorError, match="detached"):
-        blr.fit_laplace(task, structure=structure, progress=False)
+        blr.fit_laplace(task, structure=structure)
 
 
 def test_batch_normalisation() -> None:
@@ -507,13 +507,13 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
     model[0].register_forward_hook(lambda *_: None)
     task = task_of(model=model, data=(x, y), batch_size=10)
     for analysis in (
-        lambda: blr.sensitivity(task, q, chunk_size=10, progress=False),
-        lambda: blr.leave_one_out(task, q, chunk_size=10, progress=False),
-        lambda: blr.what_if(task, q, remove=[0, 29], chunk_size=1, progress=False),
-        lambda: blr.what_if(task, q, remove=[0], progress=False),
-        lambda: blr.what_if(task, q, relabel={29: 0}, progress=False),
-        lambda: blr.what_if_each(task, q, progress=False),
-        lambda: blr.fit_laplace(task, prior_precision=1.0, chunk_size=10, progress=False),
+        lambda: blr.sensitivity(task, q),
+        lambda: blr.leave_one_out(task, q),
+        lambda: blr.what_if(task, q, remove=[0, 29]),
+        lambda: blr.what_if(task, q, remove=[0]),
+        lambda: blr.what_if(task, q, relabel={29: 0}),
+        lambda: blr.what_if_each(task, q),
+        lambda: blr.fit_laplace(task, prior_precision=1.0),
     ):
         with untouched(model), pytest.raises(DataError, match=r"must lie in 0 … 2 .* found 7"):
             analysis()
@@ -610,10 +610,10 @@ def test_frozen_parameters_are_not_reported_as_differences() -> None:
     q = fitted(task_of(model=model))
     other = mlp(outputs=2)
     with pytest.raises(PosteriorError) as caught:
-        blr.sensitivity(task_of(model=other), q, progress=False)
+        blr.sensitivity(task_of(model=other), q)
     assert "0.weight" not in str(caught.value) and "2.weight: (3, 5)" in str(caught.value)
     other = mlp()  # nothing frozen here, but the posterior knows what was fixed
-    assert len(blr.sensitivity(task_of(model=other), q, progress=False)) == N
+    assert len(blr.sensitivity(task_of(model=other), q)) == N
 
 
 def test_n_data_that_is_not_the_tasks() -> None:
@@ -792,7 +792,7 @@ def test_bad_what_ifs(options: dict[str, Any], message: str) -> None:
     task = task_of()
     q = fitted(task)
     with untouched(task.model), pytest.raises(InputError, match=message):
-        blr.what_if(task, q, progress=False, **options)
+        blr.what_if(task, q, **options)
 
 
 def test_added_examples_of_another_likelihood() -> None:
@@ -801,15 +801,15 @@ def test_added_examples_of_another_likelihood() -> None:
     for kind in ("poisson", blr.Gaussian(variance=2.0)):
         new = blr.Task(task.model, data("gaussian"), likelihood=kind)
         with pytest.raises(InputError, match=r"have the likelihood .*, the task Gaussian\(varia"):
-            blr.what_if(task, q, add=new, progress=False)
+            blr.what_if(task, q, add=new)
 
 
 def test_evaluating_on_a_task_of_another_model() -> None:
     task = task_of()
     test = task_of(model=mlp(hidden=7))
     for call in (
-        lambda: blr.what_if(task, fitted(task), remove=[0], evaluate=test, progress=False),
-        lambda: blr.what_if_each(task, fitted(task), evaluate=test, progress=False),
+        lambda: blr.what_if(task, fitted(task), remove=[0], evaluate=test),
+        lambda: blr.what_if_each(task, fitted(task), evaluate=test),
     ):
         with (
             untouched(task.model),
@@ -837,7 +837,7 @@ def test_weights_at_which_the_model_breaks_down() -> None:
             match=r"at the weights after the change the model.*The step is too long for this",
         ),
     ):
-        blr.what_if(task, thin, remove=[0, 1, 2], solver="posterior", progress=False)
+        blr.what_if(task, thin, remove=[0, 1, 2], solver="posterior")
 
 
 @pytest.mark.parametrize("correction", ["Cavity", "none", None, 1])

@@ -208,9 +208,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     task = language_task(loaded, model / "data.jsonl")
     test = language_task(loaded, model / "asked.jsonl")
     how = {"structure": "kron", "curvature": "mc_fisher", "prior_precision": 1.0}
-    exact = blr.top_influence(
-        task, blr.fit_laplace(task, **how, progress=False), test, k=3, progress=False
-    )
+    exact = blr.top_influence(task, blr.fit_laplace(task, **how), test, k=3, progress=False)
     assert table["example"].tolist() == exact.helpful.flatten().tolist()
     assert table["influence"].tolist() == pytest.approx(
         exact.helpful_values.flatten().tolist(), rel=1e-4
@@ -220,7 +218,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     code, _, err = run(capsys, *asked[:5], "--out", tmp_path / "by length")
     assert code == 0 and "normalized influence" in err, err
     by_length = pd.read_parquet(tmp_path / "by length" / "sources.parquet")
-    q = blr.fit_laplace(task, **how, progress=False)
+    q = blr.fit_laplace(task, **how)
     exact = blr.top_influence(task, q, test, k=3, normalize=True, progress=False)
     assert by_length["example"].tolist() == exact.helpful.flatten().tolist()
     assert by_length["normalized_influence"].tolist() == pytest.approx(
@@ -305,7 +303,7 @@ def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     longer = sum(len(text.split()) > 5 for text in task.metadata["text"])
     assert f"{longer} of {N} texts" in err and longer > 0
     q = blr.Posterior.load(out / "posterior.safetensors")
-    loo = blr.leave_one_out(task, q, progress=False)
+    loo = blr.leave_one_out(task, q)
     assert table["left_out_loss"].tolist() == pytest.approx(loo.losses.tolist(), rel=1e-4)
     assert table["text"].tolist() == task.metadata["text"]
     assert pd.read_parquet(out / "removals.parquet")["group"].tolist() == ["a", "b"]

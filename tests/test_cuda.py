@@ -60,9 +60,7 @@ def pair() -> tuple[blr.Task, blr.Task]:
 def fit(task: blr.Task, structure: str = "kron", **options: Any) -> blr.Posterior:
     if structure == "lowrank":
         options["rank"] = 12
-    return blr.fit_laplace(
-        task, structure=structure, prior_precision=1.0, progress=False, **options
-    )
+    return blr.fit_laplace(task, structure=structure, prior_precision=1.0, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,7 +85,7 @@ def test_every_layer(name: str) -> None:
             forward=case.forward,
         )
         q = fit(task, "diag")
-        results.append((q, blr.sensitivity(task, q, progress=False)))
+        results.append((q, blr.sensitivity(task, q)))
     (qc, there), (qh, here) = results
     # 3e-9 was measured with weight normalisation, whose CUDA kernel is torch's own.
     tolerance = 1e-8 if "weight_norm" in name else CLOSE
@@ -105,7 +103,7 @@ def test_convolutions_in_single_precision() -> None:
     there = blr.Task(copy.deepcopy(model).cuda(), (x.cuda(), y.cuda()))
     here = blr.Task(model.double(), (x, y))
     assert set(ways(there).values()) == {"convolution", "linear"}
-    scores = [blr.sensitivity(t, fit(t, "diag"), progress=False) for t in (there, here)]
+    scores = [blr.sensitivity(t, fit(t, "diag")) for t in (there, here)]
     close(scores[0].variance, scores[1].variance, 0.01)
 
 
@@ -113,41 +111,41 @@ def test_convolutions_in_single_precision() -> None:
 def test_fits_and_leave_one_out(structure: str) -> None:
     (there, here), close_to = pair(), 1e-6 if structure == "lowrank" else CLOSE
     q, p = fit(there, structure), fit(here, structure)
-    loo, expected = (blr.leave_one_out(t, f, progress=False) for t, f in ((there, q), (here, p)))
+    loo, expected = (blr.leave_one_out(t, f) for t, f in ((there, q), (here, p)))
     close(loo.logits, expected.logits, close_to)
     assert loo.logits.device.type == "cpu"
     close(
-        blr.sensitivity(there, q.to("cpu"), progress=False).deviation,
-        blr.sensitivity(here, p, progress=False).deviation,
+        blr.sensitivity(there, q.to("cpu")).deviation,
+        blr.sensitivity(here, p).deviation,
         close_to,
     )
 
 
 ANALYSES: dict[str, Callable[[blr.Task, blr.Posterior], Any]] = {
     "what_if": lambda t, q: blr.what_if(
-        t, q, remove=range(0, N, 2), evaluate=t, solver="posterior", progress=False
+        t, q, remove=range(0, N, 2), evaluate=t, solver="posterior"
     ).nll,
-    "what_if cg": lambda t, q: blr.what_if(t, q, remove=[0, 5, 9], solver="cg", progress=False).nll,
-    "what_if default": lambda t, q: blr.what_if(t, q, remove=[0, 5, 9], progress=False).nll,
+    "what_if cg": lambda t, q: blr.what_if(t, q, remove=[0, 5, 9], solver="cg").nll,
+    "what_if default": lambda t, q: blr.what_if(t, q, remove=[0, 5, 9]).nll,
     "what_if_each": lambda t, q: blr.what_if_each(
-        t, q, by="half", evaluate=t, progress=False
+        t, q, by="half", evaluate=t
     ).select_dtypes("number").to_numpy(),
-    "influence": lambda t, q: blr.influence(t, q, t, progress=False).as_subclass(Tensor),
+    "influence": lambda t, q: blr.influence(t, q, t).as_subclass(Tensor),
     "influence normalised": lambda t, q: blr.influence(
-        t, q, t, normalize=True, progress=False
+        t, q, t, normalize=True
     ).as_subclass(Tensor),
     "top_influence": lambda t, q: blr.top_influence(t, q, t, k=3, progress=False).helpful_values,
-    "suspicious": lambda t, q: blr.suspicious(t, q, progress=False).unfamiliarity,
-    "calibrate": lambda t, q: blr.calibrate(t, q, progress=False).variance("0.weight"),
+    "suspicious": lambda t, q: blr.suspicious(t, q).unfamiliarity,
+    "calibrate": lambda t, q: blr.calibrate(t, q).variance("0.weight"),
     "select_prior_precision": lambda t, q: blr.select_prior_precision(
-        t, [0.3, 1.0, 3.0], progress=False
+        t, [0.3, 1.0, 3.0]
     ).table.iloc[:, 1].to_numpy(),
     "subset_posterior": lambda t, q: blr.subset_posterior(
         t, q, 0.5, progress=False
     ).mean["0.weight"],
     "predict": lambda t, q: q.predict(t, draws=3000).nll,
     "memory_map": lambda t, q: blr.memory_map(
-        blr.sensitivity(t, q, progress=False)
+        blr.sensitivity(t, q)
     ).table.select_dtypes("number").to_numpy(),
 }  # fmt: skip
 
@@ -169,11 +167,9 @@ def test_language_models(tied: bool) -> None:
         q = fit(task, "diag", curvature="empirical_fisher")
         results.append(
             (
-                blr.sensitivity(task, q, progress=False).self_influence,
-                blr.influence(task, q, task, progress=False).as_subclass(Tensor),
-                blr.token_sensitivity(task, q, progress=False)
-                .table.select_dtypes("number")
-                .to_numpy(),
+                blr.sensitivity(task, q).self_influence,
+                blr.influence(task, q, task).as_subclass(Tensor),
+                blr.token_sensitivity(task, q).table.select_dtypes("number").to_numpy(),
             )
         )
     for there, here in zip(*results, strict=True):
@@ -184,7 +180,7 @@ def test_an_index(tmp_path: Path) -> None:
     there, here = pair()
     found = []
     for name, task in (("cuda", there), ("cpu", here)):
-        index = blr.Index.build(task, fit(task), tmp_path / name, progress=False)
+        index = blr.Index.build(task, fit(task), tmp_path / name)
         found.append(index.influence(task, progress=False).as_subclass(Tensor))
     close(*found, 1e-5)
 
@@ -232,8 +228,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     here = table("cpu")
     there = table("cuda", dtype)
     p = fit(here, "diag")
-    scores = blr.sensitivity(there, fit(there, "diag"), progress=False)
-    close(scores.variance, blr.sensitivity(here, p, progress=False).variance, 0.05)
+    scores = blr.sensitivity(there, fit(there, "diag"))
+    close(scores.variance, blr.sensitivity(here, p).variance, 0.05)
 
 
 def test_a_posterior_is_saved_and_read_anywhere(tmp_path: Path) -> None:
@@ -242,8 +238,8 @@ def test_a_posterior_is_saved_and_read_anywhere(tmp_path: Path) -> None:
     q.save(tmp_path / "q.safetensors")
     read = blr.Posterior.load(tmp_path / "q.safetensors")
     close(
-        blr.sensitivity(there, read, progress=False).deviation,
-        blr.sensitivity(there, q, progress=False).deviation,
+        blr.sensitivity(there, read).deviation,
+        blr.sensitivity(there, q).deviation,
     )
 
 

@@ -65,8 +65,8 @@ def fitted(name: str) -> tuple[Any, np.ndarray, blr.Task]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(name: str) -> None:
     pipeline, _, task = fitted(name)
-    posterior = blr.fit_laplace(task, structure="full", progress=False)
-    scores = blr.sensitivity(task, posterior, progress=False)
+    posterior = blr.fit_laplace(task, structure="full")
+    scores = blr.sensitivity(task, posterior)
     mean = task.likelihood.mean(scores.outputs).numpy()
     if hasattr(pipeline, "predict_proba"):
         expected = pipeline.predict_proba(X)
@@ -84,7 +84,7 @@ def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> N
     train = np.arange(N) < 32
     estimator = LogisticRegression(class_weight="balanced", **TIGHT).fit(X[train], y[train])
     task = blr.Task.from_sklearn(estimator, X[train], y[train])
-    q = blr.fit_laplace(task, structure="full", progress=False)
+    q = blr.fit_laplace(task, structure="full")
     assert stationarity(task, q).at_minimum
     seen, counts = np.unique(y[train], return_counts=True)
     weight = dict(zip(seen, train.sum() / (len(seen) * counts), strict=True))
@@ -92,7 +92,7 @@ def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> N
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             test = blr.Task.from_sklearn(estimator, X[kept], y[kept])
-        told = blr.what_if(task, q, remove=[0], evaluate=test, solver="posterior", progress=False)
+        told = blr.what_if(task, q, remove=[0], evaluate=test, solver="posterior")
         p = estimator.predict_proba(X[kept])[np.arange(kept.sum()), np.searchsorted(seen, y[kept])]
         truth = -np.log(p) * [weight[label] for label in y[kept]]
         assert told.before.nll == pytest.approx(truth.mean(), rel=1e-6)
@@ -101,7 +101,7 @@ def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> N
 def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) -> None:
     estimator = Ridge(alpha=3.0).fit(X, REAL)
     task = blr.Task.from_sklearn(estimator, X, REAL)
-    q = blr.fit_laplace(task, structure="full", progress=False)
+    q = blr.fit_laplace(task, structure="full")
     q.save(tmp_path / "q")
     variance = ((REAL - estimator.predict(X)) ** 2).sum() / (N - 4)
     z, far = X[:9] + 0.1, estimator.predict(X[:9] + 0.1) + 5
@@ -113,13 +113,13 @@ def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) 
             assert posterior.predict(test, draws=0).nll == pytest.approx(truth, rel=1e-9)
 
     test = blr.Task.from_sklearn(estimator, z, far)
-    diag = blr.fit_laplace(task, structure="diag", progress=False)
-    blr.Index.build(task, diag, tmp_path / "index", dtype="float64", progress=False)
+    diag = blr.fit_laplace(task, structure="diag")
+    blr.Index.build(task, diag, tmp_path / "index", dtype="float64")
     alone = blr.Index.open(tmp_path / "index").influence(test, progress=False)
-    exact = blr.influence(task, diag, test, solver="posterior", progress=False).matrix
+    exact = blr.influence(task, diag, test, solver="posterior").matrix
     torch.testing.assert_close(alone, exact)
 
-    added = blr.what_if(task, q, add=test, solver="cg", progress=False).parameters
+    added = blr.what_if(task, q, add=test, solver="cg").parameters
     more = Ridge(alpha=3.0).fit(np.r_[X, z], np.r_[REAL, far])
     np.testing.assert_allclose(added["weight"][0], more.coef_, rtol=1e-6)
 
@@ -129,14 +129,14 @@ def test_a_noise_that_is_given_sets_the_scale_of_the_penalty() -> None:
         Ridge(alpha=3.0).fit(X, REAL), X, REAL, likelihood=blr.Gaussian(0.25)
     )
     assert task.prior_precision["weight"] == pytest.approx(3.0 / 0.25)
-    assert stationarity(task, blr.fit_laplace(task, structure="full", progress=False)).at_minimum
+    assert stationarity(task, blr.fit_laplace(task, structure="full")).at_minimum
 
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_residuals_that_are_rounding_leave_no_noise(n: int) -> None:
     task = blr.Task.from_sklearn(LinearRegression().fit(X[:n], REAL[:n]), X[:n], REAL[:n])
     with pytest.raises(InputError, match="residuals"):
-        blr.fit_laplace(task, structure="full", progress=False)
+        blr.fit_laplace(task, structure="full")
 
 
 def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
@@ -153,8 +153,8 @@ def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
 def test_what_no_probability_depends_on_has_no_variance(name: str) -> None:
     """One number added to all logits is free, and its variance of 1e6 would hide all others."""
     _, _, task = fitted(name)
-    posterior = blr.fit_laplace(task, structure="full", progress=False)
-    variance = blr.sensitivity(task, posterior, progress=False).variance
+    posterior = blr.fit_laplace(task, structure="full")
+    variance = blr.sensitivity(task, posterior).variance
     assert variance.sum(-1).abs().max() < 1e-6
     assert 0 < variance.diagonal(dim1=1, dim2=2).sum(-1).max() < 20
 
@@ -171,8 +171,8 @@ def test_units_change_nothing(
     kind = {"fit_intercept": intercept}
     estimator = Ridge(alpha=alpha * by**2, **kind) if alpha else LinearRegression(**kind)
     task = blr.Task.from_sklearn(estimator.fit(x, y), x, y)
-    q = blr.fit_laplace(task, structure="full", progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full")
+    loo = blr.leave_one_out(task, q)
     z = np.c_[x, np.ones(N)] if intercept else x
     pull = np.diag([alpha * by**2] * 3 + [0.0] * intercept)
     hat = z @ np.linalg.solve(z.T @ z + pull, z.T)
@@ -204,9 +204,9 @@ def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
     pipeline, y, task = fitted(name)
-    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    posterior = blr.fit_laplace(task, structure="full")
     refine = N if name.startswith("network") else 0  # no quadratic: by a descent on the others
-    loo = blr.leave_one_out(task, posterior, refine=refine, progress=False)
+    loo = blr.leave_one_out(task, posterior, refine=refine)
     truth, ours = refitted(pipeline, y, task), loo.losses.numpy()
     rise, change = truth - loo.losses_before.numpy(), ours - loo.losses_before.numpy()
     if name.startswith(("least", "ridge")):
@@ -229,7 +229,7 @@ def test_labels_that_are_words_come_along() -> None:
 
 def test_labels_are_changed_by_their_words_and_told_in_a_line() -> None:
     _, _, task = fitted("logistic, 3 classes")
-    q = blr.fit_laplace(task, structure="full", progress=False)
+    q = blr.fit_laplace(task, structure="full")
     ask = {"solver": "posterior", "progress": False}
     said, counted = (blr.what_if(task, q, relabel={0: v}, **ask) for v in ("eel", 2))
     assert said.nll == counted.nll
@@ -244,7 +244,7 @@ def test_an_elastic_net_without_l1_is_the_l2_penalty() -> None:
         net = LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT)
         task = blr.Task.from_sklearn(net.fit(X - 2, YES), X - 2, YES)
     assert task.prior_precision["weight"] == 2.0
-    q = blr.fit_laplace(task, structure="full", progress=False)
+    q = blr.fit_laplace(task, structure="full")
     assert stationarity(task, q).residual < 1e-4
 
 
@@ -260,7 +260,7 @@ def test_the_weights_of_a_fit_are_given_to_its_model() -> None:
         weights=weights,
     )
     prior = task.prior_precision
-    q = blr.fit_laplace(weighted, structure="full", prior_precision=prior, progress=False)
+    q = blr.fit_laplace(weighted, structure="full", prior_precision=prior)
     assert stationarity(weighted, q).residual < 1e-4
 
 

@@ -44,12 +44,10 @@ def test_the_head_on_its_features_is_the_model_with_the_rest_frozen() -> None:
     tests.append(tests[0].on_features("head"))
     results = []
     for task, test in zip((whole, head), tests, strict=True):
-        q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-        removed = blr.what_if(
-            task, q, remove=[1, 2], evaluate=test, solver="posterior", progress=False
-        )
-        scores = blr.sensitivity(task, q, progress=False)
-        influence = blr.influence(task, q, test, progress=False)
+        q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+        removed = blr.what_if(task, q, remove=[1, 2], evaluate=test, solver="posterior")
+        scores = blr.sensitivity(task, q)
+        influence = blr.influence(task, q, test)
         results.append((scores.deviation, influence[:], removed.nll))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -96,8 +94,8 @@ def suspicions() -> Any:
 
     for _ in range(5):
         optimizer.step(closure)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    return blr.suspicious(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    return blr.suspicious(task, q)
 
 
 def test_cleanlabs_columns(suspicions: Any) -> None:

@@ -426,7 +426,7 @@ def test_negative_curvature_of_a_function_counts_as_none() -> None:
 def test_a_loss_that_curves_near_the_targets_alone_is_taken(shape: tuple[int, ...]) -> None:
     x, y = normal(N, 3), 100 + normal(*shape, seed=1)
     task = blr.Task(nn.Linear(3, 1).double(), (x, y), likelihood=nn.HuberLoss())
-    assert float(blr.sensitivity(task, _flat(task), progress=False).error.abs().max()) == 1
+    assert float(blr.sensitivity(task, _flat(task)).error.abs().max()) == 1
 
 
 def _flat(task: blr.Task) -> blr.Posterior:
@@ -514,13 +514,13 @@ def test_losses_that_hold_themselves_are_the_same_only_as_one_object() -> None:
 def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
     model, x, y = nn.Linear(3, C).double(), normal(N, 3), classes()
     task, test = (blr.Task(model, (x, y), likelihood=Focal()) for _ in range(2))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    influence = blr.influence(task, q, test, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    scores = blr.sensitivity(task, q)
+    influence = blr.influence(task, q, test)
     assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
-    assert blr.what_if(task, q, add=test, progress=False).nll > 0
+    assert blr.what_if(task, q, add=test).nll > 0
     with pytest.raises(InputError, match="likelihood"):
-        blr.influence(task, q, blr.Task(model, (x, y), likelihood=Focal(gamma=1.0)), progress=False)
+        blr.influence(task, q, blr.Task(model, (x, y), likelihood=Focal(gamma=1.0)))
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ def test_impossible_settings_are_refused(make) -> None:
 def fitted(likelihood, y: Tensor, c: int = C, **options) -> blr.Posterior:
     model = nn.Linear(3, c).double()
     task = blr.Task(model, (normal(len(y), 3), y), likelihood=likelihood, **options)
-    return blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    return blr.fit_laplace(task, structure="diag", prior_precision=1.0)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_bad_losses_and_targets_are_refused(likelihood, targets, error, message:
 def test_labels_cannot_be_drawn_from_a_function() -> None:
     task = blr.Task(nn.Linear(3, C), (normal(N, 3), classes()), likelihood=focal)
     with pytest.raises(InputError, match="ggn"):
-        blr.fit_laplace(task, curvature="mc_fisher", prior_precision=1.0, progress=False)
+        blr.fit_laplace(task, curvature="mc_fisher", prior_precision=1.0)
 
 
 @pytest.mark.parametrize("weights", [torch.ones(N - 1), -torch.ones(N), torch.zeros(N), ["a"] * N])

@@ -27,7 +27,7 @@ def problem() -> tuple[blr.Task, blr.Task, blr.Posterior]:
     X[:, 0] += 2 * y
     model = nn.Linear(3, 2)
     task = blr.Task(model, (X, y))
-    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, prior_precision=1.0)
     return task, blr.Task(model, (X[:6] + 0.1, y[:6])), q
 
 
@@ -38,7 +38,7 @@ def language() -> tuple[blr.Task, blr.Posterior]:
     loader = torch.utils.data.DataLoader(rows, batch_size=3)
     task = blr.Task(TinyLM(), loader, likelihood="causal_lm")
     how: dict[str, Any] = {"structure": "diag", "curvature": "empirical_fisher"}
-    return task, blr.fit_laplace(task, prior_precision=1.0, progress=False, **how)
+    return task, blr.fit_laplace(task, prior_precision=1.0, **how)
 
 
 def monitor() -> blr.Monitor:

@@ -83,7 +83,7 @@ def small_model() -> tuple[Task, Posterior]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(40, 2, generator=generator), torch.arange(40) % 3
     task = Task(torch.nn.Linear(2, 3), (x, y))
-    return task, fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    return task, fit_laplace(task, structure="full", prior_precision=1.0)
 
 
 IMAGES = np.random.default_rng(3).random((200, 8, 8))
@@ -319,10 +319,10 @@ def test_a_map_of_one_place(n: int, value: float) -> None:
 
 def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
     task, posterior = small_model()
-    scores = sensitivity(task, posterior, progress=False)
+    scores = sensitivity(task, posterior)
     top = sorted(range(40), key=lambda i: -scores.deviation[i])[:3]  # type: ignore[index]
     assert [text_of(box) for box in boxes_of(make_plot(scores, n_labels=3))] == list(map(str, top))
-    result = what_if(task, posterior, remove=[0, 1], progress=False)
+    result = what_if(task, posterior, remove=[0, 1])
     ax = make_plot(result)
     assert names_of(ax) == ["all", "0", "1", "2"]
     assert heights_of(ax)["before"][0] == result.before.nll

@@ -62,7 +62,7 @@ def two(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """What two processes left behind, and said, the second of which dies in the end."""
     place, task = tmp_path_factory.mktemp("two"), ranked.network()
-    q = blr.fit_laplace(task, structure="diag", prior_precision=2.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=2.0)
     q.save(place / "q.safetensors")
     said = launched(place, *texts)
     (place / "ended").touch()
@@ -143,7 +143,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(
     assert left and ended - begun < 60
     then = [p.stat().st_mtime_ns for p in left]
     task, q = ranked.network(), blr.Posterior.load(place / "q.safetensors")
-    index = blr.Index.build(task, q, place / "begun", progress=False)
+    index = blr.Index.build(task, q, place / "begun")
     assert [p.stat().st_mtime_ns for p in left] == then
-    whole = blr.Index.build(task, q, tmp_path / "whole", progress=False)
+    whole = blr.Index.build(task, q, tmp_path / "whole")
     assert torch.equal(index.influence(task), whole.influence(task))

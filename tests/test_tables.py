@@ -321,9 +321,9 @@ def test_what_the_analyses_return_has_these_tables() -> None:
     x, y = torch.randn(40, 2, generator=generator), torch.arange(40) % 3
     source = ["left", "right"] * 20
     task = Task(torch.nn.Linear(2, 3), (x, y), metadata={"source": source})
-    posterior = fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    posterior = fit_laplace(task, structure="full", prior_precision=1.0)
 
-    scores = sensitivity(task, posterior, progress=False)
+    scores = sensitivity(task, posterior)
     assert list(scores.table.columns) == [*SCORES, "source"]
     assert scores.table["target"].tolist() == y.tolist()
     assert scores.table["source"].tolist() == source
@@ -332,13 +332,13 @@ def test_what_the_analyses_return_has_these_tables() -> None:
     assert scores.table["leverage"].tolist() == scores.leverage.tolist()  # type: ignore[union-attr]
     assert list(memory_map(scores).table.columns) == [*SCORES, "region", "source"]
 
-    loo = leave_one_out(task, posterior, progress=False)
+    loo = leave_one_out(task, posterior)
     assert loo.table["loss"].mean() == pytest.approx(loo.nll, rel=1e-6)
     assert (loo.table["prediction"] == y.numpy()).mean() == pytest.approx(loo.accuracy)
     assert loo.table["loss_before"].tolist() == scores.losses.tolist()
     assert set(loo.table["correction"]) <= {"cavity", "first_order"}
 
-    result = what_if(task, posterior, remove=[0, 1], progress=False)
+    result = what_if(task, posterior, remove=[0, 1])
     by_class = result.by_class
     assert by_class["n"].tolist() == [14, 13, 13]
     for when, value in (("before", result.before.nll), ("after", result.nll)):
@@ -346,7 +346,7 @@ def test_what_the_analyses_return_has_these_tables() -> None:
     for when, value in (("before", result.before.accuracy), ("after", result.accuracy)):
         assert (by_class[f"accuracy_{when}"] * by_class["n"]).sum() / 40 == pytest.approx(value)
 
-    each = what_if_each(task, posterior, by="source", progress=False)
+    each = what_if_each(task, posterior, by="source")
     assert each["group"].tolist() == ["left", "right"]
     assert each["n"].tolist() == [20, 20]
 
@@ -374,11 +374,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_notebook_shows_a_line_and_the_first_rows() -> None:
     X, y = torch.randn(40, 2), torch.tensor([0, 1] * 20)
     task = Task(torch.nn.Linear(2, 2), (X, y), metadata={"note": ["<b>&"] * 40})
-    posterior = fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
-    scores = sensitivity(task, posterior, progress=False)
+    posterior = fit_laplace(task, structure="kron", prior_precision=1.0)
+    scores = sensitivity(task, posterior)
     shown = scores._repr_html_()
     assert shown is not None and "Scores(N=40" in shown and "40 rows" in shown
     assert shown.count("<tr") == 11 and "&lt;b&gt;&amp;" in shown and "<b>&" not in shown
-    matrix = influence(task, posterior, task, progress=False)
+    matrix = influence(task, posterior, task)
     assert "Influence(40 training × 40 test examples" in matrix._repr_html_()
     assert "tensor" not in repr(matrix)

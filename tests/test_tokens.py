@@ -136,7 +136,7 @@ def test_settings_of_tokens_are_checked_and_compared() -> None:
     task = Task(torch.nn.Linear(3, C), (normal(2, T, 3).float(), torch.zeros(2, T).long()),
                 likelihood=TokenCategorical(weight=[1.0, 2.0]))  # fmt: skip
     with pytest.raises(DataError, match="2 entries for 6"):
-        blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=1.0, progress=False)
+        blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=1.0)
 
 
 @pytest.mark.parametrize("wrong", [None, 1.5, True, "-100"])
@@ -265,7 +265,6 @@ def test_models_that_mix_sequences_are_refused() -> None:
         with pytest.raises(ModelError, match=r"with its batch.*pad on the right"):
             blr.fit_laplace(
                 task, structure="diag", curvature="empirical_fisher", prior_precision=1.0,
-                progress=False,
             )  # fmt: skip
 
 
@@ -276,7 +275,7 @@ def test_the_gram_of_inputs_knows_padding_without_a_mask(batch_size: int) -> Non
     fitted = [
         blr.fit_laplace(
             task_of(tiny_lm(), ids, mask=mask, batch_size=size, more=3),
-            structure="gram", prior_precision=1.0, progress=False,
+            structure="gram", prior_precision=1.0,
         )
         for mask, size in ((True, 4), (False, batch_size))
     ]  # fmt: skip

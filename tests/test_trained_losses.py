@@ -141,15 +141,14 @@ def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
         structure="full",
         curvature="exact" if curved else "ggn",
         prior_precision=DELTA,
-        progress=False,
     )
-    loo = blr.leave_one_out(task, q, refine=15 if curved else 0, progress=False)
+    loo = blr.leave_one_out(task, q, refine=15 if curved else 0)
     estimate = loo.losses - loo.losses_before
     assert float(estimate.sum() / rise.sum()) == pytest.approx(1, abs=0.02)
     assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
     if curved:  # under its mean Hessian, by default; what is linearised alone says so
-        q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
-        default = blr.leave_one_out(task, q, progress=False)
+        q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
+        default = blr.leave_one_out(task, q)
         total = (default.losses - default.losses_before).sum() / rise.sum()
         assert 0.95 < float(total) < 1 and "move far" in default.note  # 18 of 82 are not refined
 
@@ -161,9 +160,9 @@ def test_high_leverages_are_said_and_refined(weight: list[float]) -> None:
     x, w = (x - x.mean(0)) / x.std(0), torch.tensor(weight, dtype=torch.float64)
     model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, w, reduction="none"))
     task = blr.Task(model, (x, y), likelihood=nn.CrossEntropyLoss(w))
-    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
     for refine, off in ((0, 0.06), (5, 0.02), (None, 0.02)):
-        loo = blr.leave_one_out(task, q, refine=refine, progress=False)
+        loo = blr.leave_one_out(task, q, refine=refine)
         total = (loo.losses - loo.losses_before).sum()
         assert float(total / rise.sum()) == pytest.approx(1, abs=off)
         assert ("refine=" in repr(loo)) is (refine is not None)
@@ -176,9 +175,9 @@ def test_low_leverages_that_move_far_are_refined(first: int, columns: int) -> No
     x = ((x - x.mean(0)) / x.std(0))[:, :columns]
     model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, reduction="none"), 1e-3)
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1e-3, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1e-3)
     for refine in (0, None):
-        loo = blr.leave_one_out(task, q, refine=refine, progress=False)
+        loo = blr.leave_one_out(task, q, refine=refine)
         off = abs(float((loo.losses - loo.losses_before).sum() / rise.sum()) - 1)
         assert off > 0.05 if refine == 0 else off < 0.02
         assert ("move far" in loo.note) is (refine == 0)
@@ -193,9 +192,9 @@ def test_left_out_variances_stay_above_zero(seed: int) -> None:
     loss = iris("learned variances")[1]
     linear, rise = left_out(x, y, 2, loss, 0.3)
     task = blr.Task(nn.Sequential(linear, Spread()), (x, y), likelihood=nn.GaussianNLLLoss())
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.3, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.3)
     for refine in (0, None):
-        loo = blr.leave_one_out(task, q, refine=refine, progress=False)
+        loo = blr.leave_one_out(task, q, refine=refine)
         total = float((loo.losses - loo.losses_before).sum() / rise.sum())
         assert bool((loo.logits[:, 1] > 0).all()) and 0 < total < 1.05
         assert total > 0.95 if refine is None else "move far" in loo.note
@@ -209,8 +208,8 @@ def test_the_total_needs_no_number(name: str) -> None:
     likelihood, loss = LOSSES[name]
     model, rise = left_out(x, y, 3, loss)
     task = blr.Task(model, (x, y), likelihood=likelihood)  # type: ignore[arg-type]
-    q = blr.fit_laplace(task, structure="full", progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full")
+    loo = blr.leave_one_out(task, q)
     assert float((loo.losses - loo.losses_before).sum() / rise.sum()) == pytest.approx(1, abs=0.02)
 
 
@@ -232,7 +231,7 @@ def both(**options) -> tuple[tuple[blr.Task, blr.Posterior, Tensor], ...]:
     pairs = []
     for weighted in (True, False):
         task, rows = twice(weighted)
-        q = blr.fit_laplace(task, prior_precision=0.5, progress=False, **options)
+        q = blr.fit_laplace(task, prior_precision=0.5, **options)
         pairs.append((task, q, rows))
     return tuple(pairs)
 
@@ -265,7 +264,7 @@ def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:
     for task, q, rows in both(structure="full"):
         chosen = [i for i, row in enumerate(rows.tolist()) if row in (1, 4)]
         asked = {"remove": chosen} if change == "remove" else {"relabel": dict.fromkeys(chosen, 0)}
-        found.append(blr.what_if(task, q, solver=solver, progress=False, **asked))
+        found.append(blr.what_if(task, q, solver=solver, **asked))
     ours, copies = found
     assert all(relative(p, copies.parameters[n]) < 1e-6 for n, p in ours.parameters.items())
     assert ours.before.loss == pytest.approx(copies.before.loss)
@@ -275,22 +274,22 @@ def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:
 def test_weights_are_copies_to_influence() -> None:
     (task, q, _), (copied, copies, rows) = both(structure="full")
     test = blr.Task(task.model, (normal(5, 3, seed=8), torch.arange(5) % 3))
-    ours = blr.influence(task, q, test, progress=False)
-    theirs = blr.influence(copied, copies, test, progress=False)
+    ours = blr.influence(task, q, test)
+    theirs = blr.influence(copied, copies, test)
     summed = torch.zeros_like(ours).index_add(0, rows, theirs)
     assert relative(ours, summed) < 1e-10
 
 
 def test_weighted_examples_are_known_by_their_indices() -> None:
     task, _ = twice(True)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.5)
+    scores = blr.sensitivity(task, q)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    again = blr.sensitivity(task.subset(order), _as_if(q, task.subset(order)), progress=False)
+    again = blr.sensitivity(task.subset(order), _as_if(q, task.subset(order)))
     for name in ("losses", "self_influence", "leverage", "error"):
         assert relative(getattr(again, name), getattr(scores, name)[order]) < 1e-12
-    loo = blr.leave_one_out(task, q, progress=False)
-    with_scores = blr.leave_one_out(task, q, scores=scores, chunk_size=5, progress=False)
+    loo = blr.leave_one_out(task, q)
+    with_scores = blr.leave_one_out(task, q, scores=scores)
     assert relative(with_scores.losses, loo.losses) < 1e-12
     w = torch.tensor([1.0, 2, 3, 1, 4, 1, 1, 2, 5, 1, 1, 3])
     plain = cross_entropy(scores.outputs, scores.targets, reduction="none")
@@ -373,8 +372,8 @@ def test_what_needs_a_probe_or_a_fit_takes_the_loss(name: str) -> None:
 
 def test_examples_of_ignored_classes_do_not_count() -> None:
     task = TASKS["ignored"]()
-    q = blr.fit_laplace(task, structure="full", prior_precision=3.0, progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=3.0)
+    loo = blr.leave_one_out(task, q)
     ignored = loo.targets == 0
     assert bool((loo.losses[ignored] == 0).all())
     right = (loo.predictions == loo.targets)[~ignored]
@@ -389,9 +388,9 @@ def test_probabilities_given_as_logits_are_warned_of_once(head: str, likelihood:
     nn.init.normal_(model[0].weight, std=3.0, generator=torch.Generator().manual_seed(0))
     task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=10)
     with pytest.warns(UserWarning, match="look like probabilities") as seen:
-        blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         logits = blr.Task(nn.Sequential(model[0]), (x, y), likelihood=likelihood)
-        blr.fit_laplace(logits, structure="diag", prior_precision=1.0, progress=False)
+        blr.fit_laplace(logits, structure="diag", prior_precision=1.0)

@@ -23,11 +23,8 @@ Y = torch.arange(24) % 2
 
 def same(task: blr.Task, other: blr.Task) -> None:
     """Both answer alike, example by example."""
-    posteriors = [blr.fit_laplace(t, prior_precision=1.0, progress=False) for t in (task, other)]
-    ours, theirs = (
-        blr.sensitivity(t, q, progress=False)
-        for t, q in zip((task, other), posteriors, strict=True)
-    )
+    posteriors = [blr.fit_laplace(t, prior_precision=1.0) for t in (task, other)]
+    ours, theirs = (blr.sensitivity(t, q) for t, q in zip((task, other), posteriors, strict=True))
     torch.testing.assert_close(ours.deviation, theirs.deviation)
     assert torch.equal(ours.targets, theirs.targets)
 
@@ -82,7 +79,7 @@ def test_frames_that_are_coded_differently_are_refused_together(
 ) -> None:
     model = nn.Linear(3, 3)
     task = of(FRAME, model)
-    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, prior_precision=1.0)
     for test in (of(other, model), of(other, copy.copy(model)).subset([1, 0])):
         with pytest.raises(InputError, match=word):
             ASKED[ask](task, q, test, tmp_path)
@@ -94,9 +91,9 @@ def test_a_categorical_is_coded_by_its_own_categories() -> None:
     frame = FRAME.astype({"label": owls_first})
     task = of(frame, model)
     assert torch.equal(task.dataset.tensors[1], 2 - torch.arange(24) % 3)
-    q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, prior_precision=1.0)
     without_cats = of(frame[frame.label != "cat"], model)
-    told = blr.what_if(task, q, remove=[0], evaluate=without_cats, progress=False)
+    told = blr.what_if(task, q, remove=[0], evaluate=without_cats)
     rows = torch.arange(24) % 3 != 0
     expected = nn.functional.cross_entropy(model(X[rows]), 2 - (torch.arange(24) % 3)[rows])
     assert told.before.nll == pytest.approx(expected.item(), rel=1e-5)
@@ -218,7 +215,7 @@ def test_models_that_are_wrapped(model: nn.Module) -> None:
         optimizer.step()
     posterior = blr.Posterior.from_optimizer(optimizer, compiled, n_data=24, prior_precision=1.0)
     assert set(posterior.mean) == {"weight", "bias"}
-    assert len(blr.sensitivity(blr.Task(compiled, (X, Y)), posterior, progress=False)) == 24
+    assert len(blr.sensitivity(blr.Task(compiled, (X, Y)), posterior)) == 24
 
 
 @pytest.mark.parametrize(

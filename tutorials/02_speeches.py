@@ -295,9 +295,7 @@ for president in chosen:
     removed = torch.tensor((train_about.president == president).to_numpy())
     for name, q in methods.items():
         start = time.perf_counter()
-        result = blr.what_if(
-            task, q, remove=removed, evaluate=test_task, solver="posterior", progress=False
-        )
+        result = blr.what_if(task, q, remove=removed, evaluate=test_task, solver="posterior")
         found = rise(result.after.losses / (LENGTH - 1), president)
         seconds = time.perf_counter() - start
         rows.append({"president": president, "method": name, **found, "seconds": seconds})

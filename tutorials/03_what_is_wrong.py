@@ -91,9 +91,7 @@ for epoch in range(1, EPOCHS + 1):
         F.cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
     if epoch % (EPOCHS // MOMENTS) == 0:
-        posteriors.append(
-            blr.fit_laplace(task, structure="kron", prior_precision=10 * DELTA, progress=False)
-        )
+        posteriors.append(blr.fit_laplace(task, structure="kron", prior_precision=10 * DELTA))
 
 # %% [markdown]
 # ## 3. The suspicious examples
@@ -104,7 +102,7 @@ for epoch in range(1, EPOCHS + 1):
 # * `closeness`: its predictions move with those of a *twin* whenever the weights move.
 
 # %%
-found = blr.suspicious(task, posteriors, progress=False)
+found = blr.suspicious(task, posteriors)
 print(found)
 print(found.table.head(12).to_string(index=False, float_format="{:.3f}".format))
 found.plot().figure.savefig(OUT / "map.png", dpi=150)

@@ -193,7 +193,7 @@ flat = blr.Posterior(  # Σ = 1: the cosine of plain gradients
 )
 influence = opened.influence(asked)
 own = opened.self_influence.sqrt().unsqueeze(1).to(influence)
-plain = blr.influence(task, flat, asked, normalize="cosine", progress=False).matrix
+plain = blr.influence(task, flat, asked, normalize="cosine").matrix
 
 
 def bm25(asked: list[str], k: float = 1.5, b: float = 0.75) -> torch.Tensor:

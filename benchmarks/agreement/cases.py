@@ -105,7 +105,7 @@ class Case:
         """The Laplace posterior of the analysed model; fitted when it is first asked for."""
         if structure not in self.fits:
             self.fits[structure] = blr.fit_laplace(
-                self.task(), structure=structure, prior_precision=self.delta, progress=False
+                self.task(), structure=structure, prior_precision=self.delta
             )
         return self.fits[structure]
 

@@ -31,10 +31,8 @@ def left_out(case: Case) -> dict[str, Callable[[], Tensor]]:
     ) -> Tensor:
         task, q = case.task(), case.fit(structure)
         if kind:
-            q = blr.calibrate(
-                task, q, correction=correction, kind=kind, tolerance=SOLVED, progress=False
-            )
-        found = blr.leave_one_out(task, q, correction=correction, refine=refine, progress=False)
+            q = blr.calibrate(task, q, correction=correction, kind=kind, tolerance=SOLVED)
+        found = blr.leave_one_out(task, q, correction=correction, refine=refine)
         return (found.losses - found.losses_before)[chosen]
 
     found: dict[str, Callable[[], Tensor]] = {}
@@ -63,7 +61,7 @@ def removals(case: Case) -> dict[str, Callable[[], tuple[Tensor, float | None]]]
         tests, q = case.test_task(task), case.fit(structure)
         rises, passes = [], []
         for group in truth.indices:
-            found = blr.what_if(task, q, remove=group, evaluate=tests, progress=False, **options)
+            found = blr.what_if(task, q, remove=group, evaluate=tests, **options)
             rises.append(found.nll - found.before.nll)
             passes.append(found.passes)
         return torch.tensor(rises), sum(passes) / len(passes)

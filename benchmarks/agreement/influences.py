@@ -70,7 +70,7 @@ def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
             {n: u.view(-1, *p.shape) for u, (n, p) in zip(parts, params.items(), strict=True)}
         )
         return flat(given) @ torch.linalg.solve(flat(rows), flat(asked).T)
-    q = blr.fit_laplace(task, structure="kron", prior_precision=delta, progress=False)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=delta)
     x = cg(
         lambda v: precision.times(v),
         asked,
@@ -116,7 +116,7 @@ def at_weight(
             :func:`blr_analysis.subset_posterior`.
     """
     task = case.task(which)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=case.delta, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=case.delta)
     found = blr.subset_posterior(
         task,
         q,
@@ -126,7 +126,7 @@ def at_weight(
         progress=False,
     )
     if structure is not None:
-        return as_tensor(blr.influence(task, found, tests.with_model(task), progress=False))
+        return as_tensor(blr.influence(task, found, tests.with_model(task)))
     task.model.load_state_dict({**task.model.state_dict(), **found.mean})
     weight = found.record["subset"]["weight"]
     return solved(task, tests, case.delta / weight) / weight

@@ -44,9 +44,7 @@ def judged_by(truth: Truth, model: nn.Module, count: int | None = None) -> blr.T
 
 
 def fitted(task: blr.Task, structure: str = "kron", **options: Any) -> blr.Posterior:
-    return blr.fit_laplace(
-        task, structure=structure, prior_precision=None, progress=False, **options
-    )
+    return blr.fit_laplace(task, structure=structure, prior_precision=None, **options)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -114,7 +112,6 @@ def groups(truth: Truth, models: int, folder: Path) -> Iterator[Row]:
                 *(task, fitted(task)),
                 by="group",
                 evaluate=judged_by(truth, model),
-                progress=False,
                 **options,
             )
             named = {"after": "nll_after", "before": "nll_before", "low": "nll_low"}
@@ -168,7 +165,7 @@ def left_out(truth: Truth, models: int) -> Iterator[Row]:
     for k, model in enumerate(truth.models[:models]):
         task = task_of(truth, model)
         q = fitted(task)
-        alone = blr.leave_one_out(task, q, progress=False)
+        alone = blr.leave_one_out(task, q)
         own = test_losses(alone.logits[None, left], y[-len(left) :])[0] - before[k, -len(left) :]
         answers.setdefault("leave_one_out", []).append({"own": own})
         where = blr.Task(model, (x, y), likelihood=truth.case.loss())

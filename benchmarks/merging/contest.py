@@ -95,7 +95,7 @@ def plain(c: Case, made: Callable[..., State]) -> Iterator[tuple[str, State]]:
 def fitted(c: Case, task: blr.Task, structure: str) -> blr.Posterior:
     """δ is 1, and merging takes it off."""
     how: dict[str, Any] = {} if structure == "gram" else {"curvature": c.curvature}
-    fit = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **how)  # type: ignore[arg-type]
+    fit = blr.fit_laplace(task, structure=structure, prior_precision=1.0, **how)  # type: ignore[arg-type]
     return fit.to("cpu")
 
 

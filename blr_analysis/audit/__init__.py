@@ -9,7 +9,7 @@ The command line and the demo are two ways to call it; from Python:
     >>> from blr_analysis.audit import investigate
     >>> X, y = torch.randn(40, 2), torch.randint(3, (40,))
     >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
-    >>> posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    >>> posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     >>> findings = investigate(task, posterior)
     >>> len(findings.table), findings.by, len(findings.removals)
     (40, 'target', 3)

@@ -137,12 +137,12 @@ def investigate(
         test = check_test(test, task)
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
     estimated = True if task.likelihood.is_sequence else None
-    scores = sensitivity(task, posterior, variance=estimated, progress=progress)
+    scores = sensitivity(task, posterior, variance=estimated)
     say("memory map: prediction error against prediction variance")
     memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
     ready = None if scores.variance is None else scores
-    loo = leave_one_out(task, posterior, scores=ready, progress=progress)
+    loo = leave_one_out(task, posterior, scores=ready)
     on_test, test_targets = None, None
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
@@ -153,9 +153,7 @@ def investigate(
     if column is not None:
         passes, spent = _passes(task, posterior, column, passes)
         say(f"what if: without each {group_noun(column, scores)}, {spent}")
-        removals = what_if_each(
-            task, posterior, by=column, evaluate=test, passes=passes, progress=progress
-        )
+        removals = what_if_each(task, posterior, by=column, evaluate=test, passes=passes)
     tested = (test, on_test, test_targets)
     return Findings(task, posterior, scores, loo, memory, *tested, by=column, removals=removals)
 

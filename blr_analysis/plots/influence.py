@@ -55,8 +55,8 @@ def plot_influence(
         >>> import torch, blr_analysis as blr
         >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
         >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
-        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-        >>> ax = blr.influence(task, q, task, progress=False).plot(test=7, k=3)
+        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+        >>> ax = blr.influence(task, q, task).plot(test=7, k=3)
         >>> len(ax.patches)
         6
     """

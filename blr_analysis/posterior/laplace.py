@@ -113,7 +113,7 @@ def fit_laplace(
         >>> import torch, blr_analysis as blr
         >>> X, y = torch.randn(20, 3), torch.randn(20)
         >>> task = blr.Task(torch.nn.Linear(3, 1), (X, y), likelihood="gaussian")
-        >>> q = fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> q = fit_laplace(task, structure="full", prior_precision=1.0)
         >>> Z = torch.cat([X, torch.ones(20, 1)], 1)
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True

@@ -62,7 +62,7 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         >>> import torch, blr_analysis as blr
         >>> X, y = torch.randn(60, 2), torch.randn(60)
         >>> task = blr.Task(torch.nn.Linear(2, 1), (X, y), likelihood="gaussian")
-        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
         >>> stationarity(task, q).at_minimum
         False
     """

@@ -79,7 +79,7 @@ def report(
         >>> import tempfile, torch, blr_analysis as blr
         >>> X, y = torch.randn(40, 2), torch.randint(3, (40,))
         >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
-        >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+        >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report(task, q, f"{folder}/report.html", progress=False).stat().st_size < 2e6
         True

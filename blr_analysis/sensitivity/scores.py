@@ -118,8 +118,8 @@ def sensitivity(
         >>> import torch, blr_analysis as blr
         >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
         >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
-        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-        >>> scores = sensitivity(task, q, progress=False)
+        >>> q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+        >>> scores = sensitivity(task, q)
         >>> scores.error.shape, scores.variance.shape, scores.deviation.shape
         (torch.Size([30, 3]), torch.Size([30, 3, 3]), torch.Size([30]))
     """

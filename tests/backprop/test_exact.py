@@ -189,7 +189,7 @@ def test_nothing_is_kept_of_a_model_that_changed(change: str) -> None:
 def test_variances_and_curvature_sums(name: str, structure: str) -> None:
     """S = δ + Σ J'ΛJ in the structure; V = J Σ J'; e; g'Σg from one backward pass; leverage."""
     task, jacobian, ggn = example(name)
-    q = fit_laplace(task, structure=structure, prior_precision=0.7, chunk_size=3, progress=False)
+    q = fit_laplace(task, structure=structure, prior_precision=0.7)
     size = jacobian.shape[-1]
     unit = unflatten(torch.eye(size, dtype=jacobian.dtype), q.mean)
     dense = projected(q.form, ggn) + 0.7 * torch.eye(size, dtype=ggn.dtype)
@@ -197,13 +197,13 @@ def test_variances_and_curvature_sums(name: str, structure: str) -> None:
 
     sigma = torch.linalg.inv(dense)
     variance = torch.einsum("ncp,pq,ndq->ncd", jacobian, sigma, jacobian)
-    scores = sensitivity(task, q, chunk_size=4, progress=False)
+    scores = sensitivity(task, q)
     error = _autograd_error(task)
     assert relative(scores.error, error) < EXACT
     assert relative(scores.variance, variance) < EXACT
     influence = torch.einsum("nc,ncd,nd->n", error, variance, error)
     assert relative(scores.self_influence, influence) < EXACT
-    alone = sensitivity(task, q, variance=False, chunk_size=3, progress=False)
+    alone = sensitivity(task, q, variance=False)
     assert alone.variance is None
     assert relative(alone.self_influence, influence) < EXACT
     hessian = task.likelihood.hessian(outputs_of(task), scores.targets)
@@ -231,9 +231,9 @@ def test_likelihoods(likelihood: str) -> None:
     task = Task(case.model, (case.inputs, targets), likelihood=likelihood)
     jacobian = dense_jacobian(task, task.parameters())
     ggn = dense_ggn(task, jacobian)
-    q = fit_laplace(task, structure="full", prior_precision=0.7, chunk_size=3, progress=False)
+    q = fit_laplace(task, structure="full", prior_precision=0.7)
     assert relative(q.form.matrix, ggn + 0.7 * torch.eye(len(ggn)).double()) < EXACT
-    scores = sensitivity(task, q, progress=False)
+    scores = sensitivity(task, q)
     sigma = torch.linalg.inv(q.form.matrix)
     variance = torch.einsum("ncp,pq,ndq->ncd", jacobian, sigma, jacobian)
     assert relative(scores.variance, variance) < EXACT
@@ -244,12 +244,12 @@ def test_likelihoods(likelihood: str) -> None:
 def test_float32(name: str) -> None:
     """The same plan in single precision, and numbers that agree to single precision."""
     task, _, _ = example(name)
-    q = fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
-    double = sensitivity(task, q, progress=False)
+    q = fit_laplace(task, structure="diag", prior_precision=0.7)
+    double = sensitivity(task, q)
     with seeded(0):
         case = CASES[name]()
     single = task_of(_as_float32(case))
-    scores = sensitivity(single, q.to("cpu", torch.float32), chunk_size=3, progress=False)
+    scores = sensitivity(single, q.to("cpu", torch.float32))
     assert scores.variance.dtype == torch.float32
     assert relative(scores.variance.double(), double.variance) < 1e-4
     assert relative(scores.self_influence.double(), double.self_influence) < 1e-4
@@ -306,15 +306,15 @@ def test_the_whole_model_is_the_last_resort() -> None:
 def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, name: str) -> None:
     """Layers read without their rules, under factors that were fitted with them."""
     task, _, _ = example(name)
-    q = fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
+    q = fit_laplace(task, structure="kron", prior_precision=0.7)
     assert any(block.bias for block in q.form.blocks)
-    variance = sensitivity(task, q, progress=False).variance
+    variance = sensitivity(task, q).variance
     monkeypatch.setattr(plan, "rule_for", lambda module: None)
     monkeypatch.setattr(plan, "is_affine", lambda *_: False)
     with seeded(0):
         slow = task_of(CASES[name]())
     assert all(unit.rule is None for unit in plan.plan_for(slow, slow.parameters()).units)
-    assert relative(sensitivity(slow, q, chunk_size=3, progress=False).variance, variance) < EXACT
+    assert relative(sensitivity(slow, q).variance, variance) < EXACT
     total = q.form.zeros()
     for chunk in chunks(slow, q.mean, Chunking(chunk_size=3, progress=False)):
         total = total.add(
@@ -344,7 +344,7 @@ def test_parameters_elsewhere_than_in_the_model() -> None:
     q = Posterior(
         params, {n: torch.ones_like(p) for n, p in params.items()}, prior_precision=1.0, n_data=7
     )
-    variance = sensitivity(other, q, progress=False).variance
+    variance = sensitivity(other, q).variance
     assert relative(variance, jacobian @ jacobian.mT) < EXACT
 
 
@@ -361,7 +361,7 @@ def test_posterior_over_some_parameters_only() -> None:
     )
     columns = torch.cat([torch.full((p.numel(),), n in kept) for n, p in params.items()])
     own = jacobian[..., columns]
-    assert relative(sensitivity(task, q, progress=False).variance, own @ own.mT) < EXACT
+    assert relative(sensitivity(task, q).variance, own @ own.mT) < EXACT
 
 
 conv_shapes = st.fixed_dictionaries(
@@ -410,7 +410,7 @@ def _check_variance(model: nn.Module, x: Tensor, chunk: int) -> None:
              for n, p in params.items()}  # fmt: skip
     q = Posterior(params, {n: 1 / s for n, s in sigma.items()}, prior_precision=0.1, n_data=len(x))
     truth = (jacobian * flatten(sigma)) @ jacobian.mT
-    assert relative(sensitivity(task, q, chunk_size=chunk, progress=False).variance, truth) < EXACT
+    assert relative(sensitivity(task, q).variance, truth) < EXACT
 
 
 @settings(max_examples=25, deadline=None)

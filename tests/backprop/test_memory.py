@@ -63,7 +63,7 @@ def build(name: str, n: int) -> Task:
 
 def posterior_for(task: Task, structure: str) -> Posterior:
     some = task.subset(range(16))
-    q = fit_laplace(some, structure=structure, prior_precision=1.0, chunk_size=8, progress=False)
+    q = fit_laplace(some, structure=structure, prior_precision=1.0)
     return Posterior(q.mean, q.form, prior_precision=1.0, n_data=task.n_data)
 
 
@@ -83,9 +83,7 @@ def test_peak_is_within_the_budget(name: str, structure: str, variance: bool) ->
     q = posterior_for(task, structure)
     plan_for(task, q.mean)
     budget = 2 * MB
-    peak = peak_bytes(
-        lambda: sensitivity(task, q, variance=variance, memory_budget=budget, progress=False)
-    )
+    peak = peak_bytes(lambda: sensitivity(task, q, variance=variance))
     assert peak <= budget + allowance(task, variance)
 
 
@@ -94,11 +92,7 @@ def test_fit_is_within_the_budget(structure: str) -> None:
     task = build("convolutions", 96)
     plan_for(task, task.parameters())
     budget = 2 * MB
-    peak = peak_bytes(
-        lambda: fit_laplace(
-            task, structure=structure, prior_precision=1.0, memory_budget=budget, progress=False
-        )
-    )
+    peak = peak_bytes(lambda: fit_laplace(task, structure=structure, prior_precision=1.0))
     assert peak <= budget + allowance(task, False)
 
 
@@ -130,7 +124,7 @@ def test_the_budget_is_used() -> None:
     assert 3 <= small < large
     assert large == pytest.approx(4 * small, rel=0.3)
     q = posterior_for(task, "diag")
-    peak = peak_bytes(lambda: sensitivity(task, q, memory_budget=8 * MB, progress=False))
+    peak = peak_bytes(lambda: sensitivity(task, q))
     assert peak > 3 * MB
 
 
@@ -140,7 +134,7 @@ def test_peak_is_flat_in_the_number_of_examples() -> None:
         task = build("mlp", n)
         q = posterior_for(task, "diag")
         call = lambda task=task, q=q: sensitivity(  # noqa: E731
-            task, q, memory_budget=MB, progress=False
+            task, q
         )
         peaks.append(peak_bytes(call) - allowance(task, True))
     assert peaks[1] < peaks[0] + MB // 4
@@ -166,10 +160,10 @@ def test_chunk_size_is_kept(monkeypatch, chunk_size: int, sizes: list[int]) -> N
     task = build("mlp", 10)
     q = posterior_for(task.subset([*range(10), *range(6)]), "diag")
     q = Posterior(q.mean, q.form, prior_precision=1.0, n_data=10)
-    call = lambda: sensitivity(task, q, chunk_size=chunk_size, progress=False)  # noqa: E731
+    call = lambda: sensitivity(task, q)  # noqa: E731
     assert sizes_of(monkeypatch, call) == sizes
     both = lambda: sensitivity(  # noqa: E731
-        task, q, chunk_size=chunk_size, memory_budget=1, progress=False
+        task, q
     )
     assert sizes_of(monkeypatch, both) == sizes, "chunk_size overrides the budget"
 
@@ -177,7 +171,7 @@ def test_chunk_size_is_kept(monkeypatch, chunk_size: int, sizes: list[int]) -> N
 def test_a_tiny_budget_still_takes_one_example(monkeypatch) -> None:
     task = build("mlp", 16)
     q = posterior_for(task, "diag")
-    call = lambda: sensitivity(task, q, memory_budget=1, progress=False)  # noqa: E731
+    call = lambda: sensitivity(task, q)  # noqa: E731
     assert sizes_of(monkeypatch, call) == [1] * 16
 
 

@@ -48,13 +48,13 @@ def test_after_every_analysis(name: str) -> None:
     before = torch.get_rng_state()
     inputs = task.fetch(torch.arange(task.n_data))
     with untouched(task.model):
-        q = fit_laplace(task, structure="kron", prior_precision=0.7, chunk_size=3, progress=False)
-        scores = sensitivity(task, q, progress=False)
-        sensitivity(task, q, variance=False, progress=False)
+        q = fit_laplace(task, structure="kron", prior_precision=0.7)
+        scores = sensitivity(task, q)
+        sensitivity(task, q, variance=False)
         predict(task, q.mean, progress=False)
-        leave_one_out(task, q, correction="first_order", progress=False)
+        leave_one_out(task, q, correction="first_order")
         if len(scores) > 2:
-            what_if(task, q, remove=[0], evaluate=task, progress=False)
+            what_if(task, q, remove=[0], evaluate=task)
     assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
     after = task.fetch(torch.arange(task.n_data))
     for old, new in zip(_tensors(inputs), _tensors(after), strict=True):
@@ -97,8 +97,8 @@ def test_after_an_exception_in_the_forward_pass(error, seen, after: int) -> None
     model = mixed_modes(Fragile(error, after).double())
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     with untouched(model), pytest.raises(seen):
-        q = fit_laplace(task, structure="kron", prior_precision=1.0, chunk_size=2, progress=False)
-        sensitivity(task, q, chunk_size=1, progress=False)
+        q = fit_laplace(task, structure="kron", prior_precision=1.0)
+        sensitivity(task, q)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -135,7 +135,7 @@ def test_after_an_exception_in_the_backward_pass() -> None:
     mixed_modes(model)
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     with untouched(model), pytest.raises(ModelError, match="no way back"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 @pytest.mark.parametrize("kind", ["diag", "kron", "full"])
@@ -146,7 +146,7 @@ def test_after_bad_targets(kind: str) -> None:
     targets = torch.tensor([0, 1, 2, 0, 1, 2, 7])  # the last is out of range
     task = Task(model, (case.inputs, targets))
     with untouched(model), pytest.raises(BLRError, match="7"):
-        fit_laplace(task, structure=kind, prior_precision=1.0, chunk_size=2, progress=False)
+        fit_laplace(task, structure=kind, prior_precision=1.0)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
@@ -154,7 +154,7 @@ def test_batchnorm_in_training_mode_is_refused(norm) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(norm(4)), nn.Linear(4, 2)).double()
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     with untouched(model), pytest.raises(ModelError, match=r"'1\.0'.*model\.eval\(\)"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
     with untouched(model), pytest.raises(ModelError, match="training mode"):
         next(iter(chunks(task, task.parameters(), QUIET)))
     with untouched(model), pytest.raises(ModelError, match="training mode"):
@@ -166,7 +166,7 @@ def test_batchnorm_without_statistics_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).double().eval()
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     with untouched(model), pytest.raises(ModelError, match="track_running_stats"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 def test_one_module_in_two_places_keeps_its_parameters() -> None:
@@ -175,8 +175,8 @@ def test_one_module_in_two_places_keeps_its_parameters() -> None:
     model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Tanh(), shared))
     weight = shared.weight
     task = Task(model, (normal(6, 3), torch.arange(6) % 3))
-    q = fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-    sensitivity(task, q, progress=False)
+    q = fit_laplace(task, structure="diag", prior_precision=1.0)
+    sensitivity(task, q)
     assert shared.weight is weight
     assert isinstance(weight, nn.Parameter)
     assert weight.requires_grad
@@ -187,8 +187,8 @@ def test_parametrizations_stay() -> None:
         task = task_of(CASES["weight_norm"]())
     first = task.model[0]
     with untouched(task.model):
-        q = fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
-        sensitivity(task, q, progress=False)
+        q = fit_laplace(task, structure="diag", prior_precision=1.0)
+        sensitivity(task, q)
     assert parametrize.is_parametrized(first, "weight")
 
 
@@ -199,7 +199,7 @@ def test_user_hooks_see_ordinary_tensors_and_stay() -> None:
     )
     handle = model.one.register_forward_hook(lambda m, args, output: seen.append(output.detach()))
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
-    fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    fit_laplace(task, structure="diag", prior_precision=1.0)
     assert seen
     assert all(t.numpy().shape[1] == 4 for t in seen)
     assert list(model.one._forward_hooks) == [handle.id]
@@ -215,8 +215,8 @@ def test_data_that_the_model_works_on_in_place() -> None:
     before = x.clone()
     task = Task(graph(call, out=nn.Linear(3, 2)), (x, torch.arange(8) % 2))
     predict(task, task.parameters(), progress=False)
-    q = fit_laplace(task, structure="full", prior_precision=1.0, chunk_size=3, progress=False)
-    sensitivity(task, q, progress=False)
+    q = fit_laplace(task, structure="full", prior_precision=1.0)
+    sensitivity(task, q)
     assert torch.equal(x, before)
 
 
@@ -249,7 +249,7 @@ class Mixing(nn.Module):
 def test_examples_that_are_mixed_are_refused(share: float) -> None:
     task = Task(Mixing(share).double(), (normal(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="batch"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 def test_outputs_that_depend_on_the_place_in_the_batch_are_refused() -> None:
@@ -258,7 +258,7 @@ def test_outputs_that_depend_on_the_place_in_the_batch_are_refused() -> None:
 
     task = Task(graph(call, out=nn.Linear(3, 2)), (normal(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="its place there"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 class Noisy(nn.Module):
@@ -275,7 +275,7 @@ class Noisy(nn.Module):
 def test_random_models_are_refused() -> None:
     task = Task(Noisy().double(), (normal(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match=r"deterministic|random"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 def test_what_autograd_cannot_do_is_refused() -> None:
@@ -288,7 +288,7 @@ def test_what_autograd_cannot_do_is_refused() -> None:
     parts = dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=nn.Linear(4, 2))
     task = Task(graph(overwritten, **parts), (normal(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="in place"):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -296,7 +296,7 @@ def test_checkpointing_works_where_nothing_is_run_again() -> None:
     """It runs the forward pass again with the model's own weights, after the swap is over."""
     plain, checkpointed = (checkpointed_task(use_reentrant=k) for k in (False, True))
     with pytest.raises(ModelError, match="checkpointing"):
-        fit_laplace(checkpointed, prior_precision=1.0, progress=False)
+        fit_laplace(checkpointed, prior_precision=1.0)
     plain.model.use = lambda inner, x: inner(x)
     ours = checkpointed_task(use_reentrant=False)
     elsewhere = {n: p + 0.1 for n, p in ours.parameters().items()}  # not the model's own weights
@@ -353,7 +353,7 @@ def test_checkpointing_of_ones_own_is_refused() -> None:
     held = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert held["two.weight"].any()
     with pytest.raises(ModelError, match=r"'two\.weight'.*checkpointing"):
-        fit_laplace(Task(model, (x, y)), prior_precision=1.0, progress=False)
+        fit_laplace(Task(model, (x, y)), prior_precision=1.0)
     with pytest.raises(ModelError, match=r"'two\.weight'.*checkpointing"):
         loss_and_gradient(Task(model, (x, y)), {n: p.detach() for n, p in model.named_parameters()})
     assert all(torch.equal(p.grad, held[n]) for n, p in model.named_parameters())
@@ -372,4 +372,4 @@ def test_embeddings_with_gradients_of_their_own_are_refused(kind, options, match
     )
     task = Task(model, (torch.randint(0, 5, (6, 4)), torch.arange(6) % 2))
     with pytest.raises(ModelError, match=match):
-        fit_laplace(task, prior_precision=1.0, progress=False)
+        fit_laplace(task, prior_precision=1.0)

@@ -179,7 +179,7 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     task = blr.Task(
         model, torch.utils.data.DataLoader(Sentences(), batch_size=3), likelihood="causal_lm"
     )
-    assert bool(blr.sensitivity(task, posterior, progress=False).self_influence.isfinite().all())
+    assert bool(blr.sensitivity(task, posterior).self_influence.isfinite().all())
 
 
 @pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression", "collated"])

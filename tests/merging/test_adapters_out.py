@@ -196,7 +196,7 @@ def test_moments_weigh_convolutions_with_biases(tmp_path: Path, structure: str) 
         images = torch.rand(40, 3, 12, 8, generator=generator)
         model = folder.tuned().merge_and_unload().requires_grad_()
         task = blr.Task(model, (images, torch.zeros(40, dtype=torch.long)))
-        fit = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+        fit = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
         fit.save(tmp_path / f"p{k}")
         places.append(tmp_path / f"p{k}")
         patches = (

@@ -790,7 +790,7 @@ def test_adapters_have_precisions_of_their_own(structure: str) -> None:
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
     q = fit_laplace(
         Task(model, (x, y)), structure=structure, prior_precision=1.0,
-        curvature="ggn" if structure == "gram" else "empirical_fisher", progress=False,
+        curvature="ggn" if structure == "gram" else "empirical_fisher",
     )  # fmt: skip
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert set(q.mean) == set(own) and len(own) == 2

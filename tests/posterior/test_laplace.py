@@ -61,7 +61,7 @@ def convolutional() -> Task:
 
 def curvature_of(task: Task, structure: str, **options) -> Tensor:
     """S − δI as a dense matrix."""
-    q = fit_laplace(task, structure=structure, prior_precision=1.0, progress=False, **options)
+    q = fit_laplace(task, structure=structure, prior_precision=1.0, **options)
     return dense_precision(q) - torch.eye(len(flatten(q.mean)), dtype=torch.float64)
 
 
@@ -125,7 +125,7 @@ def test_many_outputs_against_brute_force(kind: str, hidden: int, structure: str
     lambdas = torch.cat([c.likelihood.hessian(c.outputs, c.targets) for c in chunks(
         task, params, Chunking(progress=False))])  # fmt: skip
     truth = torch.einsum("ncp,ncd,ndq->pq", jacobian, lambdas, jacobian)
-    q = fit_laplace(task, structure=structure, prior_precision=0.3, chunk_size=3, progress=False)
+    q = fit_laplace(task, structure=structure, prior_precision=0.3)
     truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
     assert relative(dense_precision(q), truth) < EXACT
 
@@ -183,9 +183,7 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str, monkeypatch) 
     else:
         values, vectors = torch.linalg.eigh(truth)
         kept_part, share = (vectors * values.clamp_min(0)) @ vectors.mT, values < -1e-6
-    q = fit_laplace(
-        task, structure=structure, prior_precision=0.3, curvature="exact", progress=False
-    )
+    q = fit_laplace(task, structure=structure, prior_precision=0.3, curvature="exact")
     assert relative(dense_precision(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
     assert q.record["kind"] == "hessian"
     assert q.record["floored"] == pytest.approx(float(share.double().mean()))
@@ -232,9 +230,9 @@ def test_a_second_derivative_that_torch_has_wrong_is_refused(structure: str) -> 
     task = Task(model, (normal(9, 4), torch.arange(9) % 3))
     with pytest.raises(ModelError, match="symmetric"):
         curvature_of(task, structure, curvature="exact")
-    q = fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = fit_laplace(task, structure="full", prior_precision=1.0)
     with pytest.raises(ModelError, match="symmetric"):
-        calibrate(task, q, 4, kind="hessian", progress=False)
+        calibrate(task, q, 4, kind="hessian")
 
 
 @pytest.mark.parametrize("structure", ["kron", "lowrank"])
@@ -252,7 +250,7 @@ def test_linear_regression_has_the_conjugate_posterior() -> None:
     with torch.no_grad():
         model.weight.copy_(solution.unsqueeze(0))
     task = Task(model, (x, y), likelihood=Gaussian(noise))
-    q = fit_laplace(task, structure="full", prior_precision=delta, progress=False)
+    q = fit_laplace(task, structure="full", prior_precision=delta)
     assert relative(q.form.matrix, precision) < EXACT
     truth = torch.linalg.inv(precision).diagonal().unsqueeze(0)
     assert relative(q.variance("weight"), truth) < EXACT
@@ -274,8 +272,8 @@ def test_prior_by_name(structure: str) -> None:
     names = list(task.parameters())
     prior = {n: 0.5 if n.startswith("0") else 3.0 for n in names}
     options = {"structure": structure, "rank": 42 if structure == "lowrank" else None}
-    flat = fit_laplace(task, prior_precision=1.0, progress=False, **options)
-    own = fit_laplace(task, prior_precision=prior, progress=False, **options)
+    flat = fit_laplace(task, prior_precision=1.0, **options)
+    own = fit_laplace(task, prior_precision=prior, **options)
     for name in names:
         gap = own.precision(name) - flat.precision(name)
         assert relative(gap, torch.full_like(gap, prior[name] - 1)) < 1e-9
@@ -431,7 +429,7 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=4))
     likelihood = "categorical" if kind == "categorical" else Gaussian(0.4**2)
     task = Task(model, (x, y), likelihood=likelihood)
-    ours = fit_laplace(task, structure=structure, prior_precision=0.5, progress=False)
+    ours = fit_laplace(task, structure=structure, prior_precision=0.5)
     if structure == "diag":
         precision = flatten({n: ours.precision(n) for n in ours.mean})
         assert relative(precision, theirs.posterior_precision) < EXACT
@@ -451,7 +449,7 @@ def test_functional_variance_equals_laplace_torch() -> None:
     )  # fmt: skip
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=9))
     task = Task(model, (x, y))
-    ours = fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
+    ours = fit_laplace(task, structure="full", prior_precision=0.5)
     parts = chunks(task, ours.mean, Chunking(chunk_size=4, progress=False))
     variance = torch.cat([ours.form.gram(chunk.jacobian_terms()) for chunk in parts])
     jacobian, _ = theirs.backend.jacobians(x)
@@ -461,19 +459,19 @@ def test_functional_variance_equals_laplace_torch() -> None:
 def test_expected_wants_a_posterior_and_the_ggn() -> None:
     x = torch.randn(20, 3)
     task = Task(torch.nn.Linear(3, 1), (x, x[:, 0]), likelihood="gaussian")
-    q = fit_laplace(task, prior_precision=1.0, progress=False)
+    q = fit_laplace(task, prior_precision=1.0)
     for options, words in (
         ({"expected": True}, "expected"),
         ({"expected": q, "curvature": "empirical_fisher"}, "ggn"),
     ):
         with pytest.raises(InputError, match=words):
-            fit_laplace(task, prior_precision=1.0, progress=False, **options)
+            fit_laplace(task, prior_precision=1.0, **options)
 
 
 def test_inputs_too_large_for_their_dtype_are_told() -> None:
     task = Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="overflow"):
-        fit_laplace(task, progress=False)
+        fit_laplace(task)
 
 
 class Detached(nn.Linear):
@@ -487,7 +485,7 @@ class Detached(nn.Linear):
 def test_outputs_that_no_parameter_reaches_are_refused(structure: str) -> None:
     task = Task(Detached(3, 2), (torch.randn(6, 3), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="depend"):
-        fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+        fit_laplace(task, structure=structure, prior_precision=1.0)
 
 
 # δ under which one half of a text finds the other: against autograd, and where it must and must.

@@ -31,9 +31,7 @@ def task_of(n: int = 40) -> blr.Task:
 
 
 def fitted(task: blr.Task, structure: str = "lowrank", prior=0.5, **options) -> blr.Posterior:
-    return blr.fit_laplace(
-        task, structure=structure, prior_precision=prior, progress=False, **options
-    )
+    return blr.fit_laplace(task, structure=structure, prior_precision=prior, **options)
 
 
 def ggn_of(task: blr.Task) -> Tensor:
@@ -60,7 +58,7 @@ def test_single_precision_keeps_small_eigenvalues() -> None:
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2)
         task = blr.Task(model, (x, torch.arange(100) % 2), likelihood="categorical")
         q = fitted(task, prior=1e-4, rank=60)
-        found.append(blr.sensitivity(task, q, progress=False).leverage.double())
+        found.append(blr.sensitivity(task, q).leverage.double())
     assert float((found[0] - found[1]).abs().max()) < 5e-3
 
 
@@ -70,14 +68,11 @@ def test_at_full_rank_it_is_the_full_posterior() -> None:
     assert low.form.rank == 18
     assert low.record["explained"] == pytest.approx(1, abs=1e-9)
     assert relative(variances(task, low), variances(task, full)) < 1e-8
-    one, two = (blr.leave_one_out(task, q, progress=False) for q in (low, full))
+    one, two = (blr.leave_one_out(task, q) for q in (low, full))
     assert relative(one.logits, two.logits) < 1e-8
     assert one.correction == two.correction
     assert "cavity" in one.correction
-    one, two = (
-        blr.what_if(task, q, remove=[0, 3, 4], solver="posterior", progress=False)
-        for q in (low, full)
-    )
+    one, two = (blr.what_if(task, q, remove=[0, 3, 4], solver="posterior") for q in (low, full))
     assert relative(flatten(one.parameters), flatten(two.parameters)) < 1e-8
     assert one.nll == pytest.approx(two.nll, rel=1e-8)
     for name in low.mean:
@@ -120,10 +115,9 @@ def test_the_diagonal_of_the_rest_brings_variances_nearer(rank: int) -> None:
     assert isinstance(form, LowRank)
     alone = LowRank({n: torch.full_like(m, 0.5) for n, m in q.mean.items()}, form.basis, form.core)
     without = blr.Posterior(q.mean, alone, prior_precision=0.5, n_data=80)
-    truth = blr.sensitivity(task, fitted(task, "full"), progress=False).self_influence
+    truth = blr.sensitivity(task, fitted(task, "full")).self_influence
     kept, lost = (
-        blr.sensitivity(task, p, progress=False).self_influence.sum() / truth.sum() - 1
-        for p in (q, without)
+        blr.sensitivity(task, p).self_influence.sum() / truth.sum() - 1 for p in (q, without)
     )
     assert abs(kept) < abs(lost)
 
@@ -156,7 +150,7 @@ def test_a_removed_group_leaves_the_prior_and_more() -> None:
     """A share is a projection of the group's curvature: S − S_G never falls below D."""
     task = task_of()
     q = fitted(task, rank=6)
-    result = blr.what_if(task, q, remove=list(range(30)), solver="posterior", progress=False)
+    result = blr.what_if(task, q, remove=list(range(30)), solver="posterior")
     assert result.floored == 0
     assert float(torch.linalg.eigvalsh(dense_precision(result.posterior))[0]) > 0.5 - 1e-9
 

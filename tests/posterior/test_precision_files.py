@@ -182,7 +182,7 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
 def test_only_a_diagonal_with_one_prior_per_tensor_goes_without_means(tmp_path: Path) -> None:
     X, y = torch.randn(20, 3), torch.randn(20)
     task = Task(nn.Linear(3, 1), (X, y), likelihood="gaussian")
-    kron = fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    kron = fit_laplace(task, structure="kron", prior_precision=1.0)
     with pytest.raises(InputError, match=r"mean=False.*'kron'"):
         kron.save(tmp_path / "p", mean=False)
     with pytest.raises(InputError, match=r"dtype=torch\.bfloat16.*'kron'"):
@@ -454,7 +454,7 @@ def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvatur
     model.bias.requires_grad_(False)
     q = fit_laplace(
         Task(model, (X, y), likelihood="gaussian"), structure="diag", prior_precision=1.0,
-        curvature=curvature, progress=False,
+        curvature=curvature,
     )  # fmt: skip
     q.save(tmp_path / "precision", mean=False)
     record = read_precision_record(tmp_path / "precision")

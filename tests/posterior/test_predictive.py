@@ -101,7 +101,7 @@ def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
     ]
     for model, loss, truth, word in cases:
         task = blr.Task(model, (x, y), likelihood=loss)
-        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
         told = q.predict(task, draws=0)
         assert word in repr(told) and ("nll=" in repr(told)) is (word == "nll=")
         if truth is not None:
@@ -112,9 +112,9 @@ def test_several_labels_are_right_together() -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     y = (x + 0.8 * x.flip(0) > 0).float()
     task = blr.Task(nn.Linear(3, 3), (x, y), likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     told = q.predict(task, draws=0).accuracy
-    assert told == blr.what_if(task, q, remove=[0], progress=False).before.accuracy
+    assert told == blr.what_if(task, q, remove=[0]).before.accuracy
     assert told == pytest.approx(((task.model(x) > 0) == (y > 0)).all(1).float().mean().item())
 
 

@@ -50,7 +50,7 @@ def test_the_penalty_of_a_converged_model_is_found(
     model = nn.Linear(4, 3).double()
     start = {n: torch.full_like(p, 0.3) for n, p in model.state_dict().items()} if around else {}
     task = blr.Task(minimised(model, x, y, delta, start), (x, y))
-    q = blr.fit_laplace(task, structure=structure, initial=start or None, progress=False)
+    q = blr.fit_laplace(task, structure=structure, initial=start or None)
     assert q.prior_precision == pytest.approx(delta, rel=1e-3)
     about = q.record["prior_choice"]
     assert about["rule"] == "stationarity" and about["explained"] > 0.999
@@ -64,7 +64,7 @@ def test_the_penalty_is_found_by_any_curvature(curvature: str) -> None:
     x, y = classes(3)
     task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 2.0, {}), (x, y))
     kind = "full" if curvature == "exact" else "kron"
-    q = blr.fit_laplace(task, structure=kind, curvature=curvature, progress=False)
+    q = blr.fit_laplace(task, structure=kind, curvature=curvature)
     assert q.prior_precision == pytest.approx(2.0, rel=1e-3)
 
 
@@ -117,7 +117,7 @@ def test_a_network_stopped_early_gets_a_prior_between_the_extremes(seed: int) ->
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    q = blr.fit_laplace(blr.Task(model, (x, y)), initial=first, progress=False)
+    q = blr.fit_laplace(blr.Task(model, (x, y)), initial=first)
     about = q.record["prior_choice"]
     assert 1e-3 < q.prior_precision < 1e3 and q.prior_precision == about[about["rule"]]
     assert about["rule"] in repr(q)
@@ -145,7 +145,7 @@ def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None
     x, y = classes(5)
     start = {"weight": torch.full((3, 4), 0.5), "bias": torch.ones(3)}
     task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 4.0, start), (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=4.0, initial=start, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=4.0, initial=start)
     q.save(tmp_path / "q.safetensors")
     for held in (q, blr.Posterior.load(tmp_path / "q.safetensors"), q.to("cpu", torch.float32)):
         assert held.initial is not None
@@ -154,7 +154,7 @@ def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None
     left = blr.Task(
         minimised(nn.Linear(4, 3).double(), x[without], y[without], 4.0 * N / 108, start), (x, y)
     )
-    gone = blr.what_if(task, q, remove=~without, steps="converge", solver="cg", progress=False)
+    gone = blr.what_if(task, q, remove=~without, steps="converge", solver="cg")
     for name, p in left.parameters().items():
         assert torch.allclose(gone.parameters[name], p, atol=1e-5)
     assert gone.posterior.initial is not None
@@ -191,7 +191,7 @@ def test_weights_that_never_moved_tell_nothing() -> None:
     model = nn.Linear(4, 3).double()
     with pytest.raises(PosteriorError, match="the initial ones"):
         first = copy.deepcopy(model.state_dict())
-        blr.fit_laplace(blr.Task(model, (x, y)), initial=first, progress=False)
+        blr.fit_laplace(blr.Task(model, (x, y)), initial=first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,7 +200,7 @@ def test_first_weights_that_followed_the_training(dtype: torch.dtype) -> None:
     task = blr.Task(nn.Linear(4, 3).to(dtype), (x.float(), y))
     for own in (task.model.state_dict(), task.parameters()):
         with pytest.raises(PosteriorError, match="deepcopy"):
-            blr.fit_laplace(task, prior_precision=1.0, initial=own, progress=False)
+            blr.fit_laplace(task, prior_precision=1.0, initial=own)
 
 
 # ---------------------------------------------------------------- optimizers and grids
@@ -278,11 +278,11 @@ def test_a_grid_is_made_around_the_prior_that_is_found() -> None:
     start = {"weight": torch.full((3, 4), 0.3), "bias": torch.full((3,), 0.3)}
     start = {n: p.double() for n, p in start.items()}
     task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 3.0, start), (x, y))
-    chosen = blr.select_prior_precision(task, initial=start, progress=False)
+    chosen = blr.select_prior_precision(task, initial=start)
     grid = [row["prior_precision"] for row in chosen.rows]
     assert len(grid) == 9 and grid[4] == pytest.approx(3.0, rel=1e-3)
     assert grid[-1] / grid[0] == pytest.approx(1e4)
-    again = blr.select_prior_precision(task, [grid[4]], initial=start, progress=False)
+    again = blr.select_prior_precision(task, [grid[4]], initial=start)
     for name, p in task.parameters().items():  # already at that minimum
         torch.testing.assert_close(again.posterior.mean[name], p, atol=1e-4, rtol=0)
     torch.testing.assert_close(again.posterior.initial, start)

@@ -84,7 +84,7 @@ def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) 
     assert recorder.factors and recorder.recorded == N // 6
     q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=2.0)
     task = blr.Task(model, (x, y))
-    fit = blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=2.0, progress=False)
+    fit = blr.fit_laplace(task, curvature="empirical_fisher", prior_precision=2.0)
     for theirs in fit.form.blocks:
         right, left = recorder.factors[theirs.key]
         for basis, factor in ((theirs.right, right), (theirs.left, left)):
@@ -193,7 +193,7 @@ def test_the_prior_is_found_and_the_posterior_serves() -> None:
     assert q.prior_precision == around.prior_precision == wrapped.prior_precision > 0
     assert q.record["prior_choice"]["rule"] == "evidence" and "evidence" in repr(q)
     task = blr.Task(model, (x, y))
-    assert blr.sensitivity(task, q, progress=False).self_influence.min() >= 0
+    assert blr.sensitivity(task, q).self_influence.min() >= 0
 
 
 def test_a_model_that_changed_is_refused() -> None:

@@ -40,7 +40,7 @@ def trained(
 
     optimizer.step(closure)
     task = blr.Task(model, (x, y))
-    return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+    return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -59,7 +59,7 @@ def test_a_minimum_under_one_prior_is_none_under_another() -> None:
     task, q = trained(0, torch.float64, 200)
     assert stationarity(task, q).at_minimum
     other = q.at(100 * DELTA)
-    again = blr.fit_laplace(task, structure="full", prior_precision=100 * DELTA, progress=False)
+    again = blr.fit_laplace(task, structure="full", prior_precision=100 * DELTA)
     assert other.stationarity is None
     assert stationarity(task, other).decrement == pytest.approx(stationarity(task, again).decrement)
     assert not other.stationarity.near
@@ -69,9 +69,7 @@ def test_a_minimum_under_one_prior_is_none_under_another() -> None:
 def test_the_numbers_against_dense_algebra(structure: str) -> None:
     task, _ = trained(0, torch.float64, 3)
     start = {n: torch.full_like(p, 0.2) for n, p in task.parameters().items()}
-    q = blr.fit_laplace(
-        task, structure=structure, prior_precision=DELTA, initial=start, progress=False
-    )
+    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, initial=start)
     found = stationarity(task, q)
     x, y = classes(0)
     error = torch.softmax(task.model(x).detach(), 1) - nn.functional.one_hot(y, 3)
@@ -100,7 +98,7 @@ def test_calibrate_certifies_only_what_it_checked() -> None:
     for steps, unchecked in ((200, False), (2, True)):
         weight = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64) if unchecked else None
         task, q = trained(0, torch.float64, steps, weight)
-        better = blr.calibrate(task, q, 8, kind="ggn", progress=False)
+        better = blr.calibrate(task, q, 8, kind="ggn")
         assert (better.record["calibration"]["unchecked"] is not None) == unchecked
         assert ("unchecked" in repr(better)) == unchecked
 
@@ -109,9 +107,9 @@ def test_the_record_keeps_it_and_every_result_says_it(tmp_path: Path) -> None:
     x, y = classes(0)
     model = nn.Linear(4, 3).double()
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, progress=False)
+    q = blr.fit_laplace(task)
     assert q.stationarity is not None and not q.stationarity.at_minimum
-    other = blr.fit_laplace(task, prior_precision=q.prior_precision, progress=False)
+    other = blr.fit_laplace(task, prior_precision=q.prior_precision)
     assert other.stationarity is not None  # also where nothing was to be chosen
     assert stationarity(task, other).decrement == pytest.approx(q.stationarity.decrement)
     q.save(tmp_path / "q.safetensors")
@@ -121,10 +119,10 @@ def test_the_record_keeps_it_and_every_result_says_it(tmp_path: Path) -> None:
     block = q.stationarity.blocks["bias"]
     assert table.batch["bias"] == pytest.approx(len(x) * (block["noise"] / block["gradient"]) ** 2)
     results = [
-        blr.sensitivity(task, q, progress=False),
-        blr.leave_one_out(task, q, progress=False),
-        blr.influence(task, q, task, progress=False),
-        blr.what_if(task, q, remove=[0], progress=False),
+        blr.sensitivity(task, q),
+        blr.leave_one_out(task, q),
+        blr.influence(task, q, task),
+        blr.what_if(task, q, remove=[0]),
     ]
     assert all(q.stationarity.verdict in repr(result) for result in results)
     assert results[-1].posterior.stationarity is None  # of another mean
@@ -153,7 +151,7 @@ class Net(nn.Module):
 def fitted(structure: str = "kron") -> tuple[blr.Task, blr.Posterior]:
     torch.manual_seed(0)
     task = blr.Task(Net(nn.Tanh()), classes(0, torch.float32))
-    return task, blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+    return task, blr.fit_laplace(task, structure=structure, prior_precision=1.0)
 
 
 def others() -> dict[str, blr.Task]:
@@ -181,19 +179,19 @@ def test_another_model_and_other_data_are_told_once(word: str, tmp_path: Path) -
     task = others()[word]
     for met in (q, blr.Posterior.load(tmp_path / "q")):
         with pytest.warns(PosteriorWarning, match=word):
-            blr.sensitivity(task, met, progress=False)
+            blr.sensitivity(task, met)
         with warnings.catch_warnings():
             warnings.simplefilter("error", PosteriorWarning)
-            blr.leave_one_out(task, met, progress=False)
+            blr.leave_one_out(task, met)
 
 
 def test_a_captured_posterior_knows_what_it_met_first() -> None:
     task, fit = fitted("diag")
     precision = {n: fit.precision(n) for n in fit.mean}
     q = blr.Posterior(fit.mean, precision, prior_precision=1.0, n_data=task.n_data)
-    blr.sensitivity(task, q, progress=False)
+    blr.sensitivity(task, q)
     with pytest.warns(PosteriorWarning, match="other targets"):
-        blr.sensitivity(others()["other targets"], q, progress=False)
+        blr.sensitivity(others()["other targets"], q)
 
 
 @pytest.mark.filterwarnings("error::blr_analysis.errors.PosteriorWarning")
@@ -203,23 +201,23 @@ def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
     step = {"solver": "posterior", "progress": False}
     blr.what_if(task, q, remove=[0, 3], relabel={1: 0}, **step)
     blr.what_if(task, q, remove=y == 0, evaluate=blr.Task(task.model, (x[:9], y[:9])), **step)
-    blr.influence(task, q, blr.Task(task.model, (-x, y)), progress=False)
+    blr.influence(task, q, blr.Task(task.model, (-x, y)))
     wide = copy.deepcopy(task.model).double()
-    blr.sensitivity(blr.Task(wide, (x.double(), y)), q, progress=False)
-    blr.calibrate(task, q, 8, progress=False)
+    blr.sensitivity(blr.Task(wide, (x.double(), y)), q)
+    blr.calibrate(task, q, 8)
     q.save(tmp_path / "q")
     blr.sensitivity(blr.Task(copy.deepcopy(task.model), (x, y)), blr.Posterior.load(tmp_path / "q"))
     half = task.subset(range(0, 40))
-    blr.sensitivity(half, blr.fit_laplace(half, prior_precision=1.0, progress=False))
+    blr.sensitivity(half, blr.fit_laplace(half, prior_precision=1.0))
     weights = {n: p + 0.5 for n, p in task.parameters().items()}  # an earlier checkpoint
     early = blr.Posterior(
         weights, {n: torch.full_like(p, 2.0) for n, p in weights.items()},
         prior_precision=1.0, n_data=task.n_data,
     )  # fmt: skip
-    blr.sensitivity(task, [early, q], progress=False)
+    blr.sensitivity(task, [early, q])
     some = y.clone()
     some[:3] = (some[:3] + 1) % 3  # a few labels mended
-    blr.sensitivity(blr.Task(task.model, (x, some)), q, progress=False)
+    blr.sensitivity(blr.Task(task.model, (x, some)), q)
 
 
 def test_it_costs_one_pass_of_eight_examples() -> None:
@@ -255,7 +253,7 @@ def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module, optim
         task = blr.Task(model, (x, y), likelihood=loss)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            blr.sensitivity(task, q, progress=False)
+            blr.sensitivity(task, q)
         return q, [str(t.message) for t in told if t.category is PosteriorWarning]
 
     q, told = captured(n)

@@ -54,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     metadata = {"source": [f"<i>{i % 4}</i>" for i in range(N)]}
     task = blr.Task(model, (x, y), metadata=metadata)
     task.examples = replace(task.examples, table={"height": HEIGHTS})
-    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     test = blr.Task(model, (x[:20] + 0.1, y[:20]))
     path = tmp_path_factory.mktemp("page") / "report.html"
     texts = [f"{i}: {TEXTS[i % len(TEXTS)]}" for i in range(N)]
@@ -75,8 +75,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         window.on("request", lambda request: asked.append(request.url))
         window.goto(path.as_uri())
         window.wait_for_selector("html[data-ready]")
-        memory = blr.memory_map(blr.sensitivity(task, posterior, progress=False))
-        left_out = blr.leave_one_out(task, posterior, progress=False).predictions.tolist()
+        memory = blr.memory_map(blr.sensitivity(task, posterior))
+        left_out = blr.leave_one_out(task, posterior).predictions.tolist()
         yield SimpleNamespace(
             window=window, faults=faults, asked=asked, memory=memory, texts=texts, monitor=monitor,
             left_out=left_out,

@@ -97,7 +97,7 @@ def problem(n: int = 40, outputs: int = 3, likelihood: str = "categorical", **op
     model = torch.nn.Linear(4, outputs)
     task = blr.Task(model, (x, y), likelihood=likelihood, **options)
     test = blr.Task(model, (x[:9] + 0.1, y[:9]), likelihood=likelihood)
-    return task, test, blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    return task, test, blr.fit_laplace(task, structure="kron", prior_precision=1.0)
 
 
 def written(tmp_path: Path, *problem_and_test, **options) -> Path:
@@ -144,8 +144,8 @@ def test_texts_are_data_whatever_they_say(tmp_path: Path) -> None:
 def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
     task, test, posterior = problem(metadata={"source": ["web", "book"] * 20})
     data = data_of(written(tmp_path, task, test, posterior))
-    scores = blr.sensitivity(task, posterior, progress=False)
-    loo = blr.leave_one_out(task, posterior, progress=False)
+    scores = blr.sensitivity(task, posterior)
+    loo = blr.leave_one_out(task, posterior)
     assert column(data, "index") == list(range(40))
     assert column(data, "source") == ["web", "book"] * 20
     assert column(data, "deviation") == pytest.approx(scores.deviation.tolist(), rel=1e-3)
@@ -153,7 +153,7 @@ def test_every_row_holds_what_the_analyses_say(tmp_path: Path) -> None:
     assert column(data, "region") == blr.memory_map(scores).region.tolist()
     wrong = (loo.predictions != loo.targets).nonzero().flatten().tolist()
     assert set(data["suspects"]) == set(wrong)
-    influence = blr.influence(task, posterior, test, progress=False)
+    influence = blr.influence(task, posterior, test)
     for told in data["tests"]:
         best = influence[:, told["index"]].topk(5)
         assert [k for k, _ in told["helpful"]] == best.indices.tolist()
@@ -170,7 +170,7 @@ def test_every_likelihood_has_a_page(tmp_path: Path, outputs: int, likelihood: s
     if outputs == 1:  # what the page proposes is a target
         relabel = dict(zip(data["suspects"], data["proposed"], strict=True))
         task, _, posterior = problem(24, outputs, likelihood)
-        assert blr.what_if(task, posterior, relabel=relabel, progress=False).relabelled > 0
+        assert blr.what_if(task, posterior, relabel=relabel).relabelled > 0
 
 
 def test_a_hundred_classes_and_no_test_data(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_classes_have_their_names(tmp_path: Path) -> None:
 def test_one_class(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = blr.Task(torch.nn.Linear(4, 3), (torch.randn(20, 4), torch.zeros(20, dtype=torch.long)))
-    posterior = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+    posterior = blr.fit_laplace(task, prior_precision=1.0)
     data = data_of(blr.report(task, posterior, tmp_path / "r.html", progress=False))
-    left_out = blr.leave_one_out(task, posterior, progress=False).predictions
+    left_out = blr.leave_one_out(task, posterior).predictions
     assert data["classes"] == [[c, c] for c in sorted({0, *left_out.tolist()})]
     assert data["proposed"] == left_out[data["suspects"]].tolist() and max(data["proposed"]) > 0
     assert "removals" not in data["charts"]
@@ -233,12 +233,12 @@ def test_texts_of_a_language_model(tmp_path: Path) -> None:
     texts = [f"passage {i}: {HOSTILE[i % len(HOSTILE)]}" for i in range(9)]
     task = blr.Task(TinyLM(), loader, likelihood="causal_lm")
     posterior = blr.fit_laplace(
-        task, structure="diag", curvature="empirical_fisher", prior_precision=1.0, progress=False
+        task, structure="diag", curvature="empirical_fisher", prior_precision=1.0
     )
     test = task.subset([0, 1])
     data = data_of(written(tmp_path, task, test, posterior, texts=texts))
     assert data["texts"][1] == texts[1]
-    loo = blr.leave_one_out(task, posterior, progress=False)
+    loo = blr.leave_one_out(task, posterior)
     assert column(data, "left_out_loss") == pytest.approx(loo.losses.tolist(), rel=1e-3)
     assert len(data["tests"]) == 2 and len(data["tests"][0]["helpful"]) == 5
 
@@ -246,7 +246,7 @@ def test_texts_of_a_language_model(tmp_path: Path) -> None:
 def test_many_examples_are_counted_and_the_telling_ones_shown(tmp_path: Path) -> None:
     task, _, posterior = problem(MOST_SINGLE + 500)
     path = blr.report(task, posterior, tmp_path / "r.html", by=None, progress=False)
-    data, table = data_of(path), blr.sensitivity(task, posterior, progress=False).table
+    data, table = data_of(path), blr.sensitivity(task, posterior).table
     shown = column(data, "index")
     assert len(shown) == MOST_SINGLE and data["n"] == MOST_SINGLE + 500
     assert set(table["deviation"].nlargest(100).index) <= set(shown)
@@ -261,7 +261,7 @@ def test_rows_of_a_table_are_shown_as_they_were_before_the_pipeline(tmp_path: Pa
     pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(frame, y)
     task = blr.Task.from_sklearn(pipeline, frame, y)
     test = blr.Task.from_sklearn(pipeline, frame.iloc[30:], y[30:])
-    posterior = blr.fit_laplace(task, structure="full", progress=False)
+    posterior = blr.fit_laplace(task, structure="full")
     data = data_of(written(tmp_path, task, test, posterior))
     assert data["inputs"] == ["age", "loss (input)"] and "age" not in data["colours"]
     assert column(data, "age") == frame["age"].tolist()
@@ -278,7 +278,7 @@ def test_rows_of_a_table_are_shown_as_they_were_before_the_pipeline(tmp_path: Pa
 
 def test_what_cannot_be_trusted_stands_on_the_page(tmp_path: Path) -> None:
     task, _, _ = problem()
-    posterior = blr.fit_laplace(task, structure="diag", prior_precision=0.01, progress=False)
+    posterior = blr.fit_laplace(task, structure="diag", prior_precision=0.01)
     path = blr.report(task, posterior, tmp_path / "r.html", progress=False)
     said = path.read_text("utf-8")
     assert "ranking only" in said and "diagonal" in said and "was not calibrated" in said
@@ -405,7 +405,7 @@ def test_thousands_of_examples_with_thumbnails_stay_small(tmp_path: Path) -> Non
     pool = torch.nn.AvgPool2d(edge // 4)
     model = torch.nn.Sequential(pool, torch.nn.Flatten(), torch.nn.Linear(48, 10))
     task = blr.Task(model, (images, torch.arange(n) % 10))
-    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0, progress=False)
+    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
     path = written(tmp_path, task, None, posterior)
     assert path.stat().st_size < 15e6
     shown = data_of(path)
@@ -458,7 +458,7 @@ def test_labels_have_their_names_and_a_loss_its_own(tmp_path: Path) -> None:
     x, model = torch.randn(12, 4), torch.nn.Linear(4, 3)
     labels = blr.Task(model, (x, (x[:, :3] > 0).float()), likelihood="bernoulli")
     numbers = blr.Task(model, (x, torch.randn(12, 3)), likelihood=torch.nn.MSELoss())
-    fits = [blr.fit_laplace(t, prior_precision=1.0, progress=False) for t in (labels, numbers)]
+    fits = [blr.fit_laplace(t, prior_precision=1.0) for t in (labels, numbers)]
     page = blr.report(
         labels, fits[0], tmp_path / "l.html", classes=["sea", "", "<i>"], progress=False
     )

@@ -78,14 +78,14 @@ def digits(n: int) -> tuple[Tensor, Tensor]:
 def regression(**options) -> tuple[blr.Task, blr.Posterior, Tensor, Tensor]:
     x, y = normal(40, 5), normal(40, seed=1)
     task = blr.Task(trained("gaussian", x, y, DELTA), (x, y), likelihood="gaussian")
-    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
     return task, q, x, y
 
 
 @pytest.mark.parametrize("steps", [1, "converge"])
 def test_linear_regression_is_solved_exactly_whatever_the_preconditioner(steps) -> None:
     task, q, x, y = regression()
-    result = blr.what_if(task, q, remove=range(15), solver="cg", steps=steps, progress=False)
+    result = blr.what_if(task, q, remove=range(15), solver="cg", steps=steps)
     truth = retrained("gaussian", x, y, without(40, list(range(15))), DELTA)[0]
     tolerance = 1e-5 if steps == 1 else 1e-6
     assert relative(flat(result.parameters), truth) < tolerance
@@ -100,7 +100,7 @@ def test_converged_descent_is_retraining(change: str) -> None:
     model = trained("bernoulli", x[:200], y[:200], DELTA)
     task = blr.Task(model, (x[:200], y[:200]), likelihood="bernoulli")
     new = blr.Task(model, (x[200:], y[200:]), likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=DELTA)
     labels, weights = y.clone(), torch.zeros(1, 220)
     weights[:, :200] = 1
     asked: dict = {}
@@ -115,11 +115,11 @@ def test_converged_descent_is_retraining(change: str) -> None:
         asked["relabel"] = {i: 1 - float(y[i]) for i in (3, 0, 17, 30)}
         for i, label in asked["relabel"].items():
             labels[i] = label
-    result = blr.what_if(task, q, **asked, solver="cg", steps="converge", progress=False)
+    result = blr.what_if(task, q, **asked, solver="cg", steps="converge")
     truth = retrained("bernoulli", x, labels, weights, DELTA)[0]
     assert result.converged and result.error < 1e-6
     assert relative(flat(result.parameters), truth) < 1e-5
-    one = blr.what_if(task, q, **asked, solver="posterior", progress=False)
+    one = blr.what_if(task, q, **asked, solver="posterior")
     assert relative(flat(one.parameters), truth) > 0.01
 
 
@@ -148,12 +148,10 @@ def classes_retrained() -> tuple[blr.Task, blr.Task, list[float], list[int]]:
 def test_class_removal_at_a_tenth_of_retrainings_cost(structure, options, share) -> None:
     task, test_task, true, taken = classes_retrained()
     y = task.dataset.tensors[1]
-    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA)
     predicted, cost = [], []
     for c in range(0, 10, 2):
-        result = blr.what_if(
-            task, q, remove=y == c, evaluate=test_task, solver="cg", progress=False, **options
-        )
+        result = blr.what_if(task, q, remove=y == c, evaluate=test_task, solver="cg", **options)
         predicted.append(result.nll)
         cost.append(result.passes)
     p, t = torch.tensor(predicted), torch.tensor(true)
@@ -161,9 +159,7 @@ def test_class_removal_at_a_tenth_of_retrainings_cost(structure, options, share)
     assert pearsonr(predicted, true)[0] > 0.95
     assert float(((p - t).abs() / t).mean()) < share
     short = [
-        blr.what_if(
-            task, q, remove=y == c, evaluate=test_task, solver="posterior", progress=False
-        ).nll
+        blr.what_if(task, q, remove=y == c, evaluate=test_task, solver="posterior").nll
         for c in range(0, 10, 2)
     ]
     assert float(((torch.tensor(short) - t).abs() / t).mean()) > 5 * share
@@ -179,7 +175,7 @@ def rough(steps: int = 30) -> tuple[blr.Task, blr.Posterior]:
         objective(model, x, y, DELTA).backward()
         fit.step()
     task = blr.Task(model, (x, y))
-    return task, blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+    return task, blr.fit_laplace(task, structure="kron", prior_precision=DELTA)
 
 
 @pytest.mark.parametrize("options", [{"passes": 20}, {"steps": 1}, {"steps": 2}])
@@ -195,7 +191,7 @@ def test_the_objective_never_rises_and_passes_are_counted(options, monkeypatch) 
 
     monkeypatch.setattr(blr.Task, "run", counted)
     result = blr.what_if(
-        task, q, remove=range(0, 300, 3), evaluate=task.subset([0]), solver="cg", progress=False,
+        task, q, remove=range(0, 300, 3), evaluate=task.subset([0]), solver="cg",
         **options,
     )  # fmt: skip
     values = [move.objective for move in result.moves]
@@ -221,7 +217,7 @@ def test_auto_says_what_it_picked() -> None:
     task, _ = rough()
     x, y = task.dataset.tensors
     retrain(task.model, x, y, DELTA)
-    q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA, progress=False)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA)
     settings = dict(evaluate=task.subset([0, 1]), progress=False)
     small = blr.what_if(task, q, remove=[3], **settings)
     assert (small.solver, small.passes, small.error) == ("posterior", 0.0, None)
@@ -307,13 +303,13 @@ def test_sequences_converge_to_what_retraining_gives() -> None:
 
     fit(ids, labels)
     options = dict(structure="diag", curvature="empirical_fisher", prior_precision=1.0)
-    q, looked = (blr.fit_laplace(task, **options, progress=False) for _ in range(2))
+    q, looked = (blr.fit_laplace(task, **options) for _ in range(2))
     stationarity(task, looked)  # whoever has looked before, one example is answered alike
-    one, same = (blr.what_if(task, each, remove=[0], progress=False) for each in (q, looked))
+    one, same = (blr.what_if(task, each, remove=[0]) for each in (q, looked))
     assert (one.solver, one.passes, one.caveat) == (same.solver, same.passes, same.caveat)
     assert one.passes > 0 and one.nll == same.nll
     gone = list(range(8))
-    result = blr.what_if(task, q, remove=gone, solver="cg", steps="converge", progress=False)
+    result = blr.what_if(task, q, remove=gone, solver="cg", steps="converge")
     retrained_to = fit(ids[8:], labels[8:])
     assert result.moves[-1].objective == pytest.approx(retrained_to, rel=1e-8)
     assert result.moves[0].objective > retrained_to + 0.1
@@ -332,9 +328,9 @@ def test_a_rare_class_is_more_than_one_step(structure: str) -> None:
     x[y == 1, 0] += 2
     x[y == 2, 1] += 4
     task = blr.Task(trained("categorical", x, y, 0.1, 3), (x, y))
-    q = blr.fit_laplace(task, structure=structure, prior_precision=0.1, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.1)
     test = blr.Task(task.model, (x[300:308], y[300:308]))
-    result = blr.what_if(task, q, remove=y == 2, evaluate=test, progress=False)
+    result = blr.what_if(task, q, remove=y == 2, evaluate=test)
     without = trained("categorical", x[y != 2], y[y != 2], 0.1, 3)
     truth = nn.functional.cross_entropy(without(x[y == 2]), y[y == 2]).item()
     assert result.solver == "cg"
@@ -348,12 +344,12 @@ def test_a_whole_class_of_few_is_more_than_one_step() -> None:
     y = (x[:, 0] > 0).long()
     y[:4], x[:4] = 2, 3 + 0.2 * torch.randn(4, 2, dtype=torch.float64)
     task = blr.Task(trained("categorical", x, y, 0.1, 3), (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.1, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.1)
     without = trained("categorical", x[4:], y[4:], 0.1, 3)
     truth = nn.functional.cross_entropy(without(x), y).item()
-    result = blr.what_if(task, q, remove=range(4), progress=False)
+    result = blr.what_if(task, q, remove=range(4))
     assert result.nll == pytest.approx(truth, rel=1e-2)
-    assert blr.what_if(task, q, remove=[10, 20, 30], progress=False).passes == 0
+    assert blr.what_if(task, q, remove=[10, 20, 30]).passes == 0
 
 
 @pytest.mark.parametrize("change", ["relabel", "add", "remove"])
@@ -361,8 +357,8 @@ def test_one_example_that_leads_far_is_more_than_one_step(change: str) -> None:
     """A wrong label, or one that is gone and was alone, moves a fit of little prior by much."""
     (x, y), delta = standardised(load_wine), 0.01
     task = blr.Task(trained("categorical", x, y, delta, 3), (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
-    near, *_, far = blr.sensitivity(task, q, progress=False).deviation.argsort().tolist()
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta)
+    near, *_, far = blr.sensitivity(task, q).deviation.argsort().tolist()
     weights, labels, wrong = torch.ones(1, len(y)), y.clone(), (y[far] + 1) % 3
     asked: dict = {change: [far]}
     if change == "relabel":
@@ -377,11 +373,11 @@ def test_one_example_that_leads_far_is_more_than_one_step(change: str) -> None:
     else:
         weights[0, far] = 0
     truth = retrained("categorical", x, labels, weights, delta, 3)[0]
-    result = blr.what_if(task, q, **asked, progress=False)
+    result = blr.what_if(task, q, **asked)
     assert result.solver == "cg" and relative(flat(result.parameters), truth) < 0.02
-    one = blr.what_if(task, q, **asked, solver="posterior", progress=False)
+    one = blr.what_if(task, q, **asked, solver="posterior")
     assert relative(flat(one.parameters), truth) > 0.1
-    small = blr.what_if(task, q, remove=[near], progress=False)
+    small = blr.what_if(task, q, remove=[near])
     assert (small.solver, small.passes) == ("posterior", 0.0)
 
 
@@ -393,9 +389,9 @@ def test_off_the_minimum_one_example_that_leads_far_is_said(delta: float, index:
     with torch.no_grad():
         model.weight *= 1.3
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta)
     wrong = {index: int(y[index] + 1) % 3}
-    result = blr.what_if(task, q, relabel=wrong, progress=False)
+    result = blr.what_if(task, q, relabel=wrong)
     assert result.solver == "posterior" and not result.converged and "fall" in repr(result)
     assert (result.damping < 1) == (delta < 1)
     data = changed(task, q.prior, leaving=torch.tensor([], dtype=torch.long), labels=wrong)
@@ -423,9 +419,9 @@ def breast_cancer(n: int, delta: float) -> tuple[blr.Task, torch.Tensor]:
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(structure: str) -> None:
     task, true = breast_cancer(300, 1.0)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
-    rough = blr.leave_one_out(task, q, correction="cavity", progress=False)
-    fine = blr.leave_one_out(task, q, correction="cavity", refine=40, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
+    rough = blr.leave_one_out(task, q, correction="cavity")
+    fine = blr.leave_one_out(task, q, correction="cavity", refine=40)
     assert fine.correction.count("descent") == 40
     assert "descent for 40" in repr(fine)
     assert (fine.table["correction"] == "descent").sum() == 40
@@ -442,8 +438,8 @@ def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(structure:
 def test_linear_regression_needs_no_refinement() -> None:
     x, y = normal(25, 3), normal(25, seed=1)
     task = blr.Task(trained("gaussian", x, y, 1.0), (x, y), likelihood="gaussian")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    rough, fine = (blr.leave_one_out(task, q, refine=k, progress=False) for k in (0, 25))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    rough, fine = (blr.leave_one_out(task, q, refine=k) for k in (0, 25))
     assert fine.correction == ["descent"] * 25
     torch.testing.assert_close(fine.logits, rough.logits, rtol=1e-5, atol=1e-5)
 
@@ -451,10 +447,10 @@ def test_linear_regression_needs_no_refinement() -> None:
 def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
     torch.manual_seed(0)
     task = blr.Task(torch.nn.Linear(3, 2), (normal(20, 3).float(), torch.arange(20) % 2))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    rough = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    rough = blr.leave_one_out(task, q)
     with pytest.warns(RuntimeWarning, match="5 of 5 examples keep their estimate"):
-        fine = blr.leave_one_out(task, q, refine=5, progress=False)
+        fine = blr.leave_one_out(task, q, refine=5)
     assert "descent" not in fine.correction
     assert torch.equal(fine.logits, rough.logits)
 
@@ -464,17 +460,17 @@ def test_examples_that_hardly_pull_keep_their_estimates_at_a_minimum(
 ) -> None:
     x, y = normal(25, 3), normal(25, seed=1)
     task = blr.Task(trained("gaussian", x, y, 1.0), (x, y), likelihood="gaussian")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     removal = import_module("blr_analysis.sensitivity.removal")
     monkeypatch.setattr(removal, "drifts", lambda *_: True)
     with pytest.warns(RuntimeWarning, match="2 of 2 examples keep .* pull is too small"):
-        blr.leave_one_out(task, q, refine=2, progress=False)
+        blr.leave_one_out(task, q, refine=2)
 
 
 @pytest.mark.parametrize("refine", [-1, 21, 1.5, True, "all"])
 def test_bad_numbers(refine) -> None:
     task = blr.Task(torch.nn.Linear(3, 2), (normal(20, 3).float(), torch.arange(20) % 2))
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     with pytest.raises(InputError, match="refine must be"):
         blr.leave_one_out(task, q, refine=refine)
 
@@ -512,7 +508,7 @@ def test_a_network_of_a_gaussian_is_refined_unasked() -> None:
     task = blr.Task(model, (x, y), likelihood=nn.MSELoss())
     fitted = dict(structure="full", prior_precision=delta, progress=False)
     q = blr.fit_laplace(task, **fitted)
-    rough, loo = (blr.leave_one_out(task, q, refine=k, progress=False) for k in (0, None))
+    rough, loo = (blr.leave_one_out(task, q, refine=k) for k in (0, None))
     high = [i for i, word in enumerate(loo.correction) if word == "descent"]
     assert high and set(high) == set((rough.leverage > 0.5).nonzero().flatten().tolist())
     true = []

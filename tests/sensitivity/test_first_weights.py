@@ -209,7 +209,7 @@ def trained() -> nn.Sequential:
 
 def fitted(model: nn.Module) -> tuple[blr.Task, blr.Posterior]:
     task = blr.Task(model, data())
-    return task, blr.fit_laplace(task, prior_precision=2.0, progress=False)
+    return task, blr.fit_laplace(task, prior_precision=2.0)
 
 
 def test_each_network_is_trained_anew_and_has_the_same_prior() -> None:
@@ -226,8 +226,8 @@ def test_each_network_is_trained_anew_and_has_the_same_prior() -> None:
         for name, weight in one.mean.items():
             assert torch.equal(weight, two.mean[name])
     assert not torch.equal(fresh[0].mean["0.weight"], fresh[1].mean["0.weight"])
-    matrices = [blr.influence(task, p, task, progress=False).matrix for p in (*fresh, q)]
-    mean = blr.influence(task, [*fresh, q], task, progress=False).matrix
+    matrices = [blr.influence(task, p, task).matrix for p in (*fresh, q)]
+    mean = blr.influence(task, [*fresh, q], task).matrix
     torch.testing.assert_close(mean, torch.stack(matrices).mean(0))
 
 

@@ -117,7 +117,7 @@ def test_influence_is_the_dense_product(
 ) -> None:
     world = of_kind(name)
     q = world.posterior(structure)
-    found = blr.influence(world.task, q, world.test, memory_budget=memory_budget, **QUIET)
+    found = blr.influence(world.task, q, world.test, **QUIET)
     assert found.dtype == torch.float64 and found.error is None
     assert relative(found, world.truth(q)) < EXACT
 
@@ -307,7 +307,7 @@ def test_a_file_read_some_rows_at_a_time_gives_what_memory_gives(
     q = blr.fit_laplace(task, **how, **QUIET)
     want = blr.influence(task, q, test, **QUIET).matrix
     monkeypatch.setattr(blocks, "TOGETHER", 60)
-    found = blr.influence(task, q, test, memory_budget=1, **QUIET).matrix
+    found = blr.influence(task, q, test, **QUIET).matrix
     assert relative(found, want) < (EXACT if dtype == torch.float64 else 3e-4)
 
 

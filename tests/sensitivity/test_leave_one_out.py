@@ -72,8 +72,8 @@ def test_linear_regression_is_press(
 ) -> None:
     x, y = regression(c=outputs)
     task, hat, residual = ridge_task(x, y, delta, noise)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
-    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=delta)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     left_out = residual / (1 - hat)[:, None]
     torch.testing.assert_close(y - loo.logits, left_out, rtol=1e-9, atol=1e-11)
     press = float(left_out.square().mean())
@@ -94,10 +94,10 @@ def test_high_leverages_are_press_by_default(structure: str, n: int, d: int, del
     x[0] *= 10
     y = x[:, :1] + torch.randn(n, 1, generator=torch.Generator().manual_seed(1)).double()
     task, hat, residual = ridge_task(x, y, delta)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=delta)
     press = float((residual / (1 - hat)[:, None]).square().mean())
-    for each in (q, blr.calibrate(task, q, progress=False)) if d < 1000 else (q,):
-        loo = blr.leave_one_out(task, each, progress=False)
+    for each in (q, blr.calibrate(task, q)) if d < 1000 else (q,):
+        loo = blr.leave_one_out(task, each)
         assert loo.mse == pytest.approx(press, rel=1e-5)
         assert structure in loo.note
 
@@ -105,10 +105,10 @@ def test_high_leverages_are_press_by_default(structure: str, n: int, d: int, del
 def test_high_leverages_of_what_is_too_large_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = regression(n=12, d=10)
     task, *_ = ridge_task(x, y, 0.1)
-    q = blr.fit_laplace(task, prior_precision=0.1, progress=False)
+    q = blr.fit_laplace(task, prior_precision=0.1)
     corrections = import_module("blr_analysis.sensitivity.corrections")
     monkeypatch.setattr(corrections, "AFFORDABLE", 0)
-    loo = blr.leave_one_out(task, q, progress=False)
+    loo = blr.leave_one_out(task, q)
     assert loo.correction == ["first_order"] * 12
     assert f"{int((loo.leverage > 0.5).sum())} leverages" in loo.note
 
@@ -123,7 +123,7 @@ def test_ordinary_least_squares_without_any_prior_is_press() -> None:
         prior_precision=0.0,
         n_data=len(x),
     )
-    loo = blr.leave_one_out(task, q, progress=False)
+    loo = blr.leave_one_out(task, q)
     assert loo.correction == ["cavity"] * len(x)
     assert loo.mse == pytest.approx(float((residual[:, 0] / (1 - hat)).square().mean()), rel=1e-9)
 
@@ -132,8 +132,8 @@ def test_press_is_what_retraining_gives() -> None:
     """The closed form itself, checked once by leaving every example out in earnest."""
     x, y = regression(n=12)
     task, *_ = ridge_task(x, y, 0.5)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.5, progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.5)
+    loo = blr.leave_one_out(task, q)
     theta = retrained("gaussian", x, y, leave_one_out_weights(12), 0.5)
     truth = torch.einsum("ncd,nd->nc", theta, with_ones(x))
     torch.testing.assert_close(loo.logits, truth, rtol=1e-9, atol=1e-11)
@@ -147,8 +147,8 @@ def test_orthogonal_inputs_make_the_diagonal_exact() -> None:
         )
     x, y = hadamard[:, 1:4], regression(n=8)[1]  # orthogonal to each other and to the ones
     task, hat, residual = ridge_task(x, y, 0.5)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=0.5, progress=False)
-    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=0.5)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     assert loo.mse == pytest.approx(float((residual[:, 0] / (1 - hat)).square().mean()), rel=1e-10)
 
 
@@ -169,8 +169,8 @@ def test_cooks_distance() -> None:
     measured = blr.Task(task.model, (x, y), likelihood=blr.Gaussian(variance=s2))
     form = Full(z.T @ z / s2, {"weight": (1, 4), "bias": (1,)})
     q = blr.Posterior(task.parameters(), form, prior_precision=0.0, n_data=n)
-    scores = blr.sensitivity(measured, q, progress=False)
-    loo = blr.leave_one_out(measured, q, progress=False)
+    scores = blr.sensitivity(measured, q)
+    loo = blr.leave_one_out(measured, q)
     by_influence = scores.self_influence / (p * (1 - hat) ** 2)
     by_deviation = loo.deviation.square() / (p * s2 * hat)
     torch.testing.assert_close(by_influence, cook, rtol=1e-9, atol=1e-13)
@@ -190,8 +190,8 @@ def test_cooks_distance() -> None:
 def test_press_for_any_shape(n: int, d: int, c: int, delta: float, noise: float, seed: int) -> None:
     x, y = regression(n, d, c, seed)
     task, hat, residual = ridge_task(x, y, delta, noise)
-    q = blr.fit_laplace(task, structure="full", prior_precision=delta, progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=delta)
+    loo = blr.leave_one_out(task, q)
     kept = loo.leverage < 1 - 1e-6  # where an example decides alone, no cavity is taken
     assert loo.correction == ["cavity" if k else "bounded" for k in kept]
     left_out = residual / (1 - hat)[:, None]
@@ -218,11 +218,9 @@ class Retrained:
     def loo(self, structure: str, correction: str) -> blr.LeaveOneOut:
         """The estimate from the training data alone, made when first asked for."""
         if (structure, correction) not in self.estimates:
-            q = blr.fit_laplace(
-                self.task, structure=structure, prior_precision=self.delta, progress=False
-            )
+            q = blr.fit_laplace(self.task, structure=structure, prior_precision=self.delta)
             self.estimates[structure, correction] = blr.leave_one_out(
-                self.task, q, correction=correction, progress=False
+                self.task, q, correction=correction
             )
         return self.estimates[structure, correction]
 
@@ -333,9 +331,9 @@ def test_counts(counts: Retrained) -> None:
 def test_first_order_is_variance_times_error() -> None:
     x, y = regression(c=2)
     task, *_ = ridge_task(x, y, 1.0)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    loo = blr.leave_one_out(task, q, correction="first_order", progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    scores = blr.sensitivity(task, q)
+    loo = blr.leave_one_out(task, q, correction="first_order")
     move = (scores.variance @ scores.error[:, :, None])[:, :, 0]
     torch.testing.assert_close(loo.logits, scores.outputs + move, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(loo.deviation, scores.deviation, rtol=1e-12, atol=1e-14)
@@ -347,10 +345,10 @@ def test_first_order_is_variance_times_error() -> None:
 def test_auto_takes_the_cavity_only_where_the_structure_bears_it(structure: str) -> None:
     x, y = regression()
     task, *_ = ridge_task(x, y, 1e3)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=1e3, progress=False)
-    auto = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=1e3)
+    auto = blr.leave_one_out(task, q)
     word = "cavity" if structure == "full" else "first_order"
-    asked = blr.leave_one_out(task, q, correction=word, progress=False)
+    asked = blr.leave_one_out(task, q, correction=word)
     assert set(auto.correction) == {word}
     assert torch.equal(auto.logits, asked.logits)
 
@@ -366,15 +364,15 @@ def overstated() -> tuple[blr.Task, blr.Posterior, Tensor]:
     y = torch.linspace(-1, 1, 7, dtype=torch.float64)[:, None]
     model = nn.Linear(3, 1, bias=False).double()
     task = blr.Task(model, (x, y), likelihood="gaussian")
-    return task, blr.fit_laplace(task, structure="diag", prior_precision=1e-9, progress=False), x
+    return task, blr.fit_laplace(task, structure="diag", prior_precision=1e-9), x
 
 
 def test_near_the_pole_the_cavity_is_bounded() -> None:
     task, q, _ = overstated()
-    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     assert loo.leverage.tolist() == pytest.approx([3 * 9 / 15] + [3 / 15] * 6, rel=1e-8)
     assert loo.correction == ["bounded"] + ["cavity"] * 6
-    first = blr.leave_one_out(task, q, correction="first_order", progress=False)
+    first = blr.leave_one_out(task, q, correction="first_order")
     before = task.model(task.dataset.tensors[0]).detach()
     error = first.logits - before  # h · e
     expected = error / (1 - loo.leverage[:, None])
@@ -394,7 +392,7 @@ def softmax_task(scale: float) -> tuple[blr.Task, blr.Posterior]:
         model.weight.copy_(torch.randn(3, 4, generator=g, dtype=torch.float64))
         model.bias.zero_()
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     form = q.form.zeros().plus(q.form, 1 / scale)
     return task, blr.Posterior(q.mean, form, prior_precision=1.0, n_data=12)
 
@@ -406,8 +404,8 @@ def test_the_bounded_move_in_several_dimensions(size: str) -> None:
     With Λ = Σ_k l_k l_kᵀ in eigenvectors of ΛV, the cavity's excess V Λ^{1/2} g(A) Λ^{1/2} V e.
     """
     task, q = softmax_task({"small": 0.1, "at the bound": 1.0, "large": 1e4}[size])
-    scores = blr.sensitivity(task, q, progress=False)
-    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    scores = blr.sensitivity(task, q)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     assert bool(torch.isfinite(loo.logits).all())
     for i in range(len(scores)):
         f, v, e = (t[i] for t in (scores.outputs, scores.variance, scores.error))
@@ -436,7 +434,7 @@ def test_a_move_grows_continuously_through_the_bound() -> None:
     for h in (0.5, 0.899999, 0.900001, 0.95, 0.999, 1.0, 1.001, 2.0, 50.0, 1e6):
         precision = {"weight": torch.full((1, 1), 1 / h, dtype=torch.float64)}
         q = blr.Posterior(task.parameters(), precision, prior_precision=0.0, n_data=1)
-        loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+        loo = blr.leave_one_out(task, q, correction="cavity")
         moves.append(float(loo.logits[0, 0] - 2.0) / (2.0 * h))  # in units of the first order
     assert moves[0] == pytest.approx(2.0)
     assert moves[1] == pytest.approx(moves[2], rel=1e-4)
@@ -452,10 +450,10 @@ def test_a_move_grows_continuously_through_the_bound() -> None:
 def test_ready_scores_save_the_pass_over_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = regression(c=2)
     task, *_ = ridge_task(x, y, 1.0)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    asked = blr.leave_one_out(task, q, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    without = blr.sensitivity(task, q, variance=False, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    asked = blr.leave_one_out(task, q)
+    scores = blr.sensitivity(task, q)
+    without = blr.sensitivity(task, q, variance=False)
     module = sys.modules[blr.LeaveOneOut.__module__]
 
     def one_only(*arguments, indices, **options):  # to see whose scores they are
@@ -464,18 +462,18 @@ def test_ready_scores_save_the_pass_over_the_data(monkeypatch: pytest.MonkeyPatc
 
     chunks = module.chunks
     monkeypatch.setattr(module, "chunks", one_only)
-    given = blr.leave_one_out(task, q, scores=scores, progress=False)
+    given = blr.leave_one_out(task, q, scores=scores)
     assert torch.equal(given.logits, asked.logits)
     assert given.correction == asked.correction
     assert torch.equal(given.losses_before, asked.losses_before)
     with pytest.raises(blr.errors.InputError, match="variance=True"):
-        blr.leave_one_out(task, q, scores=without, progress=False)
+        blr.leave_one_out(task, q, scores=without)
     with pytest.raises(blr.errors.InputError, match="scores must be"):
-        blr.leave_one_out(task, q, scores=asked, progress=False)
+        blr.leave_one_out(task, q, scores=asked)
     other = task.subset(range(10))
-    few = blr.fit_laplace(other, structure="full", prior_precision=1.0, progress=False)
+    few = blr.fit_laplace(other, structure="full", prior_precision=1.0)
     with pytest.raises(blr.errors.InputError, match="30 examples for a task of 10"):
-        blr.leave_one_out(other, few, scores=scores, progress=False)
+        blr.leave_one_out(other, few, scores=scores)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -492,9 +490,9 @@ def test_every_likelihood_gives_what_its_definition_says(kind: str, dtype: torch
     }[kind]()
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, c)).to(dtype)
     task = blr.Task(model, (x.to(dtype), y), likelihood=kind)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
-    loo = blr.leave_one_out(task, q, correction="cavity", progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    scores = blr.sensitivity(task, q)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     assert loo.logits.dtype == loo.losses.dtype == dtype and loo.logits.device.type == "cpu"
     assert loo.logits.shape == (n, c) and loo.losses.shape == loo.deviation.shape == (n,)
     exact = 1e-10 if dtype == torch.float64 else 1e-4
@@ -532,8 +530,8 @@ def test_hundreds_of_classes(structure: str, correction: str) -> None:
     with torch.no_grad():
         model[2].weight *= 3
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure=structure, prior_precision=0.3, progress=False)
-    loo = blr.leave_one_out(task, q, correction=correction, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=0.3)
+    loo = blr.leave_one_out(task, q, correction=correction)
     assert set(loo.correction) <= {correction, "bounded"}
     assert correction in loo.correction
     jacobians = jacrev(lambda w: functional_call(model, w, (x,)))(q.mean)

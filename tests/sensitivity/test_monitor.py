@@ -33,7 +33,7 @@ def task_of(**options) -> blr.Task:
 
 
 def fitted(task: blr.Task, structure: str = "diag", delta: float = 1.0) -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
+    return blr.fit_laplace(task, structure=structure, prior_precision=delta)
 
 
 @cache
@@ -68,8 +68,8 @@ def test_a_row_is_what_the_analyses_find(structure: str, correction: str) -> Non
     monitor = blr.Monitor(task, test=test, keep=keep, correction=correction)
     row = monitor(q, 1)
     assert row is not None
-    loo = blr.leave_one_out(task, q, correction=correction, progress=False)
-    scores = blr.sensitivity(task, q, progress=False)
+    loo = blr.leave_one_out(task, q, correction=correction)
+    scores = blr.sensitivity(task, q)
     assert row["loo_nll"] == pytest.approx(loo.nll, rel=1e-12)
     assert row["loo_accuracy"] == loo.accuracy
     assert row["train_nll"] == pytest.approx(float(scores.losses.mean()), rel=1e-12)
@@ -128,7 +128,7 @@ def test_many_outputs_are_watched_to_first_order() -> None:
     q = fitted(task, delta=5.0)
     monitor = blr.Monitor(task)
     row = monitor(q, 1)
-    scores = blr.sensitivity(task, q, variance=False, progress=False)
+    scores = blr.sensitivity(task, q, variance=False)
     assert row is not None
     expected = float((scores.losses + scores.self_influence).mean())
     assert row["loo_nll"] == pytest.approx(expected, rel=1e-12)
@@ -153,7 +153,7 @@ def test_watched_examples_are_those_asked_for(examples, indices: list[int]) -> N
     q = fitted(task, "full")
     monitor = blr.Monitor(task, examples=examples)
     row = monitor(q, 1)
-    loo = blr.leave_one_out(task, q, progress=False)
+    loo = blr.leave_one_out(task, q)
     assert row is not None
     assert monitor.indices.tolist() == indices
     assert row["loo_nll"] == pytest.approx(float(loo.losses[indices].mean()), rel=1e-12)

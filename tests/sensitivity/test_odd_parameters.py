@@ -173,7 +173,7 @@ def test_several_systems_are_those_of_separate_runs() -> None:
 
 def test_the_exact_inverse_as_preconditioner_takes_one_iteration() -> None:
     task = digits_task()
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     exact = Precision(task, q.mean, 1.0)
     b = {n: normal(*m.shape, seed=i) for i, (n, m) in enumerate(q.mean.items())}
     found = cg(exact.times, b, preconditioner=q, tolerance=1e-8, progress=False)
@@ -188,8 +188,7 @@ def test_the_posterior_saves_iterations(structure: str, tolerance: float) -> Non
     """Kronecker factors are good for a rough answer, an exact sketch for an exact one."""
     task = digits_task()
     diag, learned = (
-        blr.fit_laplace(task, structure=s, prior_precision=1.0, progress=False)
-        for s in ("diag", structure)
+        blr.fit_laplace(task, structure=s, prior_precision=1.0) for s in ("diag", structure)
     )
     exact = Precision(task, diag.mean, 1.0)
     b = {n: normal(4, *m.shape, seed=i) for i, (n, m) in enumerate(diag.mean.items())}

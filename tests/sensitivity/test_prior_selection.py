@@ -30,7 +30,7 @@ GRID = [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
 
 
 def select(task: blr.Task, grid=GRID, **options) -> blr.PriorSelection:
-    return blr.select_prior_precision(task, grid, progress=False, **options)
+    return blr.select_prior_precision(task, grid, **options)
 
 
 def diabetes() -> tuple[Tensor, Tensor]:
@@ -216,7 +216,7 @@ def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
         assert given.model is not task.model
         seen.append((delta, float(given.model.weight.detach().abs().sum())))
         given.model.weight.data = press(x, y, delta)[0][None]
-        return blr.fit_laplace(given, structure="full", prior_precision=delta, progress=False)
+        return blr.fit_laplace(given, structure="full", prior_precision=delta)
 
     with untouched(task.model):
         found = select(task, fit=fit)
@@ -237,7 +237,7 @@ def test_another_model_may_come_back_with_its_posterior() -> None:
         model.load_state_dict(given.model.state_dict())
         model[0].running_mean += delta  # a buffer, which no posterior holds
         own = blr.Task(model, (x, y))
-        return model, blr.fit_laplace(own, prior_precision=delta, progress=False)
+        return model, blr.fit_laplace(own, prior_precision=delta)
 
     found = select(task, [1.0, 2.0], fit=fit)
     for row in found.rows:
@@ -251,7 +251,7 @@ def test_another_model_may_come_back_with_its_posterior() -> None:
     [
         (lambda task, delta: None, "fit must return"),
         (lambda task, delta: (1, 2), "fit must return"),
-        (lambda task, delta: blr.fit_laplace(task, prior_precision=7.0, progress=False),
+        (lambda task, delta: blr.fit_laplace(task, prior_precision=7.0),
          "prior_precision=7 for δ=1"),
         ("train", "fit must be a function"),
     ],

@@ -69,9 +69,9 @@ def dense_covariance(posterior: blr.Posterior) -> Tensor:
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: torch.dtype) -> None:
     exact_task = task_for(kind)
-    exact = blr.fit_laplace(exact_task, structure=structure, prior_precision=0.7, progress=False)
+    exact = blr.fit_laplace(exact_task, structure=structure, prior_precision=0.7)
     task = task_for(kind, dtype)
-    scores = blr.sensitivity(task, exact, progress=False)
+    scores = blr.sensitivity(task, exact)
 
     f = exact_task.model(exact_task.dataset.tensors[0]).detach()
     y = exact_task.dataset.tensors[1]
@@ -106,9 +106,9 @@ def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: to
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
     task = task_for(kind)
-    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
-    whole = blr.sensitivity(task, q, progress=False)
-    light = blr.sensitivity(task, q, variance=False, progress=False)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7)
+    whole = blr.sensitivity(task, q)
+    light = blr.sensitivity(task, q, variance=False)
     assert light.variance is None and light.deviation is None and light.leverage is None
     torch.testing.assert_close(light.self_influence, whole.self_influence, rtol=1e-11, atol=0)
     assert light.table.variance.isna().all() and light.table.self_influence.notna().all()
@@ -116,27 +116,27 @@ def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
 
 def test_variances_are_left_out_where_they_would_be_too_many(monkeypatch) -> None:
     task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7)
     monkeypatch.setattr(scores_module, "MOST_OUTPUTS", 2)
-    assert blr.sensitivity(task, q, progress=False).variance is None
-    assert blr.sensitivity(task, q, variance=True, progress=False).variance.shape == (N, 3, 3)
+    assert blr.sensitivity(task, q).variance is None
+    assert blr.sensitivity(task, q, variance=True).variance.shape == (N, 3, 3)
     monkeypatch.setattr(scores_module, "MOST_OUTPUTS", 3)
-    assert blr.sensitivity(task, q, progress=False).variance is not None
+    assert blr.sensitivity(task, q).variance is not None
     monkeypatch.setattr(scores_module, "MOST_NUMBERS", N * 9 - 1)
-    assert blr.sensitivity(task, q, progress=False).variance is None
+    assert blr.sensitivity(task, q).variance is None
 
 
 def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None:
     task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
-    expected = blr.sensitivity(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
+    expected = blr.sensitivity(task, q)
     task.model(task.dataset.tensors[0]).sum().backward()  # gradients that must survive
     task.model.train()
     with torch.no_grad():
         for p in task.model.parameters():
             p.add_(1.0)
     with untouched(task.model):
-        found = blr.sensitivity(task, q, progress=False)
+        found = blr.sensitivity(task, q)
     assert torch.equal(found.variance, expected.variance)
     assert torch.equal(found.outputs, expected.outputs)
 
@@ -144,9 +144,9 @@ def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None
 def test_frozen_parameters_carry_no_variance() -> None:
     task = task_for("gaussian")
     task.model[0].requires_grad_(False)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
     assert set(q.mean) == {"2.weight", "2.bias"}
-    scores = blr.sensitivity(task, q, progress=False)
+    scores = blr.sensitivity(task, q)
     hidden = torch.tanh(task.model[0](task.dataset.tensors[0])).detach()
     z = torch.cat([hidden, torch.ones(N, 1)], 1)
     variance = (z @ torch.linalg.inv(z.T @ z + 0.7 * torch.eye(6, dtype=torch.float64)) * z).sum(1)
@@ -157,10 +157,10 @@ def test_frozen_parameters_carry_no_variance() -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_outside_do_not_matter(context) -> None:
     task = task_for("poisson")
-    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7, progress=False)
-    expected = blr.sensitivity(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7)
+    expected = blr.sensitivity(task, q)
     with context():
-        found = blr.sensitivity(task, q, progress=False)
+        found = blr.sensitivity(task, q)
     assert torch.equal(found.variance, expected.variance)
 
 
@@ -171,17 +171,16 @@ def test_several_posteriors_are_averaged() -> None:
             task_for("categorical").with_model(blr.Task(mlp(seed=seed), task.dataset)),
             structure=structure,
             prior_precision=0.7,
-            progress=False,
         )
         for seed, structure in ((3, "kron"), (4, "diag"), (5, "full"))
     ]
-    each = [blr.sensitivity(task, q, progress=False) for q in qs]
-    found = blr.sensitivity(task, qs, progress=False)
+    each = [blr.sensitivity(task, q) for q in qs]
+    found = blr.sensitivity(task, qs)
     for name in ("error", "variance", "deviation", "self_influence"):
         mean = torch.stack([getattr(scores, name) for scores in each]).mean(0)
         torch.testing.assert_close(getattr(found, name), mean)
     assert torch.equal(found.outputs, each[-1].outputs)
-    assert blr.sensitivity(task, qs, variance=False, progress=False).variance is None
+    assert blr.sensitivity(task, qs, variance=False).variance is None
     with pytest.raises(InputError, match="empty list"):
         blr.sensitivity(task, [])
 
@@ -190,16 +189,16 @@ def run_of_checkpoints(**settings: object) -> tuple[blr.Task, list[blr.Posterior
     """Posteriors of two networks on the same data, as checkpoints of one run are."""
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tasks = [blr.Task(mlp(seed=seed), (x, torch.arange(30) % 3)) for seed in (3, 4)]
-    return tasks[1], [blr.fit_laplace(t, progress=False, **settings) for t in tasks]
+    return tasks[1], [blr.fit_laplace(t, **settings) for t in tasks]
 
 
 ANALYSES = {
-    "sensitivity": lambda task, q: blr.sensitivity(task, q, progress=False).self_influence,
-    "influence": lambda task, q: blr.influence(task, q, task, progress=False).matrix,
+    "sensitivity": lambda task, q: blr.sensitivity(task, q).self_influence,
+    "influence": lambda task, q: blr.influence(task, q, task).matrix,
     "what_if": lambda task, q: torch.tensor(
-        blr.what_if(task, q, remove=[1], solver="posterior", progress=False).nll
+        blr.what_if(task, q, remove=[1], solver="posterior").nll
     ),
-    "suspicious": lambda task, q: blr.suspicious(task, q, duplicates=False, progress=False).gain,
+    "suspicious": lambda task, q: blr.suspicious(task, q, duplicates=False).gain,
 }
 
 
@@ -211,7 +210,6 @@ def test_checkpoints_take_the_last_ones_found_prior(analysis: str) -> None:
     there = blr.fit_laplace(
         blr.Task(mlp(seed=3), (task.fetch(torch.arange(30))[0], torch.arange(30) % 3)),
         prior_precision=last.prior_precision,
-        progress=False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", PosteriorWarning)  # of weights that are another checkpoint's

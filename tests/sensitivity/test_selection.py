@@ -33,7 +33,7 @@ def audit() -> tuple[blr.Task, blr.Posterior]:
         "loss": list(range(N)),
     }
     task = blr.Task(mlp(), (x, y), metadata=metadata)
-    return task, blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    return task, blr.fit_laplace(task, structure="diag", prior_precision=1.0)
 
 
 MASK = [i in (1, 4, 8) for i in range(N)]
@@ -131,12 +131,12 @@ def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) ->
 def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
     x, y = torch.randn(N, 4), torch.arange(N) % 3
     task, mask = blr.Task(mlp(), (x, y), metadata=metadata), SHUFFLED.source == "b"
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     for chosen in (mask, SHUFFLED.index[mask]):
         for ask in (
             lambda given: task.subset(given),
-            lambda given: blr.what_if(task, q, remove=given, progress=False),
-            lambda given: blr.calibrate(task, q, indices=given, progress=False),
+            lambda given: blr.what_if(task, q, remove=given),
+            lambda given: blr.calibrate(task, q, indices=given),
             lambda given: blr.Monitor(task, examples=given),
         ):
             with pytest.raises(InputError, match="to_numpy"):
@@ -162,12 +162,11 @@ def test_labels_are_one_index_and_each_names_one_row() -> None:
 
 def test_a_series_relabels_the_rows_that_it_names() -> None:
     task = WAYS["frame"](SHUFFLED, torch.randn(N, 4), torch.arange(N) % 3)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     new = pd.Series([2, 0], index=[4, 7])
     by_place = {list(SHUFFLED.index).index(label): value for label, value in new.items()}
     ours, theirs = (
-        blr.what_if(task, q, relabel=given, solver="posterior", progress=False)
-        for given in (new, by_place)
+        blr.what_if(task, q, relabel=given, solver="posterior") for given in (new, by_place)
     )
     assert ours.nll == theirs.nll
 
@@ -189,7 +188,7 @@ def test_one_index_and_a_range(audit) -> None:
 
 def test_rows_hold_what_the_table_holds(audit) -> None:
     task, q = audit
-    table = blr.sensitivity(task, q, progress=False).table
+    table = blr.sensitivity(task, q).table
     columns = Columns(task, q)
     assert columns["target"] == table.target.tolist()  # before the whole table is made
     for name in table:
@@ -204,7 +203,7 @@ def test_several_outputs_have_the_tables_names() -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5, 4, generator=g, dtype=torch.float64)
     task = blr.Task(mlp(), (x, x[:, :3]), likelihood="gaussian")
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     above = x[:, 1] > 0
     assert select(lambda row: row.target_1 > 0, task, q).tolist() == above.nonzero()[:, 0].tolist()
     with pytest.raises(InputError, match="target_0"):
@@ -227,7 +226,7 @@ def test_questions(audit, question, expected: list[int]) -> None:
 
 def test_questions_about_scores(audit) -> None:
     task, q = audit
-    scores = blr.sensitivity(task, q, progress=False)
+    scores = blr.sensitivity(task, q)
     for name, values in (
         ("self_influence", scores.self_influence),
         ("leverage", scores.leverage),
@@ -245,7 +244,7 @@ def test_questions_about_scores(audit) -> None:
 def test_cheap_questions_need_no_backward_pass(monkeypatch) -> None:
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     task = blr.Task(mlp(), (x, y), metadata={"source": list("abcab")})
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     monkeypatch.setattr(selection_module, "sensitivity", None)
     assert select(lambda r: r.target == 0 and r.loss > 0, task, q).tolist() == [0, 3]
     assert select(lambda r: r.source == "a", task, q).tolist() == [0, 3]
@@ -284,7 +283,7 @@ def test_bad_selections(audit, selection: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         select(selection, *audit)
     with pytest.raises(InputError, match=message):
-        blr.what_if(*audit, remove=selection, progress=False)
+        blr.what_if(*audit, remove=selection)
 
 
 def test_groups_are_sorted_and_cover_everything(audit) -> None:
@@ -315,12 +314,12 @@ def test_missing_values_make_one_group_at_the_end(audit) -> None:
 )
 def test_bad_groups(audit, by: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        blr.what_if_each(*audit, by=by, progress=False)
+        blr.what_if_each(*audit, by=by)
 
 
 def test_a_column_with_one_value_leaves_nothing() -> None:
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     task = blr.Task(mlp(), (x, y), metadata={"source": ["web"] * 5})
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     with pytest.raises(InputError, match="column 'source' has the same value everywhere"):
-        blr.what_if_each(task, q, by="source", progress=False)
+        blr.what_if_each(task, q, by="source")

@@ -83,11 +83,11 @@ def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
     truth = torch.einsum(
         "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
     )
-    scores = blr.sensitivity(world.task, q, progress=False)
+    scores = blr.sensitivity(world.task, q)
     assert relative(scores.losses, world.losses) < EXACT
     assert relative(scores.self_influence, truth) < EXACT
     assert scores.tokens.tolist() == [len(x) for x in world.token_losses]
-    loo = blr.leave_one_out(world.task, q, progress=False)
+    loo = blr.leave_one_out(world.task, q)
     assert relative(loo.losses, world.losses + truth) < EXACT
     assert loo.correction == ["first_order"] * N
 
@@ -163,7 +163,7 @@ def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatc
     dense = Dense(world, q)
     truth = torch.stack([v.trace() for v in dense.variances])
     monkeypatch.setattr(sequences_module, "DRAWS", 300)
-    scores = blr.sensitivity(world.task, q, variance=True, progress=False)
+    scores = blr.sensitivity(world.task, q, variance=True)
     apart = (scores.variance - truth) / scores.variance_error
     assert float(apart.abs().max()) < 4
     assert float((scores.variance_error / truth).max()) < 0.2
@@ -171,7 +171,7 @@ def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatc
     memory = blr.memory_map(scores)
     assert relative(memory.variance, scores.variance / scores.tokens) < EXACT
     assert {"region", "variance_error", "tokens"} <= set(memory.table)
-    along = blr.memory_map(blr.sensitivity(world.task, q, progress=False))
+    along = blr.memory_map(blr.sensitivity(world.task, q))
     ratio = scores.self_influence / scores.error.square()
     assert along.variance_kind == "along_error" and relative(along.variance, ratio) < EXACT
 
@@ -184,16 +184,16 @@ def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) ->
     whole = sum(j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True))
     exact = whole + PRIOR * torch.eye(len(whole), dtype=torch.float64)
     test = world.task.subset([1, 4])
-    found = blr.influence(world.task, q, test, solver="cg", progress=False)
+    found = blr.influence(world.task, q, test, solver="cg")
     truth = world.gradients @ torch.linalg.solve(exact, world.gradients[[1, 4]].T)
     assert relative(found, truth) < 1e-7
     top = blr.top_influence(world.task, q, test, k=1, solver="cg", progress=False)
     assert top.helpful.flatten().tolist() == truth.argmax(0).tolist()
     monkeypatch.setattr(influence_module, "ITERATIONS", 1)
     with pytest.warns(RuntimeWarning, match="rough"):
-        blr.influence(world.task, q, test, solver="cg", progress=False)
+        blr.influence(world.task, q, test, solver="cg")
     with pytest.raises(InputError, match="solver"):
-        blr.influence(world.task, q, test, solver="cg", normalize=True, progress=False)
+        blr.influence(world.task, q, test, solver="cg", normalize=True)
 
 
 def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,18 +201,18 @@ def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences_module, "DRAWS", 300)
     q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
-    wrong = blr.suspicious(world.task, q, samples=8, progress=False)
+    wrong = blr.suspicious(world.task, q, samples=8)
     pairs = zip(dense.heights, dense.variances, strict=True)
     truth = torch.stack([(height * v).sum() for height, v in pairs])
     assert relative(wrong.unfamiliarity, truth) < 0.1
-    loo = blr.leave_one_out(world.task, q, progress=False)
+    loo = blr.leave_one_out(world.task, q)
     assert relative(wrong.gain, loo.losses / loo.tokens) < EXACT
     assert "target" not in wrong.table and wrong.targets is None
     ids = [*world.ids, world.ids[2]]
     labels = [*world.labels, world.labels[2]]
     again = task_of(world.model, ids, labels)
     q = blr.fit_laplace(again, structure="kron", curvature="mc_fisher", **FIT)
-    found = blr.suspicious(again, q, samples=8, progress=False)
+    found = blr.suspicious(again, q, samples=8)
     assert found.twin[2] == N and found.twin[N] == 2
     assert float(found.closeness[2]) == pytest.approx(1, abs=1e-6)
 
@@ -222,7 +222,7 @@ def test_monitored_sequences() -> None:
     q = blr.fit_laplace(world.task, structure="diag", curvature="mc_fisher", **FIT)
     monitor = blr.Monitor(world.task, examples=[1, 3], test=world.task, progress=False)
     row = monitor(q, 1)
-    loo = blr.leave_one_out(world.task, q, progress=False)
+    loo = blr.leave_one_out(world.task, q)
     assert row["loo_nll"] == pytest.approx(float(loo.losses[[1, 3]].mean()), rel=EXACT)
     assert row["test_nll"] == pytest.approx(float(world.losses.mean()), rel=EXACT)
     assert math.isnan(row["max_leverage"])
@@ -256,7 +256,7 @@ def test_taggers_without_a_shift() -> None:
     truth = torch.einsum(
         "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
     )
-    scores = blr.sensitivity(world.task, q, progress=False)
+    scores = blr.sensitivity(world.task, q)
     assert relative(scores.losses, world.losses) < EXACT
     assert relative(scores.self_influence, truth) < EXACT
 
@@ -267,8 +267,8 @@ def test_single_tokens(name: str, structure: str) -> None:
     world = world_of(name)
     q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     sigma = torch.linalg.inv(dense_precision(q))
-    found = blr.token_sensitivity(world.task, q, sequences=[1, 4, 6], progress=False)
-    scores = blr.sensitivity(world.task, q, progress=False)
+    found = blr.token_sensitivity(world.task, q, sequences=[1, 4, 6])
+    scores = blr.sensitivity(world.task, q)
     for i in (1, 4, 6):
         mine = found.sequence == i
         change = world.token_gradients[i] @ sigma @ world.gradients[i]
@@ -286,17 +286,17 @@ def test_single_tokens(name: str, structure: str) -> None:
 def test_padding_changes_nothing(left: bool) -> None:
     world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
-    truth = blr.sensitivity(world.task, q, progress=False)
+    truth = blr.sensitivity(world.task, q)
     wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
     for settings in ({}, {"chunk_size": 1}, {"chunk_size": 3}, {"memory_budget": 1}):
-        found = blr.sensitivity(wider, q, progress=False, **settings)
+        found = blr.sensitivity(wider, q, **settings)
         assert relative(found.losses, truth.losses) < EXACT
         assert relative(found.self_influence, truth.self_influence) < EXACT
         assert found.tokens.tolist() == truth.tokens.tolist()
     again = blr.fit_laplace(wider, structure="kron", curvature="empirical_fisher", **FIT)
     assert relative(flatten(again.form.diagonal()), flatten(q.form.diagonal())) < EXACT
-    tokens = blr.token_sensitivity(wider, q, sequences=[2], progress=False)
-    narrow = blr.token_sensitivity(world.task, q, sequences=[2], progress=False)
+    tokens = blr.token_sensitivity(wider, q, sequences=[2])
+    narrow = blr.token_sensitivity(world.task, q, sequences=[2])
     assert relative(tokens.change, narrow.change) < EXACT
 
 
@@ -311,16 +311,16 @@ def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) ->
     alone = [cross_entropy(model(x[None]).logits[0, :-1], x[1:]).item() for x in ids]
     task, truth = (task_of(model, ids, left=left, batch_size=batch_size) for left in (True, False))
     q = blr.fit_laplace(truth, structure="diag", curvature="empirical_fisher", **FIT)
-    scores = blr.sensitivity(task, q, progress=False)
+    scores = blr.sensitivity(task, q)
     assert scores.tokens.tolist() == [len(x) - 1 for x in ids]
     losses = torch.tensor(alone) * scores.tokens
     assert relative(scores.losses, losses) < 1e-6
-    tokens = blr.token_sensitivity(task, q, sequences=range(6), progress=False)
+    tokens = blr.token_sensitivity(task, q, sequences=range(6))
     assert relative(tokens.losses.sum(), losses.sum()) < 1e-6
     for how in (dict(structure="diag", curvature="empirical_fisher"), dict(structure="gram")):
         own, right = (blr.fit_laplace(t, **how, **FIT).precision for t in (task, truth))
         assert all(relative(own(n), right(n)) < EXACT for n in q.mean)
-    own, right = (blr.influence(t, q, t.subset([1, 4]), progress=False) for t in (task, truth))
+    own, right = (blr.influence(t, q, t.subset([1, 4])) for t in (task, truth))
     assert relative(own, right) < EXACT
 
 
@@ -329,8 +329,8 @@ def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
     ids = [torch.arange(k) % 7 for k in (3, 3, 3, 12, 3, 11, 3, 3)]
     task = task_of(tiny_lm(), ids)
     q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
-    truth = blr.sensitivity(task, q, progress=False, chunk_size=1)
-    found = blr.sensitivity(task, q, progress=False)
+    truth = blr.sensitivity(task, q)
+    found = blr.sensitivity(task, q)
     assert relative(found.self_influence, truth.self_influence) < EXACT
     sizes = [len(c.indices) for c in chunks(task, q.mean, QUIET, columns=1)]
     assert sum(sizes) == len(ids)
@@ -348,7 +348,7 @@ def test_plain_models_and_pairs_of_tensors() -> None:
             y[:, -1] = IGNORED
         task = Task(model, (ids, y), likelihood=likelihood)
         q = q or blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
-        scores = blr.sensitivity(task, q, progress=False)
+        scores = blr.sensitivity(task, q)
         assert scores.tokens.tolist() == [2] * N
         if likelihood == "causal_lm":
             first = scores
@@ -410,9 +410,7 @@ def test_what_if_takes_sequences_out() -> None:
     held = sequences(5)
     test = task_of(world.model, held, batch_size=2)
     out = [0, 3]
-    result = blr.what_if(
-        world.task, q, remove=out, evaluate=test, solver="posterior", progress=False
-    )
+    result = blr.what_if(world.task, q, remove=out, evaluate=test, solver="posterior")
     gone = world.gradients[out]
     precision = flatten(q.form.values) - gone.square().sum(0)
     move = gone.sum(0) / precision
@@ -428,8 +426,7 @@ def test_what_if_takes_sequences_out() -> None:
     assert result.after.nll_per_token == pytest.approx(per_token, rel=EXACT)
     assert result.after.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
     assert result.before.perplexity == pytest.approx(
-        blr.sensitivity(test, Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5),
-                        progress=False).perplexity, rel=EXACT)  # fmt: skip
+        blr.sensitivity(test, Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5)).perplexity, rel=EXACT)  # fmt: skip
     assert set(after) == set(result.parameters)
     hits = [(changed(x.unsqueeze(0)).logits[0, :-1].argmax(-1) == x[1:]).double() for x in held]
     assert result.accuracy == pytest.approx(float(torch.cat(hits).mean()), rel=EXACT)
@@ -441,9 +438,7 @@ def test_adding_a_sequence_is_taking_it_out_backwards() -> None:
     world = World(tiny_lm(), labelled=False)
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     new = task_of(world.model, sequences(2))
-    result = blr.what_if(
-        world.task, q, add=new, evaluate=world.task, solver="posterior", progress=False
-    )
+    result = blr.what_if(world.task, q, add=new, evaluate=world.task, solver="posterior")
     grads = torch.stack([token_gradients(world.model, x, x)[1].sum(0) for x in sequences(2)])
     move = -grads.sum(0) / (flatten(q.form.values) + grads.square().sum(0))
     assert relative(flatten(result.parameters), flatten(q.mean) + move) < EXACT
@@ -454,7 +449,7 @@ def test_tables_and_groups() -> None:
     speaker = list("aabbccdd")
     task = task_of(world.model, world.ids, world.labels, metadata={"speaker": speaker})
     q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
-    scores = blr.sensitivity(task, q, progress=False)
+    scores = blr.sensitivity(task, q)
     table = scores.table
     names = ["index", "tokens", "loss", "loss_per_token", "error", "self_influence", "speaker"]
     assert list(table) == names
@@ -462,30 +457,26 @@ def test_tables_and_groups() -> None:
     assert total["b"] == pytest.approx(float(scores.self_influence[2:4].sum()), rel=EXACT)
     counts = scores.losses / scores.tokens
     assert relative(torch.tensor(table.loss_per_token.to_numpy()), counts) < EXACT
-    loo = blr.leave_one_out(task, q, progress=False)
+    loo = blr.leave_one_out(task, q)
     assert relative(
         torch.tensor(loo.table.loss.to_numpy()), scores.losses + scores.self_influence
     ) < EXACT  # fmt: skip
-    tokens = blr.token_sensitivity(
-        task, q, sequences=lambda row: row.speaker == "c", progress=False
-    )
+    tokens = blr.token_sensitivity(task, q, sequences=lambda row: row.speaker == "c")
     assert set(tokens.table.speaker) == {"c"}
     assert tokens.table.loss_without.sum() == pytest.approx(float(loo.losses[4:6].sum()), rel=EXACT)
-    each = blr.what_if_each(task, q, by="speaker", solver="posterior", progress=False)
+    each = blr.what_if_each(task, q, by="speaker", solver="posterior")
     assert each.group.tolist() == list("abcd")
-    alone = blr.what_if(task, q, remove=[2, 3], solver="posterior", progress=False)
+    alone = blr.what_if(task, q, remove=[2, 3], solver="posterior")
     assert each.nll_after[1] == pytest.approx(alone.nll, rel=EXACT)
-    chosen = blr.what_if(
-        task, q, remove=lambda row: row.tokens > 5, solver="posterior", progress=False
-    )
+    chosen = blr.what_if(task, q, remove=lambda row: row.tokens > 5, solver="posterior")
     assert chosen.removed == int((scores.tokens > 5).sum())
 
 
 def test_units() -> None:
     world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
-    scores = blr.sensitivity(world.task, q, progress=False)
-    loo = blr.leave_one_out(world.task, q, progress=False)
+    scores = blr.sensitivity(world.task, q)
+    loo = blr.leave_one_out(world.task, q)
     per_token = float(torch.cat(world.token_losses).mean())
     assert scores.loss_per_token == pytest.approx(per_token, rel=EXACT)
     assert scores.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
@@ -513,7 +504,7 @@ def test_ivon_gives_a_posterior_of_sequences() -> None:
             (task.likelihood.nll(outputs, targets).sum() / N).backward()
         optimizer.step()
     q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=0.1 * N)
-    scores = blr.sensitivity(task, q, progress=False)
+    scores = blr.sensitivity(task, q)
     sigma = torch.cat([q.variance(n).flatten() for n in q.mean])
     grads = torch.stack([token_gradients(model, x, x)[1].sum(0) for x in ids])
     assert relative(scores.self_influence, (grads.square() * sigma).sum(1)) < EXACT
@@ -534,19 +525,19 @@ class TestRefused:
 
     def test_cavity(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match="first_order"):
-            blr.leave_one_out(world.task, q, correction="cavity", progress=False)
+            blr.leave_one_out(world.task, q, correction="cavity")
 
     def test_calibrating_for_the_cavity(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match="first_order"):
-            blr.calibrate(world.task, q, probe=2, correction="cavity", progress=False)
+            blr.calibrate(world.task, q, probe=2, correction="cavity")
 
     def test_relabelling(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match=r"remove= and add="):
-            blr.what_if(world.task, q, relabel={0: 1}, solver="posterior", progress=False)
+            blr.what_if(world.task, q, relabel={0: 1}, solver="posterior")
 
     def test_groups_by_target(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match=r"no column 'target'.*tokens"):
-            blr.what_if_each(world.task, q, progress=False)
+            blr.what_if_each(world.task, q)
 
     def test_outputs_of_everything(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match="too many to hold"):
@@ -559,7 +550,7 @@ class TestRefused:
 
     def test_single_tokens_of_other_likelihoods(self) -> None:
         task = Task(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3))
-        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
         with pytest.raises(InputError, match=r'"tokens" or "causal_lm"'):
             blr.token_sensitivity(task, q)
 
@@ -586,7 +577,7 @@ class TestRefused:
         task = Task(Model(), (ids, ids), likelihood="causal_lm")
         q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
         with pytest.raises(ModelError, match="eager"):
-            blr.token_sensitivity(task, q, progress=False)
+            blr.token_sensitivity(task, q)
 
 
 MB = 2**20
@@ -609,7 +600,7 @@ def peak_of(n: int, budget: int | None, *, tied: bool = False) -> int:
     task = large(n, tied=tied)
     q = posterior_of(task)
     plan_for(task, q.mean)
-    return peak_bytes(lambda: blr.sensitivity(task, q, memory_budget=budget, progress=False))
+    return peak_bytes(lambda: blr.sensitivity(task, q))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -645,11 +636,11 @@ def test_fitting_and_evaluating_hold_no_outputs() -> None:
 def test_large_read_outs_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of("plain")
     q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
-    truth = blr.sensitivity(world.task, q, progress=False).self_influence
+    truth = blr.sensitivity(world.task, q).self_influence
     for held in (1, 10, 40):
         monkeypatch.setattr(outer, "HELD", held)
         monkeypatch.setattr(outer, "_few_positions", lambda *_: False)
-        found = blr.sensitivity(world.task, q, progress=False).self_influence
+        found = blr.sensitivity(world.task, q).self_influence
         assert relative(found, truth) < EXACT
         again = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
         assert relative(flatten(again.form.values), flatten(q.form.values)) < EXACT

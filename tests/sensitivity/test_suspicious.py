@@ -46,7 +46,7 @@ def trained(x: Tensor, y: Tensor, c: int, seed: int = 0) -> nn.Module:
 
 def laplace(model: nn.Module, x: Tensor, y: Tensor) -> tuple[blr.Task, blr.Posterior]:
     task = blr.Task(model, (x, y))
-    return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA, progress=False)
+    return task, blr.fit_laplace(task, structure="full", prior_precision=DELTA)
 
 
 def blobs(n: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def test_gain_is_what_retraining_without_the_example_says() -> None:
     x[5] = CENTRES[y[5]]
     y[5] = (y[5] + 1) % 3
     task, q = laplace(trained(x, y, 3), x, y)
-    found = blr.suspicious(task, q, duplicates=False, progress=False)
+    found = blr.suspicious(task, q, duplicates=False)
     as_it_is = relabelling(task.likelihood, task.model(x).detach(), y).amax(1)
     missed, misses = 0.0, 0.0
     for i in (5, 0, 17):
@@ -101,12 +101,12 @@ def test_unfamiliarity_is_the_expected_self_influence() -> None:
     """E_{y ~ p} eᵀVe = tr ΛV, and over the data it sums to P − δ tr Σ."""
     x, y = blobs()
     task, q = laplace(trained(x, y, 3), x, y)
-    found = blr.suspicious(task, q, duplicates=False, progress=False)
+    found = blr.suspicious(task, q, duplicates=False)
     p = task.model(x).softmax(1).detach()
     expected = torch.zeros(len(x), dtype=torch.float64)
     for c in range(3):
         other = blr.Task(task.model, (x, torch.full_like(y, c)))
-        expected += p[:, c] * blr.sensitivity(other, q, progress=False).self_influence
+        expected += p[:, c] * blr.sensitivity(other, q).self_influence
     torch.testing.assert_close(found.unfamiliarity, expected, rtol=1e-9, atol=1e-12)
     trace = sum(q.variance(name).sum() for name in q.mean)
     assert float(found.unfamiliarity.sum()) == pytest.approx(float(9 - DELTA * trace), rel=1e-9)
@@ -116,8 +116,8 @@ def test_several_posteriors_are_averaged() -> None:
     x, y = blobs()
     tasks = [laplace(trained(x, y, 3), x, y), laplace(trained(x, (y + 1) % 3, 3), x, y)]
     (task, q), (_, other) = tasks
-    one, two = (blr.suspicious(task, z, duplicates=False, progress=False) for z in (q, other))
-    both = blr.suspicious(task, [other, q], duplicates=False, progress=False)
+    one, two = (blr.suspicious(task, z, duplicates=False) for z in (q, other))
+    both = blr.suspicious(task, [other, q], duplicates=False)
     torch.testing.assert_close(both.gain, (one.gain + two.gain) / 2)
     assert not torch.allclose(one.gain, two.gain, atol=0.1)
     torch.testing.assert_close(both.unfamiliarity, one.unfamiliarity)
@@ -166,9 +166,9 @@ def test_every_copy_is_found_though_there_are_many_outputs() -> None:
     x[69] = x[0]  # three of a kind
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40))
     task = blr.Task(model, (x, torch.arange(80) % 40))
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     assert responses(task, q, samples=32, progress=False)[0].shape == (80, 512)
-    found = blr.suspicious(task, q, share=1.0, progress=False)
+    found = blr.suspicious(task, q, share=1.0)
     copies = torch.zeros(80, dtype=torch.bool)
     copies[:10] = copies[69:] = True
     assert found.closeness is not None and found.twin is not None
@@ -203,7 +203,7 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
 
     def suspected(x: Tensor) -> list[int]:
         task = blr.Task(model, (x, y))
-        q = blr.fit_laplace(task, prior_precision=1.0, progress=False)
+        q = blr.fit_laplace(task, prior_precision=1.0)
         closeness, _, told = twins(task, q, samples=32, progress=False)
         return (told & (closeness > CLOSE)).nonzero().flatten().tolist()
 
@@ -231,12 +231,12 @@ def test_planted_faults_in_digits() -> None:
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
         if epoch % 12 == 11:
-            qs.append(blr.fit_laplace(task, structure="kron", prior_precision=10.0, progress=False))
-    found = blr.suspicious(task, qs, progress=False)
+            qs.append(blr.fit_laplace(task, structure="kron", prior_precision=10.0))
+    found = blr.suspicious(task, qs)
     flipped = torch.zeros(len(x), dtype=torch.bool)
     flipped[:45] = True
     clean = torch.arange(len(x)) < 900
-    plain = blr.sensitivity(task, qs[-1], progress=False).losses
+    plain = blr.sensitivity(task, qs[-1]).losses
     ours = roc_auc_score(flipped[clean], found.gain[clean])
     assert ours > roc_auc_score(flipped[clean], plain[clean]) + 0.002
     noise = torch.arange(len(x)).ge(900) & torch.arange(len(x)).lt(930)
@@ -271,9 +271,9 @@ def test_other_likelihoods(likelihood: str) -> None:
     x = torch.randn(30, 2, generator=g)
     y = (x[:, 0] > 0).float()
     task = blr.Task(nn.Linear(2, 1), (x, y), likelihood=likelihood)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    found = blr.suspicious(task, q, progress=False)
-    loo = blr.leave_one_out(task, q, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    found = blr.suspicious(task, q)
+    loo = blr.leave_one_out(task, q)
     if likelihood == "gaussian":
         assert found.proposed is None
         torch.testing.assert_close(found.gain, loo.losses)
@@ -289,9 +289,9 @@ def test_several_labels_of_one_example() -> None:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(20, 3, generator=g), torch.randint(2, (20, 2), generator=g).float()
     task = blr.Task(nn.Linear(3, 2), (x, y), likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    found = blr.suspicious(task, q, duplicates=False, progress=False)
-    left_out = blr.leave_one_out(task, q, progress=False).logits
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    found = blr.suspicious(task, q, duplicates=False)
+    left_out = blr.leave_one_out(task, q).logits
     assert found.proposed is not None
     assert found.proposed.tolist() == (left_out > 0).float().tolist()
 
@@ -303,7 +303,7 @@ def found() -> blr.Suspicions:
     y[5] = (y[5] + 1) % 3
     task, q = laplace(trained(x, y, 3), x, y)
     named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
-    return blr.suspicious(named, q, duplicates=False, progress=False)
+    return blr.suspicious(named, q, duplicates=False)
 
 
 class TestViews:
@@ -352,7 +352,7 @@ class TestBadInput:
         self, fitted: tuple[blr.Task, blr.Posterior], settings: dict[str, object], words: str
     ) -> None:
         with pytest.raises(InputError, match=words):
-            blr.suspicious(*fitted, **settings, progress=False)  # type: ignore[arg-type]
+            blr.suspicious(*fitted, **settings)  # type: ignore[arg-type]
 
     def test_posteriors(self, fitted: tuple[blr.Task, blr.Posterior]) -> None:
         task, q = fitted
@@ -367,7 +367,7 @@ class TestBadInput:
 
     def test_no_twins(self, fitted: tuple[blr.Task, blr.Posterior]) -> None:
         task, q = fitted
-        found = blr.suspicious(task, q, duplicates=False, progress=False)
+        found = blr.suspicious(task, q, duplicates=False)
         assert found.twin is None
         assert (found.table.twin == -1).all()
         with pytest.raises(InputError, match="duplicates=True"):
@@ -377,7 +377,7 @@ class TestBadInput:
         x, y = blobs(2)
         task, q = laplace(trained(x, y, 3), x, y)
         with pytest.raises(InputError, match="3 examples or more, got 2"):
-            blr.suspicious(task, q, progress=False)
+            blr.suspicious(task, q)
 
 
 def test_the_repr_counts_what_share_keeps_back() -> None:
@@ -386,11 +386,8 @@ def test_the_repr_counts_what_share_keeps_back() -> None:
     y = (x[:, 0] > 0).long()
     y[::4] = 1 - y[::4]
     task = blr.Task(nn.Linear(3, 2), (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    some, every = (
-        blr.suspicious(task, q, duplicates=False, share=share, progress=False)
-        for share in (0.05, 1.0)
-    )
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    some, every = (blr.suspicious(task, q, duplicates=False, share=share) for share in (0.05, 1.0))
     held = sum(k == "none" and g > 0 for k, g in zip(some.kind, some.gain.tolist(), strict=True))
     assert held > 0 and f"{held} more" in repr(some)
     assert "more" not in repr(every)

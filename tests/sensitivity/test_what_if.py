@@ -40,7 +40,7 @@ def fitted(
     """Linear regression trained to the optimum, and its exact posterior."""
     model = trained("gaussian", x, y, delta, y.shape[1])
     task = blr.Task(model, (x, y), likelihood="gaussian", **options)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=delta, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=delta)
     return task, q
 
 
@@ -63,7 +63,7 @@ def test_removing_any_group_from_linear_regression_is_retraining(data) -> None:
     delta = data.draw(st.floats(0.01, 100))
     x, y = regression(n, d, c, data.draw(st.integers(0, 10**6)))
     task, q = fitted(x, y, delta)
-    result = blr.what_if(task, q, remove=sorted(group), progress=False)
+    result = blr.what_if(task, q, remove=sorted(group))
     weights = without(n, sorted(group))
     truth = retrained("gaussian", x, y, weights, delta, c)[0]
     close(flat(result.parameters), truth, 1e-7)
@@ -80,12 +80,12 @@ def test_the_posterior_left_is_the_one_fitted_to_what_is_left(noise: float) -> N
     gaussian = blr.Gaussian(variance=noise)
     model = linear(retrained("gaussian", x, y, torch.ones(1, 20), noise * 0.7, 2)[0])
     task = blr.Task(model, (x, y), likelihood=gaussian)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7, progress=False)
-    result = blr.what_if(task, q, remove=range(5, 12), progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
+    result = blr.what_if(task, q, remove=range(5, 12))
     kept = [*range(5), *range(12, 20)]
     theta = retrained("gaussian", x[kept], y[kept], torch.ones(1, 13), noise * 0.7, 2)[0]
     again = blr.Task(linear(theta), (x[kept], y[kept]), likelihood=gaussian)
-    p = blr.fit_laplace(again, structure="full", prior_precision=0.7, progress=False)
+    p = blr.fit_laplace(again, structure="full", prior_precision=0.7)
     close(flat(result.posterior.mean), flat(p.mean))
     close(dense_precision(result.posterior), dense_precision(p))
     close(result.posterior.variance("weight"), p.variance("weight"))
@@ -98,15 +98,15 @@ def test_removing_in_two_steps_is_removing_at_once(structure: str) -> None:
     """The posterior that is left can be used further, on the task that is left."""
     x, y = regression(20, 3)
     task, q = fitted(x, y, structure=structure)
-    once = blr.what_if(task, q, remove=[2, 3, 11], progress=False)
-    first = blr.what_if(task, q, remove=[3], progress=False)
+    once = blr.what_if(task, q, remove=[2, 3, 11])
+    first = blr.what_if(task, q, remove=[3])
     rest = task.subset([i for i in range(20) if i != 3])
-    second = blr.what_if(rest, first.posterior, remove=[2, 10], progress=False)
+    second = blr.what_if(rest, first.posterior, remove=[2, 10])
     if structure == "full":  # exact; the others keep no correlations between the steps
         close(flat(second.parameters), flat(once.parameters))
     close(dense_precision(second.posterior), dense_precision(once.posterior))
     assert second.posterior.n_data == 17
-    assert len(blr.sensitivity(rest, first.posterior, progress=False)) == 19
+    assert len(blr.sensitivity(rest, first.posterior)) == 19
 
 
 @settings(deadline=None, max_examples=20)
@@ -121,9 +121,9 @@ def test_adding_after_removing_returns_the_start(
     x, y = regression(10, 3, 1, seed)
     task, q = fitted(x, y, structure=structure)
     chosen = sorted(group)
-    removed = blr.what_if(task, q, remove=chosen, progress=False)
+    removed = blr.what_if(task, q, remove=chosen)
     rest = task.subset([i for i in range(10) if i not in group])
-    back = blr.what_if(rest, removed.posterior, add=task.subset(chosen), progress=False)
+    back = blr.what_if(rest, removed.posterior, add=task.subset(chosen))
     assert back.added == len(chosen) and back.posterior.n_data == 10
     close(dense_precision(back.posterior), dense_precision(q), 1e-8)
     if structure == "full":
@@ -135,8 +135,8 @@ def test_a_single_example_with_another_like_it_counts_twice() -> None:
     one = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     model = nn.Linear(4, 1).double()
     task = blr.Task(model, one, likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
-    result = blr.what_if(task, q, add=task, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    result = blr.what_if(task, q, add=task)
     with torch.no_grad():  # off the minimum: one step along the second copy's gradient
         x, p = one[0].squeeze(), model(one[0]).sigmoid().item()
     moved = (flat(result.parameters) - flat(q.mean)).squeeze()
@@ -148,7 +148,7 @@ def test_adding_new_examples_is_training_on_them_too() -> None:
     x, y = regression(25, 3)
     task, q = fitted(x[:20], y[:20])
     new = blr.Task(nn.Linear(3, 1).double(), (x[20:], y[20:]), likelihood="gaussian")
-    result = blr.what_if(task, q, add=new, progress=False)
+    result = blr.what_if(task, q, add=new)
     truth = retrained("gaussian", x, y, torch.ones(1, 25), 1.0)[0]
     close(flat(result.parameters), truth)
     assert result.added == 5 and result.posterior.n_data == 25
@@ -158,7 +158,7 @@ def test_removing_all_and_adding_others_starts_again_from_the_prior() -> None:
     x, y = regression(25, 3)
     task, q = fitted(x[:20], y[:20], delta=0.3)
     new = blr.Task(task.model, (x[20:], y[20:]), likelihood="gaussian")
-    result = blr.what_if(task, q, remove=torch.ones(20, dtype=torch.bool), add=new, progress=False)
+    result = blr.what_if(task, q, remove=torch.ones(20, dtype=torch.bool), add=new)
     close(flat(result.parameters), retrained("gaussian", x[20:], y[20:], torch.ones(1, 5), 0.3)[0])
     assert result.posterior.n_data == 5
 
@@ -172,7 +172,7 @@ def test_removing_all_and_adding_others_starts_again_from_the_prior() -> None:
 def test_relabelling_linear_regression_is_retraining(labels: dict[int, float]) -> None:
     x, y = regression(10, 3)
     task, q = fitted(x, y, delta=0.5)
-    result = blr.what_if(task, q, relabel=labels, progress=False)
+    result = blr.what_if(task, q, relabel=labels)
     changed = y.clone()
     for i, value in labels.items():
         changed[i] = value
@@ -185,7 +185,7 @@ def test_all_three_at_once() -> None:
     x, y = regression(23, 3)
     task, q = fitted(x[:20], y[:20])
     new = blr.Task(task.model, (x[20:], y[20:]), likelihood="gaussian")
-    result = blr.what_if(task, q, remove=[0, 1], add=new, relabel={5: 9.25}, progress=False)
+    result = blr.what_if(task, q, remove=[0, 1], add=new, relabel={5: 9.25})
     changed = y.clone()
     changed[5] = 9.25
     truth = retrained("gaussian", x, changed, without(23, [0, 1]), 1.0)[0]
@@ -197,7 +197,7 @@ def test_all_three_at_once() -> None:
 def test_what_relabelling_to_the_old_label_does_is_nothing() -> None:
     x, y = regression(10, 3)
     task, q = fitted(x, y)
-    result = blr.what_if(task, q, relabel={4: y[4, 0]}, progress=False)
+    result = blr.what_if(task, q, relabel={4: y[4, 0]})
     close(flat(result.parameters), flat(q.mean), 1e-15)
     assert result.nll == result.before.nll
 
@@ -217,9 +217,9 @@ def test_the_step_equals_the_dense_formula(kind: str, structure: str, dtype: tor
         y = torch.randint(4, (n, c), generator=g)
     model = mlp(outputs=c)
     exact = blr.Task(model, (x, y), likelihood=kind)
-    q = blr.fit_laplace(exact, structure=structure, prior_precision=0.5, progress=False)
+    q = blr.fit_laplace(exact, structure=structure, prior_precision=0.5)
     task = blr.Task(copy.deepcopy(model).to(dtype), (x.to(dtype), y), likelihood=kind)
-    result = blr.what_if(task, q, remove=[1, 4, 5], solver="posterior", progress=False)
+    result = blr.what_if(task, q, remove=[1, 4, 5], solver="posterior")
 
     jacobian = dense_jacobian(exact, q.mean)[[1, 4, 5]]
     f = model(x).detach()
@@ -268,12 +268,12 @@ def test_removed_groups_against_retraining(
     g = torch.Generator().manual_seed(0)
     groups = [torch.randperm(len(x), generator=g)[: len(x) // 20] for _ in range(30)]
     task = blr.Task(trained(kind, x, y, 1.0, outputs), (x, y), likelihood=kind)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     truth = retrained(kind, x, y, without(len(x), *groups), 1.0, outputs)
     before, z = flat(q.mean), with_ones(x)
     predicted, true, gaps = [], [], []
     for group, theta in zip(groups, truth, strict=True):
-        result = blr.what_if(task, q, remove=group, solver="posterior", progress=False)
+        result = blr.what_if(task, q, remove=group, solver="posterior")
         moved, exact = (flat(result.parameters) - before) @ z.T, (theta - before) @ z.T
         gaps.append(float((moved - exact).norm() / exact.norm()))
         f = z @ theta.T
@@ -293,7 +293,7 @@ def classification(seed: int = 0, **options) -> tuple[blr.Task, blr.Posterior]:
     x = torch.randn(60, 4, generator=g, dtype=torch.float64)
     y = (x[:, :3] + 0.5 * torch.randn(60, 3, generator=g)).argmax(1)
     task = blr.Task(trained("categorical", x, y, 1.0, 3), (x, y), **options)
-    return task, blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    return task, blr.fit_laplace(task, structure="full", prior_precision=1.0)
 
 
 def test_numbers_are_real_forward_passes_on_evaluate() -> None:
@@ -301,9 +301,7 @@ def test_numbers_are_real_forward_passes_on_evaluate() -> None:
     x, y = classification(seed=1)[0].dataset.tensors
     test = blr.Task(task.model, (x, y), batch_size=7)
     with untouched(task.model):
-        result = blr.what_if(
-            task, q, remove=lambda row: row.target == 2, evaluate=test, progress=False
-        )
+        result = blr.what_if(task, q, remove=lambda row: row.target == 2, evaluate=test)
     theta = flat(result.parameters)
     f = with_ones(x) @ theta.T
     losses = nn.functional.cross_entropy(f, y, reduction="none")
@@ -320,14 +318,14 @@ def test_numbers_are_real_forward_passes_on_evaluate() -> None:
 
 def test_without_evaluate_the_training_data_are_looked_at() -> None:
     task, q = classification()
-    one = blr.what_if(task, q, remove=[0], progress=False)
-    two = blr.what_if(task, q, remove=[0], evaluate=task, progress=False)
+    one = blr.what_if(task, q, remove=[0])
+    two = blr.what_if(task, q, remove=[0], evaluate=task)
     assert one.nll == two.nll and len(one.targets) == 60
 
 
 def test_apply_loads_the_new_weights() -> None:
     task, q = classification()
-    result = blr.what_if(task, q, remove=[3, 4], progress=False)
+    result = blr.what_if(task, q, remove=[3, 4])
     model = copy.deepcopy(task.model).float()
     assert result.apply(model) is model
     assert torch.equal(model.weight, result.parameters["weight"].float())
@@ -355,13 +353,13 @@ def test_evaluate_may_hold_another_model_object() -> None:
     model[1].running_mean.fill_(0.3)
     model[0].weight.data.mul_(2)
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     fresh = build()
     test = blr.Task(fresh, (x[:20] + 1, y[:20]))
     with untouched(fresh), untouched(model):
-        result = blr.what_if(task, q, remove=[0], evaluate=test, progress=False)
+        result = blr.what_if(task, q, remove=[0], evaluate=test)
     same = blr.Task(model, (x[:20] + 1, y[:20]))
-    expected = blr.what_if(task, q, remove=[0], evaluate=same, progress=False)
+    expected = blr.what_if(task, q, remove=[0], evaluate=same)
     assert result.nll == expected.nll and result.before.nll == expected.before.nll
     f = model(x[:20] + 1).detach()
     assert result.before.nll == pytest.approx(float(nn.functional.cross_entropy(f, y[:20])))
@@ -378,7 +376,7 @@ def test_a_group_beyond_the_learned_precision_is_floored_and_said() -> None:
         prior_precision=1.0,
         n_data=20,
     )
-    result = blr.what_if(task, thin, remove=range(10), progress=False)
+    result = blr.what_if(task, thin, remove=range(10))
     assert result.floored == pytest.approx(2 / 3)
     precision = result.posterior.precision("weight")[0]
     assert float(precision[0]) == 1.0 and float(result.posterior.precision("bias")) == 1.0
@@ -393,16 +391,14 @@ def test_each_row_is_one_what_if(by: str) -> None:
     names = ["web", "book", "code", "web"] * 15
     task, q = classification(metadata={"source": names})
     test = blr.Task(task.model, classification(seed=1)[0].dataset.tensors)
-    table = blr.what_if_each(task, q, by=by, evaluate=test, progress=False)
+    table = blr.what_if_each(task, q, by=by, evaluate=test)
     measured = [f"{kind}_{when}" for kind in ("nll", "accuracy")
                 for when in ("before", "after", "change")]  # fmt: skip
     about = ["converged", "error", "nll_high", "nll_low", "note", "passes", "solver"]
     assert list(table) == ["group", "n", *measured, *about]
     assert table.group.tolist() == ([0, 1, 2] if by == "target" else ["book", "code", "web"])
     for row in table.itertuples():
-        one = blr.what_if(
-            task, q, remove=lambda r, g=row.group: r[by] == g, evaluate=test, progress=False
-        )
+        one = blr.what_if(task, q, remove=lambda r, g=row.group: r[by] == g, evaluate=test)
         assert row.n == one.removed
         assert row.nll_after == one.nll and row.accuracy_after == one.accuracy
         assert row.nll_before == one.before.nll and row.accuracy_before == one.before.accuracy
@@ -414,7 +410,7 @@ def test_each_row_is_one_what_if(by: str) -> None:
 def test_each_for_regression_has_no_accuracy() -> None:
     x, y = regression(12, 2)
     task, q = fitted(x, y, metadata={"site": [1, 2, 3] * 4})
-    table = blr.what_if_each(task, q, by="site", progress=False)
+    table = blr.what_if_each(task, q, by="site")
     assert table.accuracy_after.isna().all() and table.accuracy_change.isna().all()
     for row in table.itertuples():
         truth = retrained(
@@ -443,7 +439,7 @@ def test_the_share_of_a_group_is_the_sum_of_its_parts(data) -> None:
     if kind == "gaussian":
         y = torch.randn(12, 2, generator=g, dtype=torch.float64)
     task = blr.Task(mlp(outputs=KINDS[kind]), (x, y), likelihood=kind, batch_size=5)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0, progress=False)
+    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
     whole, one, two = (
         share(task, q, torch.tensor(part), QUIET) for part in (group, group[:cut], group[cut:])
     )
@@ -458,15 +454,15 @@ def test_the_share_of_a_group_is_the_sum_of_its_parts(data) -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_outside_do_not_matter(context) -> None:
     task, q = classification()
-    expected = blr.what_if(task, q, remove=[1, 2], relabel={5: 0}, progress=False)
+    expected = blr.what_if(task, q, remove=[1, 2], relabel={5: 0})
     with context():
-        found = blr.what_if(task, q, remove=[1, 2], relabel={5: 0}, progress=False)
-        inside = blr.fit_laplace(task, structure="full", prior_precision=1.0, progress=False)
+        found = blr.what_if(task, q, remove=[1, 2], relabel={5: 0})
+        inside = blr.fit_laplace(task, structure="full", prior_precision=1.0)
     assert found.nll == expected.nll
-    again = blr.what_if(task, inside, remove=[1, 2], relabel={5: 0}, progress=False)
+    again = blr.what_if(task, inside, remove=[1, 2], relabel={5: 0})
     assert again.nll == expected.nll
     rest = task.subset([i for i in range(60) if i not in (1, 2)])
-    assert blr.what_if(rest, found.posterior, remove=[0], progress=False).removed == 1
+    assert blr.what_if(rest, found.posterior, remove=[0]).removed == 1
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
@@ -474,7 +470,7 @@ def test_what_changes_is_the_mean_over_several_posteriors(kind: str) -> None:
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(30) % 3 if kind == "categorical" else x[:, :3]
     tasks = [blr.Task(mlp(seed=seed), (x, y), likelihood=kind) for seed in (3, 4)]
-    qs = [blr.fit_laplace(t, prior_precision=5.0, progress=False) for t in tasks]
+    qs = [blr.fit_laplace(t, prior_precision=5.0) for t in tasks]
     options = dict(remove=[1, 4], solver="posterior", progress=False)
     first, last = (blr.what_if(tasks[0], q, **options) for q in qs)
     found = blr.what_if(tasks[0], qs, **options)

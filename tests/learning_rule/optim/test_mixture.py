@@ -103,7 +103,7 @@ def test_predictions_and_analyses_take_the_mixture() -> None:
     expected = -(sum(densities) / 2).log() + 0.5 * torch.log(torch.tensor(2 * torch.pi))
     torch.testing.assert_close(both.losses, expected.squeeze(1))
     assert predict(task, qs, draws=3, progress=False).draws == 6
-    assert blr.sensitivity(task, qs, progress=False).deviation.shape[0] == len(y)
+    assert blr.sensitivity(task, qs).deviation.shape[0] == len(y)
 
 
 def test_what_is_no_mixture() -> None:

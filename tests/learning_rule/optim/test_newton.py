@@ -112,9 +112,7 @@ def test_laplace_is_one_step_at_the_mode() -> None:
     optimizer = Newton(model.parameters(), ess=40, weight_decay=delta / 40)
     for _ in range(8):
         optimizer.step(lambda: F.cross_entropy(model(x), y))
-    laplace = fit_laplace(
-        Task(model, (x, y)), structure="full", prior_precision=delta, progress=False
-    )
+    laplace = fit_laplace(Task(model, (x, y)), structure="full", prior_precision=delta)
     learned = optimizer.state[next(model.parameters())]["precision"]
     variances = torch.linalg.inv(learned).diagonal()
     found = torch.cat([laplace.variance(n).flatten() for n, _ in model.named_parameters()])
