@@ -193,7 +193,7 @@ def data_precision(precision: Any, name: str) -> State:
         InputError: neither tensors by name nor a posterior; NaN, inf or negative entries.
     """
     if isinstance(precision, Posterior):
-        prior = precision.prior.within(precision.record)
+        prior = precision.prior
         data_part = {n: (precision.precision(n) - prior.of(n)).clamp_min(0) for n in precision.mean}
     else:
         data_part = state_of(precision, name)
