@@ -59,10 +59,12 @@ def restore(
     param_groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
     gathered: Gathered,
+    methods: Mapping[Tensor, str],
     generator: torch.Generator | None,
 ) -> None:
     """Copy what torch would alias or round to the parameter's dtype, and the gathered draws."""
-    methods = {p: group["hess_approx"] for group in param_groups for p in group["params"]}
+    sampling = state_dict.get("sampling", {})
+    gathered.count = sampling.get("count", 0)
     for key, param in _pairs(state_dict, param_groups):
         saved = state_dict["state"].get(key, {})
         for name in KEPT:
@@ -71,8 +73,8 @@ def restore(
                     device=param.device, dtype=state_dtype(param), copy=True
                 )
         gathered.unpack(param, methods[param], saved)
-    sampling = state_dict.get("sampling", {})
-    gathered.count = sampling.get("count", 0) if gathered.estimates else 0
+    if not gathered.estimates:
+        gathered.count = 0
     if generator is not None and "generator" in sampling:
         generator.set_state(sampling["generator"].cpu())
 
