@@ -314,8 +314,10 @@ class RowOptimizer(torch.optim.Optimizer):
         with plain_tensors():
             moved = self._fused and all(p.grad is None for p in draw.groups)
             if draw.train and self.examples is not None:
-                scale = draw.divided_by ** DEGREES[self.row.curvature.method]
-                draw.given = {p: s * scale for p, s in self.examples.finish().items()}
+                draw.given = self.examples.finish()
+                if draw.divided_by != 1:
+                    scale = draw.divided_by ** DEGREES[self.row.curvature.method]
+                    draw.given = {p: s * scale for p, s in draw.given.items()}
             draw.restore(self._buffers)
             self._close(draw)
             if moved or not draw.train:
