@@ -28,3 +28,21 @@ __all__ = [
     "Vadam",
     "Vprop",
 ]
+
+BY_NAME = {
+    "bayesbinn": BayesBiNN,
+    "bsam": BSAM,
+    "dropout": Dropout,
+    "ivon": IVON,
+    "newton": Newton,
+    "noisykfac": NoisyKFAC,
+    "oggn": OGGN,
+    "ogn": OGN,
+    "slang": SLANG,
+    "ste": STE,
+    "vadam": Vadam,
+    "voggn": VOGGN,
+    "vogn": VOGN,
+    "vprop": Vprop,
+}
+"""The optimizers of networks by their names in lower case."""
