@@ -18,7 +18,7 @@ import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.inference import LDA, NotConverged, documents
-from blr_analysis.learning_rule.inference.documents import exp_digamma, local_step, read_counts
+from blr_analysis.learning_rule.inference.documents import local_step, read_counts
 
 K, V = 4, 60
 
@@ -287,45 +287,29 @@ def test_topics_that_lag_behind_refuse_to_give_back_more_than_they_hold():
         fitted.without(range(20))
 
 
-@pytest.mark.parametrize(
-    ("waste", "together", "turns"), [(0, 1, 1), (700, 3000, 3), (1 << 20, 1 << 20, 100)]
-)
-def test_blocks_groups_and_rounds_change_nothing(monkeypatch, waste, together, turns):
+@pytest.mark.parametrize("turns", [1, 4, 100])
+def test_documents_alone_are_documents_together(turns):
+    """Each stops by itself, in whatever block it stands."""
     data, q = read_counts(corpus(50), torch.float64), Dirichlet(torch.tensor(random_topics()))
     rows, prior = torch.randperm(50)[:33], LDA(K).document_prior()
-    before = local_step(data, rows, q, prior)
-    monkeypatch.setattr(documents, "WASTE", waste)
-    monkeypatch.setattr(documents, "TOGETHER", together)
-    monkeypatch.setattr(documents, "ROUND", turns)
-    after = local_step(data, rows, q, prior)
-    torch.testing.assert_close(after.gamma, before.gamma, rtol=1e-9, atol=0)
-    torch.testing.assert_close(after.bound, before.bound, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(after.expected, before.expected, rtol=1e-9, atol=1e-12)
+    together = local_step(data, rows, q, prior, max_iter=turns, expected="each")
+    summed = local_step(data, rows, q, prior, max_iter=turns).expected
+    for at, row in enumerate(rows):
+        alone = local_step(data, row.view(1), q, prior, max_iter=turns)
+        torch.testing.assert_close(together.gamma[at], alone.gamma[0], rtol=1e-9, atol=0)
+        torch.testing.assert_close(together.bound[at], alone.bound[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(together.expected[at], alone.expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(together.expected.sum(0), summed, rtol=1e-9, atol=1e-12)
 
 
-def test_blocks_hold_every_entry_once_and_little_padding(monkeypatch):
-    monkeypatch.setattr(documents, "WASTE", 100)
+def test_blocks_hold_every_entry_once():
     matrix = corpus(50)
     rows = torch.arange(49, 9, -1)
     found = torch.zeros(40, V, dtype=torch.float64)
-    padding = []
-    for at, words, number in read_counts(matrix, torch.float64).blocks(rows, K):
+    for at, words, number in read_counts(matrix, torch.float64).blocks(rows, 1 << 10):
         found[at] += torch.zeros(len(at), V).double().scatter_add_(1, words, number)
-        padding.append(int((number == 0).sum()) * K)
+        assert int((number == 0).sum()) << 10 <= documents.WASTE
     assert torch.equal(found, torch.tensor(matrix.toarray()[rows.numpy()]).double())
-    assert max(padding) <= 100 < sum(padding) and 3 < len(padding) < 40
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-4)], ids=["double", "single"]
-)
-def test_exp_digamma_is_the_two_functions(dtype, rtol):
-    """Against SciPy; ψ(x) reaches −50 here, whose rounding the exponential multiplies by 50."""
-    x = torch.logspace(-1.7, 6, 5000, dtype=dtype)
-    wanted = np.exp(special.psi(x.double().numpy()))
-    np.testing.assert_allclose(exp_digamma(x), wanted, rtol=rtol)
-    np.testing.assert_allclose(exp_digamma(x[::50]), wanted[::50], rtol=rtol)
-    assert exp_digamma(torch.full((5000,), 1e-30, dtype=dtype)).eq(0).all()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
