@@ -36,7 +36,6 @@ from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
-from blr_analysis.merging.weighting import SuggestedWeights
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions
 from blr_analysis.sensitivity.influence.results import (
@@ -239,8 +238,8 @@ def cleanlab_issues(suspicions: Suspicions) -> pd.DataFrame:
 
     One row per example in the order of the dataset; of every score, 0 … 1, less is worse, as there:
     ``is_label_issue``, ``label_score`` (exp −loss, the mean over the run), ``given_label``,
-    ``predicted_label``, ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV), ``is_near_duplicate_issue``,
-    ``near_duplicate_score``, and the metadata.
+    ``predicted_label``, ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV),
+    ``is_near_duplicate_issue``, ``near_duplicate_score``, and the metadata.
 
     Raises:
         InputError: of a regression, where there is no label to propose.
@@ -687,10 +686,8 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     accuracy              mean over the tasks that have one; NaN without       better
     nll_<task>            mean loss on each validation task, nats per example  worse
     accuracy_<task>       fraction right; NaN for regression                   better
-    predicted_<task>      of a front, what the surrogate of nll_<task> foretold
     failure               why the merge could not be run; "" where it could
     best                  whether this row is ``curve.best``
-    front                 whether it is on ``curve.front``; for search="front"
     ===================== ==================================================== =============
     """
     rows = [
@@ -702,10 +699,8 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
             "accuracy": point.accuracy,
             **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
             **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
-            **{f"predicted_{n}": v for n, v in zip(curve.tasks, point.predicted, strict=False)},
             "failure": point.failure,
             "best": point is curve.best,
-            **({"front": point in curve.front} if curve.shape == "front" else {}),
         }
         for point in curve.points
     ]
@@ -752,12 +747,6 @@ def report_table(report: MergeReport) -> pd.DataFrame:
     table = plan_table(report.plan)
     table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
     return table
-
-
-@make_table.register(SuggestedWeights)
-def suggested_weights_table(suggested: SuggestedWeights) -> pd.DataFrame:
-    """One row per model: model, weight (α of task arithmetic)."""
-    return pd.DataFrame({"model": list(suggested.weights), "weight": suggested.weights.values()})
 
 
 # The rule, and the words of topics

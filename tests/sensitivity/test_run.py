@@ -315,7 +315,7 @@ def test_without_a_recipe_nothing_is_calibrated(fit: Any) -> None:
 
 def test_a_replay_is_the_difference_of_two_trainings(fit: Any) -> None:
     task, q = fit
-    x, y = digits()
+    _, y = digits()
     test = blr.Task(task.model, digits(300, 60))
     result = blr.what_if(task, q, remove=y == 3, evaluate=test, passes=2, seeds=2)
     assert result.solver == "replay"
@@ -402,7 +402,7 @@ def test_a_training_that_diverges_is_one_error(fit: Any) -> None:
 
 
 def test_reruns_have_weights_buffers_and_runs_of_their_own(fit: Any) -> None:
-    task, q = fit
+    task, _ = fit
     again = blr.rerun(task, seeds=2)
     assert [len(p.run) for p in again] == [4, 4]
     assert not torch.equal(again[0].buffers["1.running_mean"], again[1].buffers["1.running_mean"])

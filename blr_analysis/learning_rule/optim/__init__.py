@@ -9,6 +9,7 @@ from blr_analysis.learning_rule.optim.newton import Newton
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.structured import OGGN, SLANG, VOGGN, NoisyKFAC
 from blr_analysis.learning_rule.optim.variational import OGN, VOGN, Vadam, Vprop
+from blr_analysis.recipe import OPTIMIZERS
 
 __all__ = [
     "BSAM",
@@ -46,3 +47,5 @@ BY_NAME = {
     "vprop": Vprop,
 }
 """The optimizers of networks by their names in lower case."""
+
+OPTIMIZERS |= BY_NAME  # which recipes know by name
