@@ -51,7 +51,7 @@ bench: parity-deps $(VENV)-peers/kronfluence/.done
 # laplace-torch is there already, among the packages that the tests compare with.
 fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
-	$(RUN) -m benchmarks.field --peers $(VENV)-peers $(ARGS)
+	$(RUN) -m benchmarks.run
 
 peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit bergson dattri-llm,$(VENV)-peers/$(peer)/.done)
 

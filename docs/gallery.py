@@ -37,7 +37,7 @@ def world() -> dict[str, object]:
                 nn.functional.cross_entropy(model(images[batch]), y[batch]).backward()
             optimizer.step()
         monitor(lambda: blr.Posterior.from_optimizer(optimizer, model), epoch)
-    posterior = blr.fit_laplace(task, prior_precision=3.0, progress=False)
+    posterior = blr.fit_laplace(task, prior_precision=3.0)
     tuned, tasks = [], []
     for half in (labels[:N] < 5, labels[:N] >= 5):
         one = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
@@ -49,9 +49,7 @@ def world() -> dict[str, object]:
             adam.step()
         tuned.append(one)
         tasks.append(blr.Task(one, (images[:N][half], labels[:N][half])))
-    diagonals = [
-        blr.fit_laplace(t, structure="diag", prior_precision=1.0, progress=False) for t in tasks
-    ]
+    diagonals = [blr.fit_laplace(t, structure="diag", prior_precision=1.0) for t in tasks]
     return dict(
         task=task, test_task=test_task, posterior=posterior, monitor=monitor, model=model,
         y=y, linear=blr.Task(nn.Linear(8, 10), (images[:100, 0].sum(1), y[:100])), tuned=tuned,

@@ -15,25 +15,23 @@ NAMES = {
     "memory_map", "Monitor", "select_prior_precision", "IVON", "VOGN", "OGN", "Vadam", "Vprop",
     "BSAM", "STE", "BayesBiNN", "table1", "Likelihood", "Categorical", "Bernoulli", "Gaussian",
     "Poisson", "BLRError", "errors", "likelihoods", "CausalLM", "TokenCategorical",
-    "token_sensitivity", "subset_posterior", "gradient_mismatch", "merge_curve",
-    "replays", "KroneckerRecorder",
+    "gradient_mismatch", "merge_curve", "rerun", "calibrate", "Recipe", "Checkpoints", "suspicious",
 }  # fmt: skip
 
 # name → (the first arguments, the keyword-only ones with their defaults)
 REQUIRED = inspect.Parameter.empty
 SIGNATURES: dict[Callable, tuple[list[str], dict[str, Any]]] = {
     blr.Task: (["model", "data"], {"likelihood": "categorical", "forward": None,
-                                   "batch_size": 256, "device": None, "metadata": None}),
+                                   "batch_size": None, "device": None, "metadata": None}),
     blr.Posterior.from_optimizer: (["optimizer", "model"],
                                    {"n_data": None, "prior_precision": None}),
     blr.Posterior.from_checkpoint: (["path", "model"], {"n_data": None, "prior_precision": None}),
     blr.Posterior.load: (["path"], {"model": None, "prior_precision": None}),
     blr.fit_laplace: (["task"], {"structure": "kron", "prior_precision": None}),
-    blr.sensitivity: (["task", "posterior"], {"variance": None, "chunk_size": None,
-                                              "memory_budget": None, "progress": None}),
+    blr.sensitivity: (["task", "posterior"], {"variance": None}),
     blr.leave_one_out: (["task", "posterior"], {"correction": "auto"}),
     blr.what_if: (["task", "posterior"], {"remove": None, "add": None, "relabel": None,
-                                          "evaluate": None, "solver": "auto", "steps": None}),
+                                          "evaluate": None, "solver": "auto", "seeds": 3, "passes": None}),
     blr.what_if_each: (["task", "posterior"], {"by": "target", "evaluate": None}),
     blr.memory_map: (["scores"], {}),
 }  # fmt: skip

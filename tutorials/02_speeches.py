@@ -27,6 +27,7 @@ from speeches import excerpts, read, vocabulary_of
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.sensitivity import token_sensitivity
 
 DATA = os.environ.get("BLR_DATA", "sotu")  # or "made-up", which needs no download
 EACH = int(os.environ.get("BLR_EXCERPTS", "8"))  # passages from every speech
@@ -213,7 +214,7 @@ print(
 
 # %%
 top = int(scores.self_influence.argmax())
-words = blr.token_sensitivity(task, posterior, sequences=[top]).table
+words = token_sensitivity(task, posterior, sequences=[top]).table
 assert math.isclose(words.change.sum(), float(scores.self_influence[top]), rel_tol=1e-3)
 words["word"] = [vocabulary[target] for target in words.target]
 row = train_ids[top].tolist()

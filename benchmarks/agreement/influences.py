@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from blr_analysis.sensitivity.curvature import Precision, cg
 
 Rows = dict[str, Callable[[], Tensor]]
 FULL = 3_000  # parameters of a dense posterior that is worth its time here
-HALF = 0.5  # the share of the data that a random subset keeps
 
 
 def rows(case: Case, tests: blr.Task) -> Rows:
@@ -25,16 +23,6 @@ def rows(case: Case, tests: blr.Task) -> Rows:
     for structure in structures:
         found[structure] = lambda s=structure: fitted(case.task(), tests, s, case.delta)
     found["exact Hessian"] = lambda: solved(case.task(), tests, case.delta)
-    for words, effective in (("at half weight", False), ("at effective weight", True)):
-        for name, structure in ((best(case), best(case)), ("exact Hessian", None)):
-            found[f"{name}, {words}"] = lambda s=structure, e=effective: at_weight(
-                case, tests, s, effective=e
-            )
-    count = len(case.checkpoints)
-    if count > 1:
-        found[f"exact Hessian, at effective weight, {count} checkpoints"] = lambda: torch.stack(
-            [at_weight(case, tests, None, which, effective=True) for which in range(count)]
-        ).mean(0)
     return found
 
 
@@ -46,10 +34,8 @@ def best(case: Case) -> str:
 
 def fitted(task: blr.Task, tests: blr.Task, structure: str, delta: float) -> Tensor:
     """∇ℓ_jᵀ Σ ∇ℓ_i with a Laplace posterior of this structure."""
-    options: dict[str, Any] = {"progress": False}
-    q = blr.fit_laplace(task, structure=structure, prior_precision=delta, **options)
-    options |= {"solver": "posterior"}
-    return as_tensor(blr.influence(task, q, tests.with_model(task), **options))
+    q = blr.fit_laplace(task.quiet, structure=structure, prior_precision=delta)
+    return as_tensor(blr.influence(task.quiet, q, tests.with_model(task)))
 
 
 def as_tensor(values: Tensor) -> Tensor:
@@ -96,37 +82,3 @@ def gradients(task: blr.Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]
         terms = chunk.terms(error.unsqueeze(1))
         parts.append({n: g[:, 0] for term in terms for n, g in term.jacobian().items()})
     return {n: torch.cat([p[n] for p in parts]) for n in params}
-
-
-def at_weight(
-    case: Case,
-    tests: blr.Task,
-    structure: str | None,
-    which: int = 0,
-    keep: float = HALF,
-    effective: bool = False,
-) -> Tensor:
-    """The influences where every example counts as a random subset of the data is worth.
-
-    Args:
-        structure: of the posterior; None: the exact Hessian.
-        which: the checkpoint.
-        keep: the share of the data that a subset keeps.
-        effective: whether the weight also allows for what a kept example explains of itself; see
-            :func:`blr_analysis.subset_posterior`.
-    """
-    task = case.task(which)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=case.delta)
-    found = blr.subset_posterior(
-        task,
-        q,
-        keep,
-        effective=effective,
-        structure=structure or best(case),
-        progress=False,
-    )
-    if structure is not None:
-        return as_tensor(blr.influence(task, found, tests.with_model(task)))
-    task.model.load_state_dict({**task.model.state_dict(), **found.mean})
-    weight = found.record["subset"]["weight"]
-    return solved(task, tests, case.delta / weight) / weight
