@@ -40,11 +40,9 @@ from .merging import (
     GradientMismatch as GradientMismatch,
     MergeCurve as MergeCurve,
     MergeReport as MergeReport,
-    SuggestedWeights as SuggestedWeights,
     gradient_mismatch as gradient_mismatch,
     merge as merge,
     merge_curve as merge_curve,
-    suggest_weights as suggest_weights,
 )
 from .posterior import (
     Posterior as Posterior,

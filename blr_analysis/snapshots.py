@@ -65,7 +65,7 @@ class Snapshots:
 
     def __iter__(self) -> Iterator[State]:
         for k, source in enumerate(self._sources):
-            held = source() if callable(source) else source
+            held: Any = source() if callable(source) else source
             yield checked_state(held, self._model, f"checkpoints[{k}]")
 
 

@@ -36,8 +36,6 @@ from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
-from blr_analysis.merging.weighting import SuggestedWeights
-from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions
 from blr_analysis.sensitivity.influence.results import (
@@ -205,10 +203,9 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
                   "duplicate" or "none"
     target        y_i (``target_0`` … where each example has several)
     prediction    what the model answers
-    proposed      the label that would gain most; NaN for regression
-    gain          nats that its loss would fall by with that label, for a    worse (label)
-                  model without the example; for regression its left-out
-                  loss
+    proposed      the best other label without the example; NaN for regression
+    loss          its unweighted loss, mean over the run, nats               worse (label)
+    left_out_loss its loss for a model without the example, nats             worse (label)
     unfamiliarity tr(Λ_i V_i), parameters that the example takes up          worse
     closeness     how much nearer its twin is than its tenth neighbour,      worse
                   0 … 1; NaN where twins were not asked for
@@ -226,7 +223,8 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
             else {"target": suspicions.targets, "prediction": suspicions.predictions}
         ),
         "proposed": suspicions.proposed,
-        "gain": suspicions.gain,
+        "loss": suspicions.losses,
+        "left_out_loss": suspicions.left_out,
         "unfamiliarity": suspicions.unfamiliarity,
         "closeness": suspicions.closeness,
         "twin": np.full(n, -1) if suspicions.twin is None else suspicions.twin,
@@ -239,20 +237,19 @@ def cleanlab_issues(suspicions: Suspicions) -> pd.DataFrame:
     """Suspicions of a classification under the names of cleanlab's ``Datalab.get_issues()``.
 
     One row per example in the order of the dataset; of every score, 0 … 1, less is worse, as there:
-    ``is_label_issue``, ``label_score`` (the given label's share of the probability of it and the
-    best other one, for a model without the example), ``given_label``, ``predicted_label``,
-    ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV), ``is_near_duplicate_issue``,
-    ``near_duplicate_score``, and the metadata.
+    ``is_label_issue``, ``label_score`` (exp −loss, the mean over the run), ``given_label``,
+    ``predicted_label``, ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV),
+    ``is_near_duplicate_issue``, ``near_duplicate_score``, and the metadata.
 
     Raises:
         InputError: of a regression, where there is no label to propose.
     """
     if suspicions.proposed is None:
         raise InputError("cleanlab's columns are those of a classification")
-    kinds, gain = np.asarray(suspicions.kind), suspicions.gain.double()
+    kinds = np.asarray(suspicions.kind)
     columns = {
         "is_label_issue": kinds == "label",
-        "label_score": torch.sigmoid(-gain),
+        "label_score": (-suspicions.losses.double()).exp(),
         "given_label": suspicions.targets,
         "predicted_label": suspicions.predictions,
         "is_outlier_issue": kinds == "unfamiliar",
@@ -275,7 +272,7 @@ def viewer_table(
 
     ``renumics.spotlight.show("x.parquet")`` finds out which columns are images and embeddings.
     FiftyOne takes ``filepath`` and the words ``ground_truth``, ``prediction`` and ``proposed`` as
-    classifications, see docs/ways.md. In the order of the dataset, with ``kind``, ``gain``,
+    classifications, see docs/ways.md. In the order of the dataset, with ``kind``, ``loss``,
     ``unfamiliarity``, ``closeness``, ``twin`` of :func:`suspicious_table` and the metadata.
 
     Args:
@@ -448,50 +445,6 @@ def stationarity_table(stationarity: Stationarity) -> pd.DataFrame:
     with np.errstate(divide="ignore", invalid="ignore"):
         table["batch"] = stationarity.n_data * (table["noise"] / table["gradient"]) ** 2
     return table
-
-
-def calibration_table(posterior: Posterior) -> pd.DataFrame:
-    """What :func:`blr_analysis.calibrate` found, one row per example of its probe.
-
-    ========== =====================================================================
-    column     what
-    ========== =====================================================================
-    index      position in the dataset
-    weight     how many examples it stands for in the totals
-    exact      rise of its own loss without it by the exact solve, nats; NaN if unusable
-    estimated  the same by leave-one-out with the posterior as it was given
-    calibrated … and as it is now
-    ratio      exact / calibrated
-    residual   of the conjugate gradients, relative
-    converged  whether they met the tolerance
-    ========== =====================================================================
-
-    Raises:
-        InputError: the posterior was not calibrated.
-
-    Example:
-        >>> import torch, blr_analysis as blr
-        >>> task = blr.Task(torch.nn.Linear(2, 2), (torch.randn(30, 2), torch.randint(2, (30,))))
-        >>> q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-        >>> table = calibration_table(blr.calibrate(task, q, probe=8))
-        >>> len(table), bool(table.converged.all())
-        (8, True)
-    """
-    record = posterior.record.get("calibration") if isinstance(posterior, Posterior) else None
-    if not record:
-        raise InputError("the posterior holds no calibration; blr_analysis.calibrate makes one")
-    exact = np.asarray(record["exact"], dtype=float)  # None becomes NaN
-    columns = {
-        "index": record["probe"],
-        "weight": record["weight"],
-        "exact": exact,
-        "estimated": record["estimated"],
-        "calibrated": record["calibrated"],
-        "ratio": exact / np.asarray(record["calibrated"], dtype=float),
-        "residual": record["residual"],
-        "converged": record["converged"],
-    }
-    return _frame(columns)
 
 
 # One row per pair of examples, or per group of them
@@ -733,10 +686,8 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     accuracy              mean over the tasks that have one; NaN without       better
     nll_<task>            mean loss on each validation task, nats per example  worse
     accuracy_<task>       fraction right; NaN for regression                   better
-    predicted_<task>      of a front, what the surrogate of nll_<task> foretold
     failure               why the merge could not be run; "" where it could
     best                  whether this row is ``curve.best``
-    front                 whether it is on ``curve.front``; for search="front"
     ===================== ==================================================== =============
     """
     rows = [
@@ -748,10 +699,8 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
             "accuracy": point.accuracy,
             **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
             **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
-            **{f"predicted_{n}": v for n, v in zip(curve.tasks, point.predicted, strict=False)},
             "failure": point.failure,
             "best": point is curve.best,
-            **({"front": point in curve.front} if curve.shape == "front" else {}),
         }
         for point in curve.points
     ]
@@ -798,12 +747,6 @@ def report_table(report: MergeReport) -> pd.DataFrame:
     table = plan_table(report.plan)
     table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
     return table
-
-
-@make_table.register(SuggestedWeights)
-def suggested_weights_table(suggested: SuggestedWeights) -> pd.DataFrame:
-    """One row per model: model, weight (α of task arithmetic)."""
-    return pd.DataFrame({"model": list(suggested.weights), "weight": suggested.weights.values()})
 
 
 # The rule, and the words of topics

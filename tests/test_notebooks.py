@@ -65,11 +65,6 @@ def curve() -> Any:
     return blr.merge_curve(base, models, task, method="task_arithmetic", weights=[0.5, 1.0])
 
 
-def suggested() -> Any:
-    base, ones = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    return blr.suggest_weights(base, [ones, ones], precisions=[ones, ones])
-
-
 TABLES = {
     "scores": lambda t, v, q: blr.sensitivity(t, q),
     "leave-one-out": lambda t, v, q: blr.leave_one_out(t, q),
@@ -90,7 +85,6 @@ TABLES = {
     "mismatch": lambda *_: blr.gradient_mismatch(
         regression([0.0, 0.0])[0], regression([1.0, 2.0])[1], models=[regression([1.0, 0.0])[1]]
     ),
-    "suggested weights": lambda *_: suggested(),
     "Table 1": lambda *_: blr.table1(),
 }
 PICTURES = {

@@ -16,7 +16,7 @@ NAMES = {
     "BSAM", "STE", "BayesBiNN", "table1", "Likelihood", "Categorical", "Bernoulli", "Gaussian",
     "Poisson", "BLRError", "errors", "likelihoods", "CausalLM", "TokenCategorical",
     "token_sensitivity", "subset_posterior", "gradient_mismatch", "merge_curve",
-    "suggest_weights", "replays", "KroneckerRecorder",
+    "replays", "KroneckerRecorder",
 }  # fmt: skip
 
 # name → (the first arguments, the keyword-only ones with their defaults)

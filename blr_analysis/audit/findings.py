@@ -17,7 +17,6 @@ from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
-from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
@@ -27,9 +26,7 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
-from blr_analysis.sensitivity.groups.solving import REPLAY_PASSES
 from blr_analysis.sensitivity.scores import check_test
-from blr_analysis.sensitivity.selection import groups_by
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -123,9 +120,7 @@ def investigate(
         test: further examples, for comparison and to measure the removals on.
         by: the column whose groups are taken out in turn: "target" or a metadata column; None
             for none; "auto" for the classes of a classification with at most 100 of them.
-        passes: over the data, for each group, of the descent or the replay that takes it out
-            (:func:`blr_analysis.what_if`). None: 5 to 20 of a model near the minimum of its own
-            loss, of another the default of what_if.
+        passes: of :func:`blr_analysis.what_if`, for each group.
         say: told in a few words what begins.
         progress: None shows bars on a terminal when the work is long.
 
@@ -141,8 +136,7 @@ def investigate(
     say("memory map: prediction error against prediction variance")
     memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
-    ready = None if scores.variance is None else scores
-    loo = leave_one_out(task, posterior, scores=ready)
+    loo = leave_one_out(task, posterior)
     on_test, test_targets = None, None
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
@@ -151,21 +145,10 @@ def investigate(
     column = _groups(scores) if by == AUTO else by
     removals = None
     if column is not None:
-        passes, spent = _passes(task, posterior, column, passes)
-        say(f"what if: without each {group_noun(column, scores)}, {spent}")
+        say(f"what if: without each {group_noun(column, scores)}")
         removals = what_if_each(task, posterior, by=column, evaluate=test, passes=passes)
     tested = (test, on_test, test_targets)
     return Findings(task, posterior, scores, loo, memory, *tested, by=column, removals=removals)
-
-
-def _passes(
-    task: Task, posterior: Posterior, by: str, passes: int | None
-) -> tuple[int | None, str]:
-    """Over the data, for each group that is taken out, and the same in words."""
-    if passes is None and stationarity(task, posterior).near:
-        passes = descent_passes(len(groups_by(by, task, posterior)))
-    more = "" if passes else ", more where that stays far from the model"
-    return passes, f"about {passes or REPLAY_PASSES} passes over the data for each{more}"
 
 
 def descent_passes(groups: int) -> int:

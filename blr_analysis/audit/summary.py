@@ -25,7 +25,7 @@ from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import extremes
 from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.stationarity import caveat_of, stationarity
+from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut, WhatIf
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.task import Task
@@ -84,6 +84,8 @@ def trust_section(
 def trust_notes(task: Task, posterior: Posterior, loo: PerExample | None = None) -> list[str]:
     """The sentences of :func:`trust_section`."""
     said = [f"The model is {stationarity(task, posterior).verdict}."]
+    if posterior.note:
+        said.append(f"Single examples: {posterior.note}.")
     if loo is None:
         return said
     leverage = getattr(loo, "leverage", None)
@@ -92,8 +94,6 @@ def trust_notes(task: Task, posterior: Posterior, loo: PerExample | None = None)
             f"{many:,} of {len(leverage):,} examples have a leverage of 1 or more: their own "
             "estimates are rough; leave_one_out(refine=) takes them out by a descent."
         )
-    if further := loo.note.removeprefix(caveat_of(posterior)).removeprefix("; "):
-        said.append(f"Leave-one-out: {further}.")
     return said
 
 
@@ -321,24 +321,12 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> RenderableType:
         + "; predicted "
         f"{how(result.solver, result.passes)}, measured on {where}."
     )
-    low, high = result.interval
-    likely = f"NLL after retraining, roughly: between {low:.3f} and {high:.3f}."
-    parts: list[RenderableType] = [grid(columns), note(likely)]
+    parts: list[RenderableType] = [grid(columns)]
+    if result.interval is not None:
+        low, high = result.interval
+        parts.append(note(f"NLL after retraining, roughly: between {low:.3f} and {high:.3f}."))
     if result.note:
-        parts.append(note(f"Not to be trusted: {result.note}."))
-    if result.solver != "posterior":
-        if not result.converged and result.error is not None:
-            parts.append(note(f"One more step would change the NLL by {result.error:.1g}."))
-        return section("What if they were gone?", lead, *parts)
-    if result.posterior.structure == "diag" and result.removed > 1:
-        parts.append(note(DIAGONAL))
-    if result.floored > NOTABLE:
-        parts.append(
-            note(
-                f"{result.floored:.0%} of the precision was less than the group's own share of it: "
-                "the posterior does not fit these data well, and the step is a rough one."
-            )
-        )
+        parts.append(note(f"How far to trust it: {result.note}."))
     return section("What if they were gone?", lead, *parts)
 
 

@@ -43,6 +43,8 @@ from blr_analysis.terminal import Teller, as_text, grid, show
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from blr_analysis.sensitivity import WhatIf
+
 EXIT_CODES = """Exit codes: 0 done; 1 an unexpected fault; 2 a wrong command line, bad input, or \
 files that cannot be read or written; 130 interrupted. Findings go to standard output, progress \
 and errors to standard error."""
@@ -371,19 +373,12 @@ def what_if_(
     solver: Annotated[
         Solver,
         typer.Option(
-            help="posterior: one step, no pass over the data that stay; cg: a descent on them; "
-            "replay: a short training with and without, from first weights; auto: posterior where "
-            "it holds, for up to 1 % of the data, else (and with --passes or --converge) one of "
-            "the others."
+            help="posterior: one step; cg: a descent, at a minimum; replay: short trainings with "
+            "and without; retrain: the whole recipe; auto: posterior for up to 1 % of the data, "
+            "else cg at a minimum and replay off it."
         ),
     ] = Solver.auto,
     passes: Passes = None,
-    converge: Annotated[
-        bool,
-        typer.Option(
-            "--converge", help="Descend until nothing is left to gain, or --passes are spent."
-        ),
-    ] = False,
     out: Out = None,
 ) -> None:
     """What the model would be without some of its data, without retraining.
@@ -401,7 +396,7 @@ def what_if_(
     in), without function calls. Columns are those of the audit's table: index, target, prediction,
     loss, error, variance, deviation, self_influence, leverage, region, left_out_prediction,
     left_out_loss, label_quality, suspicious, and the task's metadata. With --out, the table by
-    class, a picture and the posterior without the examples (perturbed.safetensors) are written.
+    class, a picture and the weights without the examples (without.safetensors) are written.
     """
     from blr_analysis.audit import trust_section, what_if_section, write_picture
     from blr_analysis.audit.pictures import figure_of
@@ -427,17 +422,25 @@ def what_if_(
             **chosen,
             evaluate=at.test,
             solver=str(solver),
-            steps="converge" if converge else None,
             passes=passes,
         )
         if out is not None:
             if has_classes(result):
                 write_table(result.by_class, at.out, "by_class")
             write_picture(figure_of(plot_what_if(result)), at.out, "what_if")
-            result.posterior.save(at.out / "perturbed.safetensors")
+            save_state(result, at.out / "without.safetensors")
     where = "the training data" if at.test is None else "the test data"
     show(trust_section(at.task, at.posterior))
     show(what_if_section(result, where, at.task.n_data))
+
+
+def save_state(result: WhatIf, path: Path) -> None:
+    """The weights and buffers of the changed model."""
+    from blr_analysis.files import drafted
+    from blr_analysis.files.shards import save_file
+
+    with drafted(path) as draft:
+        save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
 
 
 def _asked(chosen: dict[str, Any]) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr_analysis.cli.options import (
-    RETRIEVAL,
     Base,
     Data,
     DryRun,
@@ -75,13 +73,12 @@ def index(
       blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
 
     Of these a Kronecker posterior is fitted without -p: labels drawn from the model, both factors
-    of every layer but the vocabulary's; --prior-precision is retrieval unless you give another. A
+    of every layer but the vocabulary's. A
     diagonal one (--fit diag) takes less time and memory, and is weak for influence.
 
-    Kept of every example: the longest parts of its gradient and signs of random sums of the rest;
-    off the minimum, of errors averaged over training, from the --initial weights on. How far their
-    influence is from the exact one is measured and said. A run that was killed goes on where it
-    was.
+    Kept of every example: the longest parts of its gradient and signs of random sums of the rest.
+    How far their influence is from the exact one is measured and said. A run that was killed goes
+    on where it was.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
@@ -93,17 +90,14 @@ def index(
     way, say = Way(posterior, fit, prior_precision, initial=initial).checked(texts), Teller()
     if way.fit in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {way.fit}")
-    if texts is not None and posterior is None and prior_precision is None:
-        way = replace(way, prior_precision=RETRIEVAL)
     out = out.expanduser()
     with held(out) if ranks.first() and not dry_run else nullcontext():
         ours, _ = tasks_of(task, None, texts, say)
         check_place(out, ours, rank, at_model=posterior is None)
         if dry_run:
-            found = way.posterior is not None or way.finds(ours)
             known = way.posterior and way.posterior.stat().st_size
             kind = {"structure": str(way.fit or ""), "saved": known or 0}
-            show_forecast(build_cost(ours, way.stages(ours), rank, found=found, **kind))
+            show_forecast(build_cost(ours, way.stages(ours), rank, **kind))
             return
         q = way.posterior_of(ours, say)
         say("indexing")
@@ -125,9 +119,6 @@ def index(
         {
             "sequences" if texts else "examples": f"{built.n_data:,}",
             "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
-            "gradients": "of errors averaged over training"
-            if built.averaged
-            else "of the last errors",
             "error": f"{built.error.relative_rms:.3f} of the influence, rank correlation "
             f"{built.error.spearman:.3f}",
             "written": out,
@@ -155,8 +146,7 @@ def query(
         bool | None,
         typer.Option(
             help="By the length of each source: what an answer came from, where long or odd texts "
-            "otherwise lead every list. Without: nats, the default of an index of errors averaged "
-            "over training."
+            "otherwise lead every list. Without: nats."
         ),
     ] = None,
     tokens: Annotated[
@@ -194,7 +184,7 @@ def query(
 
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
     the loss of the question would rise most, to first order: for their length (--normalize), or by
-    how many nats (--no-normalize, and where errors were averaged over training). With --out, the
+    how many nats (--no-normalize). With --out, the
     table sources names their metadata too. --tokens writes how many nats each token of these texts
     makes up; it and --refine read the training data again, where the index was told they are.
     """
@@ -253,7 +243,7 @@ def query(
         from blr_analysis.tables import write_table
 
         traced = (trained, opened.posterior, task, matches.helpful)
-        shares = token_influence(*traced, averaged=opened.averaged)
+        shares = token_influence(*traced)
         shares["token"] = loaded.tokenizer.convert_ids_to_tokens(shares["target"].tolist())
         write_table(pd.DataFrame(shares), out, "tokens")
     console = paper()
@@ -312,7 +302,7 @@ def _strongest(index: Index, asked: Task, top: int, refine: int, normalize: bool
     from blr_analysis.posterior.prior_choice import in_words
     from blr_analysis.sensitivity.influence.results import quantity_of
 
-    normalize = not index.averaged if normalize is None else normalize
+    normalize = True if normalize is None else normalize
     say, how = Teller(), quantity_of(normalize).replace("_", " ")
     choice = index.posterior.record.get("prior_choice")
     say(how + (f", prior precision {in_words(choice)}" if choice else ""))

@@ -75,12 +75,6 @@ def merge(
         bool,
         typer.Option("--trust", help="Take precisions that were recorded for other weights."),
     ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Merge once more and compare every number with what was written."
-        ),
-    ] = False,
 ) -> None:
     """Merge fine-tuned models into one, each weight as far as each model is sure of it.
 
@@ -119,7 +113,6 @@ def merge(
     from blr_analysis.merging.propagation import PropagatedJob, stream_propagated
     from blr_analysis.merging.recipe import read_recipe
     from blr_analysis.merging.stream import stream
-    from blr_analysis.merging.stream import verify as merge_again
 
     if out is None and not dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
@@ -159,8 +152,8 @@ def merge(
     else:
         from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
 
-        if verify or shard != SHARD:
-            raise InputError("an adapter is one file, not verified: no --verify, no --shard-size")
+        if shard != SHARD:
+            raise InputError("an adapter is one file: no --shard-size")
         plan = plan_adapters(job, parsed.adapter_rank, max_memory=memory, threads=threads)
         write = partial(write_adapter, plan)
     for note in plan.notes:
@@ -174,10 +167,6 @@ def merge(
     report = write(out, documents=lambda report: documents(report, parsed))
     say("done")
     show_report(report, tensors=tensors)
-    if verify:
-        say("merging once more, to compare")
-        digest = merge_again(report.plan, report.folder, fill=fill)
-        typer.echo(f"verified: every number is as it was merged; sha256 {digest}")
 
 
 def _chosen(

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -80,7 +80,6 @@ Fit = Annotated[
         help="Instead of --posterior: fit a Laplace posterior to the weights that the model has."
     ),
 ]
-RETRIEVAL = "retrieval"
 # A size: 500MB, 1GiB, 2e9.
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}{b}": 1000**n for n, letter in enumerate("KMGT", 1) for b in ("", "B")}
@@ -88,21 +87,12 @@ UNITS |= {f"{letter}I{b}": 1024**n for n, letter in enumerate("KMGT", 1) for b i
 NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def _precision(text: str) -> float | str:
-    try:
-        return text if text == RETRIEVAL else float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number, nor {RETRIEVAL}") from None
-
-
 PriorPrecision = Annotated[
-    Any,
+    float | None,
     typer.Option(
         metavar="D",
-        parser=_precision,
         help="For --fit: the weight decay in units of the summed loss (N times the L2 penalty of "
-        "a mean loss); of texts also retrieval, for finding sources: one half of a text shall find "
-        "its other half. Left out: found in the weights and the data.",
+        "a mean loss). Left out: found in the weights and the data.",
     ),
 ]
 Initial = Annotated[
@@ -160,7 +150,7 @@ class Way:
 
     posterior: Path | None
     fit: StructureName | None
-    prior_precision: float | str | None
+    prior_precision: float | None
     calibrate: int | None = None
     initial: Path | None = None
 
@@ -188,20 +178,15 @@ class Way:
     def finds(self, task: Task) -> bool:
         """Whether a fit finds δ."""
         named = task.prior_precision if self.prior_precision is None else self.prior_precision
-        return named is None or named == RETRIEVAL
+        return named is None
 
     def stages(self, task: Task) -> list[Stage]:
         """The sweeps over the data that this takes."""
-        from blr_analysis.posterior import Stage, fit_stages
-        from blr_analysis.posterior.prior_choice import ROOM, TEXTS
+        from blr_analysis.posterior import fit_stages
 
         if self.posterior is not None:
             return []
-        retrieves, found = self.prior_precision == RETRIEVAL, self.finds(task)
-        some = min(task.n_data, TEXTS)
-        room = 4 * some * sum(p.numel() for p in task.parameters().values())
-        halves = [Stage("halves of texts", some, 2.0, rotated=True, memory=min(ROOM, room))]
-        return fit_stages(task, str(self.fit), found=found) + halves * retrieves
+        return fit_stages(task, str(self.fit), found=self.finds(task))
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
@@ -211,7 +196,6 @@ class Way:
         if self.posterior is not None:
             q = Posterior.load(self.posterior)
             q.on(task)
-            _warn_of_buffers(task, q, say)
         else:
             structure = str(self.fit)
             say(f"fitting a Laplace posterior, structure {structure}")
@@ -411,27 +395,9 @@ def show_forecast(cost: Forecast, *, besides: str = "") -> None:
 def _in_scale(task: Task, posterior: Posterior, probe: int, say: Teller) -> Posterior:
     from blr_analysis.sensitivity import calibrate
 
-    say(f"calibrating the posterior: exact solves for {probe:,} examples")
-    better = calibrate(task, posterior, probe)
-    scale, apart = (better.record["calibration"][name] for name in ("scale", "spread"))
-    spread = "" if apart is None else f", {apart:.0%} apart on single examples"
-    say(f"variances times {scale:.3g}{spread}")
-    if unchecked := better.record["calibration"]["unchecked"]:
-        say(f"the scale is not certified: {unchecked}")
+    say("calibrating the posterior")
+    better = calibrate(task, posterior, probe=probe)
+    error = better.temperature_error
+    said = "not measured" if error is None else f"give or take {error:.0%}"
+    say(f"temperature {better.temperature:.3g}, {said}")
     return better
-
-
-def _warn_of_buffers(task: Task, posterior: Posterior, say: Teller) -> None:
-    """Running statistics are no part of a posterior; the model itself must bring them."""
-    import torch
-
-    own: dict[str, Any] = dict(task.model.named_parameters())
-    same = all(
-        torch.allclose(own[n].detach().cpu().float(), m.cpu().float(), rtol=1e-3, atol=1e-5)
-        for n, m in posterior.mean.items()
-    )
-    if not same and any(b.is_floating_point() for b in task.model.buffers()):
-        say(
-            "note: the script's model is not at the posterior's mean, which is used; its buffers "
-            "(BatchNorm statistics) stay: load the trained state there first"
-        )

@@ -175,6 +175,7 @@ def fisher(
         names = checkpoint_names(loaded)
         encoded, texts = _read(loaded, data, kind, text, label, examples, max_length, seed)
         n, own_task = len(texts), encoded.task(loaded)
+        own_task.memory_budget, own_task.progress = memory_budget, progress
         about = definition(kind, samples, batch_size, loaded.task)
         how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
         weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
@@ -204,9 +205,7 @@ def fisher(
                 curvature="ggn" if structure == "gram" else curvature,
                 samples=samples,
                 generator=torch.Generator().manual_seed(seed),
-                memory_budget=memory_budget,
                 kept=kept if alone else None,
-                progress=progress,
             )
             kind, about = str(q.record["kind"]), str(q.record["definition"])
             more |= {k: v for k, v in q.record.items() if k == "noise"}

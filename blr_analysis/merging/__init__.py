@@ -8,7 +8,7 @@ from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.methods import METHODS, Method
 from blr_analysis.merging.mismatch import GradientMismatch, gradient_mismatch
-from blr_analysis.merging.weighting import SuggestedWeights, default_weights, suggest_weights
+from blr_analysis.merging.weighting import default_weights
 
 __all__ = [
     "METHODS",
@@ -17,7 +17,6 @@ __all__ = [
     "MergePoint",
     "MergeReport",
     "Method",
-    "SuggestedWeights",
     "combine",
     "default_weights",
     "execute",
@@ -25,5 +24,4 @@ __all__ = [
     "merge",
     "merge_curve",
     "simplex_grid",
-    "suggest_weights",
 ]

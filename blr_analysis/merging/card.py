@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CARD, RECIPE = "README.md", "merge_recipe.yml"
 REPORT_CSV, REPORT_JSON = "merge_report.csv", "merge_report.json"
-TEMPLATE = "chat_template.jinja"
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
 BALANCED = ": `auto` balances them"
 BETTER = ": take the average, smaller weights or `auto`"
@@ -46,8 +45,6 @@ def documents(report: MergeReport, recipe: Recipe | None = None) -> dict[str, st
     }
     if recipe is not None:
         texts[RECIPE] = AS_RUN.format(version=package_version()) + recipe.text
-        if recipe.chat_template is not None:
-            texts[TEMPLATE] = recipe.chat_template
     return texts
 
 

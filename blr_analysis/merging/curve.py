@@ -16,10 +16,8 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
-from blr_analysis.merging.front import Surrogates, far_apart, undominated
 from blr_analysis.merging.in_memory import ARGUMENTS, merged, refuse_idle
 from blr_analysis.merging.methods import method_of
-from blr_analysis.merging.precisions import precision_in_memory
 from blr_analysis.merging.weighting import default_weights, in_order
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -38,10 +36,6 @@ class MergePoint:
         nlls: mean loss on each validation task, nats per example; infinite where it failed.
         accuracies: fraction right on each; NaN for regression.
         failure: why it could not be run; "" where it could.
-        predicted: of a front, the mean loss on each task that its surrogate foretold; empty where
-            precisions are of no loss ("gram"), or of an unknown number of examples.
-        checkpoints: where models have several, what each checkpoint was merged with; those of a
-            model add up to its weight.
     """
 
     method: str
@@ -49,8 +43,6 @@ class MergePoint:
     nlls: tuple[float, ...]
     accuracies: tuple[float, ...]
     failure: str = ""
-    predicted: tuple[float, ...] = ()
-    checkpoints: tuple[float, ...] = ()
 
     @property
     def nll(self) -> float:
@@ -73,8 +65,7 @@ class MergeCurve(Tabular, Plottable):
         models, tasks: their names, in the order of the points' numbers.
         criterion: what ``best`` goes by: "nll" or "accuracy".
         shape: which weights were tried: "shared" (one α for all models), "grid" (all combinations),
-            "rows" (as listed), "search" (one coordinate after the other), "front" (the predicted
-            Pareto front).
+            "rows" (as listed).
     """
 
     points: Sequence[MergePoint]
@@ -115,22 +106,14 @@ class MergeCurve(Tabular, Plottable):
     @property
     def at_edge(self) -> bool:
         """Whether a weight of the best point is the smallest or largest that was tried for it, so
-        that a wider grid may hold a better one. Listed rows and fronts have no edge."""
-        if self.shape in ("rows", "front"):
+        that a wider grid may hold a better one. Listed rows have no edge."""
+        if self.shape == "rows":
             return False
         tried = zip(*(p.weights for p in self.points if p.method == self.best.method), strict=True)
         return any(
             min(values) < max(values) and w in (min(values), max(values))
             for w, values in zip(self.best.weights, tried, strict=True)
         )
-
-    @property
-    def front(self) -> tuple[MergePoint, ...]:
-        """The Pareto front: the points that no other beats on one task without losing on another,
-        by NLL, the best for the first task first."""
-        losses = torch.tensor([p.nlls for p in self.points], dtype=torch.float64)
-        kept = [self.points[k] for k in undominated(losses) if not self.points[k].failure]
-        return tuple(sorted(kept, key=lambda p: p.nlls))
 
     def __len__(self) -> int:
         return len(self.points)
@@ -160,25 +143,12 @@ STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
 MOST = 2000  # combinations
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Weights to try: ``rows`` of T numbers or, for a search, the numbers of each model.
-
-    ``shape`` is one of "shared", "grid", "rows", "search"; see
-    :class:`blr_analysis.MergeCurve`.
-    """
-
-    shape: str
-    rows: Sequence[Weights] = ()
-    axes: Sequence[Sequence[float]] = ()
-
-
-def read_grid(weights: Any, models: Sequence[str], *, search: bool) -> Grid:
-    """What the argument ``weights`` of :func:`blr_analysis.merge_curve` asks for.
+def read_grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
+    """The shape and the rows that the argument ``weights`` of :func:`merge_curve` asks for.
 
     Raises:
         InputError: nothing to try, rows of another length than there are models, unknown models,
-            NaN or inf, too many combinations, rows for a search along axes.
+            NaN or inf, too many combinations.
     """
     size = len(models)
     if isinstance(weights, Mapping):
@@ -187,27 +157,17 @@ def read_grid(weights: Any, models: Sequence[str], *, search: bool) -> Grid:
             raise InputError(f"weights are for {sorted(given)}, the models are {sorted(models)}")
         axes = [_numbers(given[n], f"weights[{n!r}]") for n in models]
         count = math.prod(map(len, axes))
-        if search:
-            return Grid("search", axes=axes)
         if count > MOST:
-            raise InputError(
-                f"{count:,} combinations of weights are too many (at most {MOST:,}): pass "
-                'search="coordinates" or rows'
-            )
-        return Grid("grid", rows=list(itertools.product(*axes)))
+            raise InputError(f"{count:,} combinations of weights, at most {MOST:,}: pass rows")
+        return "grid", list(itertools.product(*axes))
     table = _table(STEPS if weights is None else weights)
     if table.ndim == 1:
-        shared = list(dict.fromkeys(table.tolist()))
-        if search:
-            return Grid("search", axes=[shared] * size)
-        return Grid("shared", rows=[(a,) * size for a in shared])
-    if search:
-        raise InputError('search="coordinates" takes numbers, or a dict model → numbers, not rows')
+        return "shared", [(a,) * size for a in dict.fromkeys(table.tolist())]
     if table.shape[1] != size:
         raise InputError(
             f"a row of weights needs one number for each of {size} models, got {table.shape[1]}"
         )
-    return Grid("rows", rows=list(dict.fromkeys(map(tuple, table.tolist()))))
+    return "rows", list(dict.fromkeys(map(tuple, table.tolist())))
 
 
 def simplex_grid(n_models: int, steps: int) -> list[tuple[float, ...]]:
@@ -411,12 +371,9 @@ def merge_curve(
     *,
     method: Any = "gradient_matching",
     weights: Any = None,
-    search: str = "grid",
     precisions: Any = None,
     base_precision: Any = None,
     criterion: str = "nll",
-    max_sweeps: int = 3,
-    budget: int = 12,
     progress: bool | None = None,
     **options: Any,
 ) -> MergeCurve:
@@ -439,36 +396,24 @@ def merge_curve(
             * rows of T numbers: as listed, such as :func:`blr_analysis.merging.simplex_grid`;
             * a dict model → numbers: all combinations (at most 2,000);
             * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
-        search: "grid", or "coordinates": from the method's
-            :func:`~blr_analysis.merging.default_weights`, the α_t of
-            one model after the other is moved to the best of its numbers, until a sweep over the
-            models changes nothing: T · K merges a sweep instead of K^T; or "front", the Pareto
-            front, where nobody can say which task matters how much: of some hundred weights that
-            sum to 1, the losses ½ (θ − θ_t)ᵀ H_t (θ − θ_t) that the precisions predict say which
-            may lie on it, and ``budget`` of them, far from each other, are run. Where a model is a
-            list of checkpoints of its task, with a precision each ("diag" or "kron"), the loss is
-            that of their mixture (:mod:`blr_analysis.merging.front`). What was foretold stands
-            beside what came: ``point.predicted``.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
         criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
             each counting the same. Accuracy is a step function of α: with few validation examples
             the NLL chooses better.
-        max_sweeps: of the coordinate search.
-        budget: merges that a front runs.
         options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
             ``missing_precision``, ``n_data``, ``dtype``; each goes to the methods that it is for.
 
     Where H_0 + δ is small beside the H_t, only the ratios of the α_t matter to gradient matching
     (as to "fisher" and "linear" anyhow): one α for all draws a flat line, and there is nothing to
-    choose. Rows, or a search, then show what does matter.
+    choose. Rows then show what does matter.
 
     A merge that overflows (a negative α can bring H̄ close to 0) gets an infinite NLL and the reason
     in the table; only if none can be run is it an error.
 
     Returns:
-        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``front``
-        (the points that none beats on every task), ``table``, and ``plot()``: curves, a map for two
-        models, or the front. Models in a list are called as the tasks are, where there is one each.
+        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``table``,
+        and ``plot()``: curves, or a map for two models. Models in a list are called as the tasks
+        are, where there is one each.
 
     Raises:
         InputError: no weights, weights of another number than the models, NaN or inf, an unknown
@@ -486,8 +431,7 @@ def merge_curve(
         ((1.0, 1.0), False)
     """
     judges = named_tasks(tasks)
-    start, parts = state_of(base, "base"), _parts(models)
-    states = {n: own[0] for n, own in parts.items()}
+    start, states = state_of(base, "base"), named_states(models, "models")
     if (
         isinstance(models, list | tuple)
         and isinstance(tasks, Mapping)
@@ -495,148 +439,24 @@ def merge_curve(
     ):
         states = dict(zip(judges, states.values(), strict=True))
     names = tuple(states)
-    counts = [len(own) for own in parts.values()]
-    if search != "front" and max(counts) > 1:
-        raise InputError('several checkpoints of one model are for search="front"')
     one_of("criterion", criterion, CRITERIA)
-    one_of("search", search, ("grid", "coordinates", "front"))
-    positive_int("max_sweeps", max_sweeps)
-    positive_int("budget", budget)
-    if search == "front" and (weights is not None or precisions is None or len(judges) < 2):
-        raise InputError("a front takes precisions=, two tasks or more, and no weights=")
-    if search == "front" and len(judges) != len(states):
-        raise InputError(f"a front takes a task for each model, got {len(judges)}, {len(states)}")
-    grid = read_grid(weights, names, search=search == "coordinates")
-    grid = Grid("front") if search == "front" else grid
+    shape, rows = read_grid(weights, names)
     curved = None if precisions is None else in_order(precisions, names)
-    owners = [t for t, count in enumerate(counts) for _ in range(count)]
-    if search == "front":  # what is said of a task holds for each of its checkpoints
-        curved = [p for t, p in enumerate(curved or []) for p in _each(p, counts[t], names[t])]
-        if options.get("n_data") is not None:
-            given = _each(options["n_data"], len(names), "the tasks", "n_data")
-            options["n_data"] = [given[t] for t in owners]
-    inputs = {"precisions": curved, "base_precision": base_precision, **options}
-    mergers = read_mergers(method, inputs)
-    rows = [method_of(m.row) for m in mergers.values() if m.row is not None]
-    if rows and search != "front":  # which predicts by the precisions, whatever the method
-        refuse_idle(rows, options)
-    trial = Trial(start, [s for own in parts.values() for s in own], judges, mergers)
-    trial.check(criterion)
-    front = (
-        _surrogates(trial, owners, curved or [], options.get("n_data"))
-        if search == "front"
-        else None
+    mergers = read_mergers(
+        method, {"precisions": curved, "base_precision": base_precision, **options}
     )
+    known = [method_of(m.row) for m in mergers.values() if m.row is not None]
+    if known:
+        refuse_idle(known, options)
+    trial = Trial(start, list(states.values()), judges, mergers)
+    trial.check(criterion)
     points: list[MergePoint] = []
     for name in mergers:
-        if front is not None:
-            points += _on_front(trial, name, *front, budget, progress)
-        elif grid.shape == "search":
-            points += _searched(trial, name, grid, criterion, max_sweeps, progress)
-        else:
-            own = () if weights is not None else (trial.default(name),)
-            rows = sorted({*grid.rows, *own}) if own else grid.rows
-            steps = track(rows, total=len(rows), label=f"merges: {name}", show=progress)
-            points += [trial.point(name, row) for row in steps]
+        tried = rows if weights is not None else sorted({*rows, trial.default(name)})
+        steps = track(tried, total=len(tried), label=f"merges: {name}", show=progress)
+        points += [trial.point(name, row) for row in steps]
     if all(p.failure for p in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
-    return MergeCurve(tuple(points), names, tuple(judges), criterion, grid.shape)
-
-
-FRONT = 300  # weights whose losses are predicted
-
-
-def _on_front(
-    trial: Trial, name: str, surrogates: Surrogates, sizes: Sequence[int], budget: int,
-    progress: bool | None,
-) -> list[MergePoint]:  # fmt: skip
-    """The weights of the predicted front, far from each other, run."""
-    count, steps = len(trial.tasks), 1
-    most = max(FRONT // len(surrogates.starts), budget)
-    while math.comb(steps + count, count - 1) <= most:
-        steps += 1
-
-    def make(weights: list[float]) -> State:
-        made = trial.mergers[name].make(trial.base, list(trial.models), weights=weights)
-        return state_of(made, f"what {name!r} returns")
-
-    rows = simplex_grid(count, steps)
-    shown = track(rows, total=len(rows), label=f"predictions: {name}", show=progress)
-    previews = [surrogates.preview(make, row) for row in shown]
-    losses = torch.tensor([p.losses for p in previews], dtype=torch.float64)
-    picked = far_apart(losses, budget)
-    points = []
-    for k in track(picked, total=len(picked), label=f"merges: {name}", show=progress):
-        point = trial.point(name, previews[k].weights)
-        means = tuple(sums / n for sums, n in zip(previews[k].losses, sizes, strict=False))
-        several = point.weights if surrogates.mixed else ()
-        points.append(replace(point, weights=rows[k], predicted=means, checkpoints=several))
-    return points
-
-
-def _parts(models: Any) -> dict[str, list[State]]:
-    """The checkpoints of every model, one where it is no list."""
-    pairs = models.items() if isinstance(models, Mapping) else enumerate(models, 1)
-    several = isinstance(models, Mapping | list | tuple)
-    if not several or not any(isinstance(own, list | tuple) for _, own in pairs):
-        return {n: [own] for n, own in named_states(models, "models").items()}
-    pairs = models.items() if isinstance(models, Mapping) else enumerate(models, 1)
-    found = {}
-    for n, own in pairs:
-        listed = own if isinstance(own, list | tuple) else [own]
-        found[str(n)] = list(named_states(listed, f"models[{n!r}]").values())
-    return found
-
-
-def _each(given: Any, count: int, name: str, what: str = "precisions") -> list[Any]:
-    listed = list(given) if isinstance(given, list | tuple) else [given]
-    if len(listed) != count:
-        raise InputError(f"{name}: {count} wanted, {len(listed)} {what}")
-    return listed
-
-
-def _surrogates(
-    trial: Trial, owners: Sequence[int], given: Sequence[Any], n_data: Any
-) -> tuple[Surrogates, list[int]]:
-    """The tasks' losses by the checkpoints, and the examples that they are sums over; none where
-    precisions are of no loss ("gram") or of an unknown number of examples."""
-    tasks = list(trial.tasks.values())
-    numbers = n_data or [None] * len(owners)
-    held = [
-        precision_in_memory(f"precisions[{k}]", p, n)
-        for k, (p, n) in enumerate(zip(given, numbers, strict=True))
-    ]
-    sizes = {t: int(n or h.n_data) for t, h, n in zip(owners, held, numbers, strict=True)}
-    found = Surrogates(trial.models, held, owners, [0.0] * len(held))
-    if not all(sizes.values()) or any(h.structure == "gram" for h in held):
-        if found.mixed:
-            raise InputError('several checkpoints take precisions "diag" or "kron", and n_data')
-        return found, []
-    own = []
-    for t, state in zip(owners, trial.models, strict=True):
-        with at_weights(tasks[t], state, "a model") as params:
-            own.append(sizes[t] * evaluated(tasks[t], params, progress=False)[0].nll)
-    return replace(found, own=own), [sizes[t] for t in range(len(tasks))]
-
-
-def _searched(
-    trial: Trial, name: str, grid: Grid, criterion: str, max_sweeps: int, progress: bool | None
-) -> list[MergePoint]:
-    """Every point looked at on the way down, one coordinate after the other."""
-    best = trial.point(name, trial.default(name))
-    seen: dict[Weights, MergePoint] = {best.weights: best}
-    for sweep in range(1, max_sweeps + 1):
-        before = best
-        axes = list(enumerate(grid.axes))
-        label = f"merges: {name}, sweep {sweep}"
-        for t, axis in track(axes, total=len(axes), label=label, show=progress):
-            line = [(*best.weights[:t], alpha, *best.weights[t + 1 :]) for alpha in axis]
-            for row in line:
-                if row not in seen:
-                    seen[row] = trial.point(name, row)
-            best = min((best, *(seen[row] for row in line)), key=lambda p: rank(p, criterion))
-        if best is before:
-            break
-    return list(seen.values())
+    return MergeCurve(tuple(points), names, tuple(judges), criterion, shape)

@@ -144,11 +144,6 @@ def _item(
         notes.append(_copied(name, reference, parts, reads))
         return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
     out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
-    if method.name == "passthrough":
-        if sum(alpha != 0 for alpha in alphas) > 1:
-            raise InputError(f"passthrough copies one model, got {len(parts)} for {name!r}")
-        if sum(alphas) == 1 and out == spec:  # what other models answer for it is the same tensor
-            return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
     curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
     bare = not any(curved) and all(part.precision is not None for part in parts)
     if bare and out == spec and not _others(name, reference, parts, reads):

@@ -156,7 +156,7 @@ def execute(
         shards.begin()
         with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
             met = fill(plan, shards, shown.update)
-        change = partial(fit_config, plan, reference)
+        change = partial(fit_config, plan)
         files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
         if plan.job.vocabulary is not None and plan.job.vocabulary.tokenizer is not None:
             write_union(plan.job.vocabulary.tokenizer, draft)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,19 +36,6 @@ class Member:
     n_data: int | None = None
     density: Weight = 1.0
     data: Path | None = None
-
-
-@dataclass(frozen=True)
-class LayerSlice:
-    """Layers of the result that follow each other.
-
-    Attributes:
-        count: how many.
-        starts: the first of the layers that are merged into them, by model.
-    """
-
-    count: int
-    starts: Mapping[Path, int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,6 @@ class Job(MergeSettings):
         base: θ_0, the model that they started from; None only for ``linear`` and ``fisher``.
         base_precision: H_0 without δ; None: 0.
         tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
-        slices: the layers of the result, where they are not those of whole models.
         vocabulary: the tokens of the result, where the models have not all the same.
     """
 
@@ -115,5 +101,4 @@ class Job(MergeSettings):
     base: Path | None = None
     base_precision: Path | None = None
     tokenizer_source: str | Path = "base"
-    slices: tuple[LayerSlice, ...] = ()
     vocabulary: Vocabulary | None = None

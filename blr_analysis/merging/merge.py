@@ -87,7 +87,7 @@ def merge(
         delta: δ, added to every entry of H_0.
         method: "gradient_matching", "fisher", "task_arithmetic", "linear", "ties" (also weighed by
             precisions: "fisher_ties"), "dare_linear", "dare_ties", "slerp", "multislerp",
-            "karcher", "model_stock", "passthrough" (a copy), or "auto", which chooses among the
+            "karcher", "model_stock", or "auto", which chooses among the
             first four, α, shrink and power: by ``validate``, by ``tasks``, or by the gap that the
             precisions predict, see :mod:`blr_analysis.merging.auto`.
         n_data: the number of examples of each task, where its precision is an average over them.

@@ -75,7 +75,6 @@ METHODS = {
         Method("fisher", False, True, True, False, False, "Σ α_t H_t θ_t / Σ α_t H_t"),
         Method("task_arithmetic", True, True, False, False, False, "θ_0 + Σ α_t (θ_t − θ_0)"),
         Method("linear", False, False, False, False, True, "Σ α_t θ_t / Σ α_t"),
-        Method("passthrough", False, False, False, False, False, "α θ"),
         Method(
             "ties", True, True, False, False, True,
             "θ_0 + λ mean of the α_t trimmed(θ_t − θ_0) of the elected sign",

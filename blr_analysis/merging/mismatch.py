@@ -226,7 +226,7 @@ def gradient_mismatch(
             dict by name. A merge may also be a function of no arguments that returns one: it is
             called (a folder is read) when its turn comes, and let go of before the next.
         models: the fine-tuned θ_t, in the same forms, for tasks whose model stands elsewhere.
-        precisions: H_t, one per task as :func:`suggest_weights` takes them: adds the gap that they
+        precisions: H_t, one per task, by parameter name or a posterior: adds the gap that they
             foretell, ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ with Δ = θ_merged − θ_t, and the mismatch in their
             metric, √(Σ v²/S_t) in units of √nats. S_t is H_t, infinite where that is 0 and the
             gradients differ, or of a posterior its precision with the prior. Where S_t = H_t is

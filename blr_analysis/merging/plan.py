@@ -394,15 +394,7 @@ def plan_folders(
     every = untied(every if base is None or job.base is None else {**every, job.base: base})
     if job.vocabulary is not None:
         every = {place: Retokenized(job.vocabulary, place, every) for place in every}
-    opened = every
-    based = job.base if method.uses_base or not job.slices else None
-    if job.slices:
-        from blr_analysis.merging.recipe.layer_weights import in_slices
-
-        opened = {m.model: in_slices(job.slices, every, m.model, base=False) for m in job.members}
-        if based is not None:
-            opened[based] = in_slices(job.slices, every, based, base=True)
-    base = None if based is None else opened[based]
+    base = None if job.base is None else every[job.base]
     parts = []
     for member in job.members:
         precision = None
@@ -410,7 +402,7 @@ def plan_folders(
             precision = open_precision(member.precision, member.n_data)
             if job.vocabulary is not None:
                 precision = precision.retokenized(job.vocabulary, member.model)
-        parts.append(OpenModel(opened[member.model], precision, member.weight, member.density))
+        parts.append(OpenModel(every[member.model], precision, member.weight, member.density))
     first = None
     if method.uses_base_precision and job.base_precision is not None:
         first = open_precision(job.base_precision)
@@ -428,28 +420,16 @@ def reference_folder(job: Job) -> Path:
     return plain[0]
 
 
-COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-
-
-def fit_config(plan: MergePlan, reference: Path, config: dict[str, Any]) -> None:
-    """Write into a configuration how many tokens and layers the result has, of which kinds they
-    are, and whether its head is its embedding."""
-    job = plan.job
+def fit_config(plan: MergePlan, config: dict[str, Any]) -> None:
+    """Write into a configuration how many tokens the result has, and whether its head is its
+    embedding."""
+    vocabulary = plan.job.vocabulary
     headed = any(item.name.endswith("lm_head.weight") for item in plan.items)
-    taken: list[int] = []
-    for part in job.slices:
-        low = part.starts.get(reference, next(iter(part.starts.values())))
-        taken += range(low, low + part.count)
     for section in (config, config.get("text_config") or {}):
         if section.get("tie_word_embeddings") and headed:
             section["tie_word_embeddings"] = False
-        if job.vocabulary is not None and "vocab_size" in section:
-            section["vocab_size"] = job.vocabulary.size
-        counts, kinds = [key for key in COUNTS if key in section], section.get("layer_types")
-        if taken and counts:
-            if isinstance(kinds, list) and max(taken) < len(kinds) == section[counts[0]]:
-                section["layer_types"] = [kinds[at] for at in taken]
-            section.update(dict.fromkeys(counts, len(taken)))
+        if vocabulary is not None and "vocab_size" in section:
+            section["vocab_size"] = vocabulary.size
 
 
 def open_model(model: Path, base: Source | None) -> Source:

@@ -265,7 +265,7 @@ def open_precision(path: Path, n_data: int | None = None) -> StoredPrecision:
             f"{str(path)!r} is a sum over n_data={record['n_data']} examples, not {n_data}: leave "
             "n_data out"
         )
-    prior = Prior.of_any(record["prior_precision"]).within(record)
+    prior = Prior.of_any(record["prior_precision"])
     return _recorded(source, record, prior.numbers(record["parameters"]))
 
 
@@ -357,7 +357,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
     if isinstance(given, str | os.PathLike):
         return open_precision(Path(given).expanduser(), n_data)
     if isinstance(given, Posterior) and given.structure in FACTORED:
-        prior = given.prior.within(given.record).numbers(given.mean)
+        prior = given.prior.numbers(given.mean)
         about = {**given.record, **given.form.record(), "parameters": list(given.mean)}
         about["n_data"] = given.n_data
         made = _recorded(Loaded(label, given.form.tensors()), about, prior)
@@ -370,7 +370,7 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)
         tied = given.record.get("tied")
-        prior = given.prior.within(given.record)
+        prior = given.prior
         if prior.tensors:
             source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
             prior = Prior({None: 0.0})

@@ -7,21 +7,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Joint, MatrixShape
-from blr_analysis.errors import ModelError, StorageError
-from blr_analysis.files import Folder, Scratch, Source, fingerprint
+from blr_analysis.errors import ModelError
+from blr_analysis.files import Scratch, Source
 from blr_analysis.merging import sparse
 from blr_analysis.merging.fates import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
 from blr_analysis.merging.layers import Part, Solved, solver
 from blr_analysis.merging.plan import MergePlan, rows_at_once
-from blr_analysis.progress import bar
 
 
 class Sink(Protocol):
@@ -381,52 +379,3 @@ def _check_finite(plan: MergePlan, item: Item, result: Tensor, inputs: list[Tens
         f"the merge of {item.name!r} does not fit into {item.spec.dtype}: give a delta, other "
         "weights or a wider out_dtype"
     )
-
-
-class Compared:
-    """A sink that writes nothing: every piece is compared, to the bit, with what was written."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._own = threading.local()
-
-    def put(self, name: str, start: int, values: Tensor) -> None:
-        if not hasattr(self._own, "scratch"):
-            self._own.scratch = Scratch()
-        stop = start + len(values)
-        written = self._folder.read(name, start, stop, self._own.scratch)
-        if not torch.equal(written.view(torch.uint8), values.contiguous().view(torch.uint8)):
-            raise StorageError(
-                f"{name!r} in {self._folder.name!r} is not what was merged: remove the folder and "
-                "merge again"
-            )
-
-
-@torch.inference_mode()
-def verify(
-    plan: MergePlan,
-    folder: Path,
-    *,
-    progress: bool | None = None,
-    fill: Callable[[MergePlan, Sink, Callable[[int], object]], Outcome] = stream,
-) -> str:
-    """Merge again, in memory, and compare every number with the files in ``folder``; ``fill`` as of
-    :func:`blr_analysis.merging.folders.execute`.
-
-    Returns:
-        The fingerprint of the merged weights, the same for any number of shards.
-
-    Raises:
-        StorageError: a tensor is missing, of another shape or dtype, or holds another number.
-    """
-    written = Folder.open(folder)
-    specs = {item.name: item.spec for item in plan.items}
-    if dict(written.specs) != specs:
-        odd = sorted(n for n in {*specs, *written.specs} if specs.get(n) != written.specs.get(n))
-        raise StorageError(
-            f"{str(folder)!r} differs from the merge in {odd[0]!r}: remove the folder and merge "
-            "again"
-        )
-    with bar(plan.bytes_read, "verifying", progress, unit="B", unit_scale=True) as shown:
-        fill(plan, Compared(written), shown.update)
-    return fingerprint(written, progress=progress)

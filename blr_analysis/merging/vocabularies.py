@@ -23,28 +23,14 @@ Tokens = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Where a recipe takes a token's row from: a row of a model, or zeros if there is no model.
-
-    Attributes:
-        force: also in models that know the token.
-    """
-
-    model: Path | None
-    row: int = 0
-    force: bool = False
-
-
-@dataclass(frozen=True)
 class Vocabulary:
     """The tokens of the result.
 
     Attributes:
         tokens: their rows.
-        size: the number of rows, those without a token included, which are 0.
+        size: the number of rows; those without a token are 0.
         known: the rows of the tokens in each model.
         base: whose row stands in models that lack a token.
-        chosen: by token, what the recipe says.
         tokenizer: ``tokenizer.json`` of the result; None: that of the tokenizer's folder.
     """
 
@@ -52,12 +38,11 @@ class Vocabulary:
     size: int
     known: Mapping[Path, Tokens]
     base: Path | None
-    chosen: Mapping[str, Chosen]
     tokenizer: Mapping[str, Any] | None = None
 
     def alone(self, model: Path) -> Vocabulary:
         """The same where no other model lends its rows."""
-        return replace(self, known={model: self.known[model]}, base=None, chosen={})
+        return replace(self, known={model: self.known[model]}, base=None)
 
     def rows(self, model: Path, lengths: Mapping[Path, int]) -> list[list[tuple[Path, int]]]:
         """By row of the result, the rows whose mean stands there: the model's own, else the base's,
@@ -69,11 +54,8 @@ class Vocabulary:
             return [] if row is None or row >= lengths[place] else [(place, row)]
 
         for token, at in self.tokens.items():
-            chosen = self.chosen.get(token)
             there = own(model, token)
-            if chosen is not None and (chosen.force or not there):
-                there = [] if chosen.model is None else [(chosen.model, chosen.row)]
-            elif not there:
+            if not there:
                 there = own(self.base, token) if self.base is not None else []
                 there = there or [pair for place in self.known for pair in own(place, token)]
             result[at] = there

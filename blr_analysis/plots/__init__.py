@@ -32,13 +32,13 @@ from blr_analysis.plots.training import (
     plot_prior_selection,
 )
 from blr_analysis.plots.what_if import plot_what_if
-from blr_analysis.sensitivity.groups import WhatIf
 from blr_analysis.sensitivity.influence.results import Influence, TopInfluence
 from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.results import NetworkScores
 from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
 from blr_analysis.sensitivity.suspicious import Suspicions
+from blr_analysis.sensitivity.what_if import WhatIf
 from blr_analysis.views import make_plot
 
 __all__ = [

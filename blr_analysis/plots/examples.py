@@ -192,7 +192,7 @@ def plot_site_leave_one_out(
 
 
 def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
-    """Draw what relabelling each example would gain against how unfamiliar it is.
+    """Draw the mean loss of each example over the run against how unfamiliar it is.
 
     Args:
         suspicions: what :func:`blr_analysis.suspicious` returns.
@@ -208,7 +208,7 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
         got = type(suspicions).__name__
         raise InputError(f"plot_suspicious expects what suspicious(...) returns; got {got}")
     ax = axes_or_new(ax, (7.2, 5.0))
-    unfamiliarity, up = as_array(suspicions.unfamiliarity), as_array(suspicions.gain)
+    unfamiliarity, up = as_array(suspicions.unfamiliarity), as_array(suspicions.losses)
     across = choose_scale(unfamiliarity)
     x, kind = across.draw(unfamiliarity), np.array(suspicions.kind)
     for name in (NONE, *KINDS):
@@ -221,11 +221,7 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
                 x[chosen], up[chosen], s=size, c=colour, marker=marker, alpha=alpha, label=label
             )
     ax.set_xscale(across.name)
-    if suspicions.proposed is not None:
-        ax.axhline(0, color="0.25", lw=0.9, ls="--", zorder=0.5)
-        ax.set_ylabel("gain of relabelling [nats]  (→ label more suspicious)")
-    else:
-        ax.set_ylabel("left-out loss [nats]  (→ target more suspicious)")
+    ax.set_ylabel("mean loss over the run [nats]  (→ label more suspicious)")
     ax.set_xlabel(f"unfamiliarity tr ΛV [parameters]  (→ less familiar){across.note}")
     ax.set_title(f"What looks wrong in {count_of(len(suspicions))}")
     ax.legend(loc="best", fontsize="small")

@@ -144,8 +144,7 @@ def plot_merge_curve(
 
     One α for all models: a curve per task and their mean or, with several methods and none
     named, the mean of each method. All combinations of two models' weights: a map of the mean.
-    A front: the NLL of one of two tasks against the other's, of several tasks the worst against the
-    mean. Anything else: the merges in the order tried, and the best so far.
+    Anything else: the merges in the order tried, and the best so far.
 
     Args:
         curve: what :func:`blr_analysis.merge_curve` returns.
@@ -168,8 +167,6 @@ def plot_merge_curve(
     best = curve.best_of(method)
     if curve.shape == "grid" and len(curve.models) == 2:
         _map(curve, ax, measure, best)
-    elif curve.shape == "front":
-        _front(curve, ax, method, best)
     elif curve.shape == "shared":
         _curves(curve, ax, measure, method, best)
     else:
@@ -207,27 +204,6 @@ def _curves(merges: Any, ax: Axes, measure: str, method: str | None, best: Any) 
     _scale(ax, measure, np.concatenate(drawn))
     ax.set_xlabel("weight α of every model")
     ax.set_ylabel(f"mean {MEASURES[measure]}" if len(methods) > 1 else MEASURES[measure])
-    ax.legend(fontsize=8)
-
-
-def _front(curve: Any, ax: Axes, method: str | None, best: Any) -> None:
-    """What was run, and a line through those that none beats on every task."""
-
-    def place(point: Any) -> tuple[float, float]:
-        return point.nlls if len(curve.tasks) == 2 else (point.nll, max(point.nlls))
-
-    shown = [p for p in curve.points if method in (None, p.method) and np.isfinite(p.nll)]
-    front = sorted(place(p) for p in curve.front if p in shown)
-    ax.scatter(*zip(*map(place, shown), strict=True), s=36, color=SKY, edgecolors="black",
-               linewidths=0.5, label="run", zorder=3)  # fmt: skip
-    style = "-" if len(curve.tasks) == 2 else ""
-    ax.plot(*zip(*front, strict=True), color=BLUE, ls=style, marker="o", ms=7, mec="black",
-            mew=0.6, label="front", zorder=4)  # fmt: skip
-    named = ", ".join(f"{n} {a:.2g}" for n, a in zip(curve.models, best.weights, strict=True))
-    diamond(ax, *place(best), f"best mean: {named}")
-    names = curve.tasks if len(curve.tasks) == 2 else ("mean of the tasks", "worst task")
-    ax.set_xlabel(f"NLL on {names[0]} [nats per example]  (→ worse)")
-    ax.set_ylabel(f"NLL on {names[1]} [nats per example]  (→ worse)")
     ax.legend(fontsize=8)
 
 

@@ -23,7 +23,7 @@ from blr_analysis.audit.summary import REGION_MEANS
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import Poisson
 from blr_analysis.plots import image_of
-from blr_analysis.sensitivity import TopInfluence, top_influence
+from blr_analysis.sensitivity import TopInfluence, influence
 from blr_analysis.task import Task
 
 MOST_SINGLE = 10_000  # examples with a point, a row and a thumbnail of their own
@@ -90,13 +90,13 @@ def neighbours_of(findings: Findings, progress: bool | None) -> Neighbours | Non
     even = torch.linspace(0, len(order) - 1, min(spread, len(order))).long()
     chosen = torch.unique(torch.cat([order[:worst], even]))
     chosen = chosen[losses[chosen].argsort(descending=True, stable=True)]
-    top = top_influence(
+    top = influence(
         findings.task,
         findings.posterior,
         findings.test.subset(chosen),
         k=min(NEIGHBOURS, findings.task.n_data),
-        progress=progress,
     )
+    assert isinstance(top, TopInfluence)
     return Neighbours(findings.test, chosen, top, losses[chosen])
 
 

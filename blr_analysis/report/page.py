@@ -172,21 +172,11 @@ def trust(
     """How far the answers hold: what the reader must know before the first number."""
     said = trust_notes(findings.task, findings.posterior, findings.loo)
     record = findings.posterior.record
-    calibration = record.get("calibration")
-    if calibration is None:
+    if (error := findings.posterior.temperature_error) is not None:
         said.append(
-            "The posterior's scale was not calibrated: rankings hold better than the sizes of "
-            "effects (blr.calibrate, or audit --calibrate 32, checks it on examples left out)."
+            f"Its temperature was measured: {findings.posterior.temperature:.3g}, "
+            f"give or take {error:.0%}."
         )
-    else:
-        apart = calibration.get("spread")
-        said.append(
-            f"Calibrated on examples truly left out: variances were multiplied by "
-            f"{calibration['scale']:.3g}"
-            + ("." if apart is None else f"; single examples remain {apart:.0%} apart.")
-        )
-        if calibration.get("unchecked"):
-            said.append(f"The scale is not certified: {calibration['unchecked']}.")
     if findings.posterior.structure == "diag":
         said.append(DIAGONAL)
     if (record.get("initial_share") or 0.0) > 0.5:

@@ -17,7 +17,6 @@ from blr_analysis.errors import InputError, told_as
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.task import Task
-from blr_analysis.views import GroupRows
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
 CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
@@ -46,10 +45,15 @@ class Columns:
     def names(self) -> list[str]:
         """Every column of the table."""
         if not self._whole:
-            table = sensitivity(self._task.quiet, self._posterior).table
+            table = self.table
             self._known = {str(name): table[name].tolist() for name in table}
             self._whole = True
         return list(self._known)
+
+    @property
+    def table(self) -> Any:
+        """The scores' own."""
+        return sensitivity(self._task.quiet, self._posterior).table
 
     def _predict(self) -> None:
         likelihood = self._task.likelihood
@@ -99,7 +103,7 @@ def select(
     """
     n = task.n_data
     if isinstance(selection, str):
-        chosen = _queried(selection, Columns(task, posterior), n, name)
+        chosen = _queried(selection, Columns(task, posterior), name)
     elif callable(selection):
         chosen = _asked(selection, Columns(task, posterior), n, name)
     else:
@@ -123,11 +127,10 @@ def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name
     return chosen
 
 
-def _queried(question: str, columns: Columns, n: int, name: str) -> list[int]:
+def _queried(question: str, columns: Columns, name: str) -> list[int]:
     """The rows of a query, as pandas' ``DataFrame.query`` reads it."""
-    frame = GroupRows([dict(ExampleRow(columns, i)) for i in range(n)]).table
     with told_as(InputError, f"{name}={question!r} is no query of {columns.names()}"):
-        return frame.query(question).index.tolist()
+        return columns.table.query(question)["index"].tolist()
 
 
 def _yes(answer: Any, index: int, name: str) -> bool:

@@ -179,7 +179,7 @@ def suspicious(
     where, q = several[-1]
     runs = [p for _, p in several]
     losses = torch.stack([mean_losses(task, p) for p in runs]).mean(0)
-    loo = leave_one_out(task, runs)
+    loo: Any = leave_one_out(task, runs)
     closeness, twin, distinct = None, None, None
     if duplicates:
         closeness, twin, told = twins(where, q, samples=samples, seed=seed)

@@ -276,7 +276,6 @@ RECIPE = """merge_method: task_arithmetic
 base_model: 0/base
 adapter_rank: 2
 out_dtype: bfloat16
-chat_template: chatml
 models: [{model: 0/adapter, parameters: {weight: 0.5}}, {model: 1/adapter, parameters: {weight: 1}}]
 """
 
@@ -301,7 +300,6 @@ def test_a_recipe_writes_all_that_it_says(
     assert f"{written} written" in said
     texts = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if "model.s" not in p.name}
     assert {"tokenizer.json", "merge_report.csv", "merge_report.json"} <= set(texts)
-    assert "im_start" in texts["chat_template.jinja"]
     assert RECIPE in texts["merge_recipe.yml"]
     assert "library_name: peft" in texts["README.md"]
     first, second = steps(folders)
@@ -319,7 +317,6 @@ def test_a_recipe_writes_all_that_it_says(
     [
         ("rank: 2", "rank: 99", [], "99 is above"),
         ("1/adapter", "1/base", [], "is none"),
-        ("", "", ["--verify"], "no --verify"),
         ("", "", ["--shard-size", "1kB"], "no --shard-size"),
     ],
 )

@@ -80,7 +80,6 @@ EVERY: dict[str, Callable[..., Axes]] = {
     "one curve": lambda ax=None: plot_merge_curve(curve(SHARED), ax),
     "several methods": lambda ax=None: plot_merge_curve(curve(BOTH), ax, measure="accuracy"),
     "map": lambda ax=None: plot_merge_curve(curve(PLANE, "grid"), ax),
-    "search": lambda ax=None: plot_merge_curve(curve(PLANE, "search"), ax),
     "rows": lambda ax=None: plot_merge_curve(curve(SHARED, "rows"), ax),
 }
 
@@ -191,8 +190,8 @@ def test_two_models_weights_make_a_map() -> None:
     np.testing.assert_allclose([*low, *high], [-0.05, -0.25, 1.05, 2.75])
 
 
-def test_a_search_shows_the_order_and_the_best_so_far() -> None:
-    found = curve(PLANE, "search", models=("a", "b"))
+def test_rows_show_the_order_and_the_best_so_far() -> None:
+    found = curve(PLANE, "rows", models=("a", "b"))
     ax = plot_merge_curve(found)
     values = np.array([p.nll for p in found.points])
     np.testing.assert_allclose(np.asarray(ax.collections[0].get_offsets())[:, 1], values)

@@ -229,7 +229,6 @@ def test_pieces_do_not_matter(method: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("dare_ties", {"density": 0}, "above 0"),
         ("ties", {"density": [0.5]}, "one entry per model"),
         ("slerp", {"base": None}, "merges 2 models"),
-        ("passthrough", {}, "copies one model"),
         ("dare_ties", {"seed": -1}, "seed"),
         ("ties", {"base": None}, "needs the base"),
     ],
@@ -255,58 +254,6 @@ def run(place: Path, text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     out = place / f"out{len(list(place.iterdir()))}"
     execute(plan_folders(read_recipe(place / "r.yml").job), out)
     return Folder.open(out).tensors(), json.loads((out / "config.json").read_text())
-
-
-def test_layers_stacked_are_copies(place: Path) -> None:
-    tensors, config = run(
-        place,
-        "merge_method: passthrough\nslices:\n- sources: [{model: ft1, layer_range: [0, 2]}]\n"
-        "- sources: [{model: ft2, layer_range: [1, 2]}]\n"
-        "- sources: [{model: ft1, layer_range: [0, 1], parameters: {scale: 0.5}}]\n",
-    )
-    one, two = (Folder.open(place / n).tensors() for n in ("ft1", "ft2"))
-    assert config["num_hidden_layers"] == 4
-    assert config["layer_types"] == ["full", "sliding", "sliding", "full"]
-    expected = {
-        "embed.weight": one["embed.weight"],
-        "scale": 0.5 * one["scale"],  # after the layers: of the last slice
-    }
-    for at, (of, layer, factor) in enumerate(
-        [(one, 0, 1), (one, 1, 1), (two, 1, 1), (one, 0, 0.5)]
-    ):
-        for part in ("mlp", "norm"):
-            expected[f"layers.{at}.{part}.weight"] = factor * of[f"layers.{layer}.{part}.weight"]
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[n], t) for n, t in expected.items())
-
-
-def test_slices_have_weights_of_their_own(place: Path) -> None:
-    tensors, config = run(
-        place,
-        "merge_method: task_arithmetic\nbase_model: base\nslices:\n"
-        "- sources: [{model: ft1, layer_range: [1, 2], parameters: {weight: 0.5}}]\n"
-        "- parameters: {weight: [2, 0.25]}\n"
-        "  sources: [{model: ft2, layer_range: [0, 2]}]\n",
-    )
-    base, one, two = (Folder.open(place / n).tensors() for n in ("base", "ft1", "ft2"))
-    assert config["num_hidden_layers"] == 3
-    for name, alpha, tuned, own in (
-        ("embed.weight", 0.5, one, "embed.weight"),
-        ("layers.0.mlp.weight", 0.5, one, "layers.1.mlp.weight"),
-        ("layers.1.mlp.weight", 2.0, two, "layers.0.mlp.weight"),
-        ("layers.2.mlp.weight", 0.25, two, "layers.1.mlp.weight"),
-        ("scale", 2.0, two, "scale"),
-    ):
-        expected = base[own] + alpha * (tuned[own] - base[own])
-        torch.testing.assert_close(tensors[name], expected, rtol=0, atol=1e-6)
-
-
-def test_a_module_is_its_slices(place: Path) -> None:
-    both = "{model: ft1, layer_range: [0, 2]}, {model: ft2, layer_range: [0, 2]}"
-    slices = f"slices: [{{sources: [{both}]}}]"
-    plain, _ = run(place, f"merge_method: linear\n{slices}\n")
-    inside, _ = run(place, f"merge_method: linear\nmodules: {{default: {{{slices}}}}}\n")
-    assert all(torch.equal(plain[n], inside[n]) for n in SHAPES)
 
 
 def test_slerp_with_a_gradient(place: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.merging import MergeCurve, MergePoint, merge_curve, simplex_grid
@@ -182,59 +183,6 @@ def test_for_quadratics_the_best_of_a_grid_is_one() -> None:
     assert plain.best.nll > matched.best.nll + 1e-3
 
 
-def test_a_search_along_coordinates_finds_the_best_where_they_are_apart() -> None:
-    """Each model moves a weight of its own, so that the best of each is the best of all."""
-    x = torch.eye(4, dtype=torch.float64)
-    task = Task(nn.Linear(4, 1, bias=False).double(), (x, torch.tensor([0.7, 0.2, 1.5, -0.4])),
-                likelihood="gaussian")  # fmt: skip
-    base = {"weight": torch.zeros(1, 4, dtype=torch.float64)}
-    models = [{"weight": x[t][None].clone()} for t in range(4)]
-    grid = [k / 10 for k in range(-5, 16)]
-    calls = []
-
-    def add(base: State, models: list[State], weights: list[float]) -> State:
-        calls.append(tuple(weights))
-        return {
-            n: b + sum(a * (m[n] - b) for a, m in zip(weights, models, strict=True))
-            for n, b in base.items()
-        }
-
-    curve = merge_curve(
-        base, models, task, method={"add": add}, weights=grid, search="coordinates", progress=False
-    )
-    assert curve.best.weights == pytest.approx((0.7, 0.2, 1.5, -0.4)) and curve.shape == "search"
-    assert curve.points[0].weights == (0.25,) * 4
-    assert len(calls) == len(set(calls)) == len(curve) <= 1 + 2 * 4 * len(grid)
-    assert curve.at_edge  # 1.5 is the largest of the grid
-    axes = {"1": grid, "2": grid, "3": [1.5, 1.6], "4": grid}
-    wider = merge_curve(
-        base, dict(zip("1234", models, strict=True)), task, method="task_arithmetic",
-        weights=axes, search="coordinates", max_sweeps=1, **DOUBLE,
-    )  # fmt: skip
-    assert wider.best.weights == pytest.approx((0.7, 0.2, 1.5, -0.4))
-
-
-def test_a_search_goes_on_until_no_coordinate_helps() -> None:
-    x = torch.tensor([[1.0, 0.9], [0.0, 0.4]], dtype=torch.float64)  # the two weights interact
-    y = x @ torch.tensor([1.5, -0.6], dtype=torch.float64)
-    task = Task(nn.Linear(2, 1, bias=False).double(), (x, y), likelihood="gaussian")
-    base = {"weight": torch.zeros(1, 2, dtype=torch.float64)}
-    models = [{"weight": row[None]} for row in torch.eye(2, dtype=torch.float64)]
-    grid = [k / 10 for k in range(-10, 21)]
-    given: dict[str, Any] = dict(
-        method="task_arithmetic", weights=grid, search="coordinates", **DOUBLE
-    )
-    once, often = (merge_curve(base, models, task, max_sweeps=k, **given) for k in (1, 50))
-    assert often.best.nll < once.best.nll - 1e-3 and len(often) > len(once)
-
-    def loss(a: float, b: float) -> float:
-        return float((x @ torch.tensor([a, b], dtype=torch.float64) - y).square().sum())
-
-    a, b = often.best.weights
-    assert loss(a, b) == pytest.approx(min(loss(k, b) for k in grid), abs=1e-12)
-    assert loss(a, b) == pytest.approx(min(loss(a, k) for k in grid), abs=1e-12)
-
-
 def test_several_methods_in_one_call() -> None:
     def halved(base: State, models: list[State], weights: list[float]) -> State:
         return {n: (b + sum(m[n] for m in models)) / 2 for n, b in base.items()}
@@ -404,10 +352,7 @@ OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": to
         ({"weights": {"news": [1]}}, "weights are for"),
         ({"weights": {"news": [1], "books": [], "films": [1]}}, r"weights\['books'\]"),
         ({"weights": {k: range(20) for k in S.models}}, "8,000 combinations"),
-        ({"weights": [[1.0, 2.0, 3.0]], "search": "coordinates"}, "not rows"),
-        ({"search": "random"}, "search"),
         ({"criterion": "f1"}, "criterion"),
-        ({"max_sweeps": 0}, "max_sweeps"),
         ({"method": "mean"}, "method must be one of"),
         ({"method": ["linear", "linear"]}, "each once"),
         ({"method": "gradient_matching"}, "pass precisions"),
@@ -433,3 +378,28 @@ def test_data_that_fail_are_the_datas_fault() -> None:
     broken = Task(S.model, (x, torch.where(torch.arange(20) == 15, 7, y)), batch_size=4)
     with pytest.raises(DataError, match="0 … 2"):
         merge_curve(S.base, S.models, broken, method="task_arithmetic", weights=[1.0], **DOUBLE)
+
+
+class Pairs(Dataset[tuple[dict[str, Tensor], int]]):
+    """Batches of a dict of arguments and a target."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[dict[str, Tensor], int]:
+        return {"input": torch.ones(3) * i}, i % 2
+
+
+def test_dicts_with_targets_beside_them() -> None:
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    tasks = {"A": Task(models[0], Pairs()), "B": Task(models[1], Pairs())}
+    curve: MergeCurve = merge_curve(
+        models[0], models, tasks, method="linear", weights=[1.0], progress=False
+    )
+    assert set(curve.weights) == {"A", "B"}
+    x = torch.arange(6.0)[:, None].expand(6, 3)
+    mean = [
+        (a + b) / 2 for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)
+    ]
+    truth = nn.functional.cross_entropy(x @ mean[0].mT + mean[1], torch.arange(6) % 2)
+    assert curve.best.nll == pytest.approx(float(truth), rel=1e-5)

@@ -23,7 +23,6 @@ from blr_analysis.merging.card import model_card, outcome, report_json
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.recipe.layer_weights import LayerWeights, Rule
-from blr_analysis.merging.weighting import suggest_weights
 from blr_analysis.posterior import Posterior, fit_laplace, write_precision
 from blr_analysis.task import Task
 
@@ -478,22 +477,3 @@ def test_threads_and_memory_do_not_matter() -> None:
     assert all(torch.equal(merged[n], t) for n, t in small.items())
     a, b = (fit.form.basis_shapes()["1.weight"] for fit in fitted)
     assert a == b == (1, 700, 101)
-
-
-@pytest.mark.parametrize("structure", ["gram", "kron", "full", "diag"])
-def test_suggested_weights_say_where_they_took_the_diagonal_alone(structure: str) -> None:
-    model, x, classes = CASES["mlp"]()
-    tasks = tasks_of(model, x, classes)
-    models = dict(zip("abc", map(weights_of, tasks), strict=True))
-    fitted = [fit_laplace(t, structure=structure, prior_precision=0.1) for t in tasks]
-    diagonal = [{n: (q.precision(n) - 0.1).clamp_min(0) for n in q.mean} for q in fitted]
-    base = weights_of(Task(model, (x, torch.arange(len(x)) % classes)))
-    given = [diagonal[0], *fitted[1:]]
-    suggested = suggest_weights(base, models, precisions=given, base_precision=fitted[0], each=True)
-    expected = suggest_weights(
-        base, models, precisions=diagonal, base_precision=diagonal[0], each=True
-    )
-    assert suggested.weights == pytest.approx(expected.weights, rel=1e-6)
-    of = () if structure == "diag" else ("b", "c", "base_precision")
-    assert suggested.diagonal_of == of and expected.diagonal_of == ()
-    assert ("diagonal" in repr(suggested)) is bool(of)

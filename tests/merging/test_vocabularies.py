@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from jinja2 import Environment
 from merging.models_on_disk import State, near, state, write_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -18,7 +17,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.plan import plan_folders
 from blr_analysis.merging.recipe import read_recipe
-from blr_analysis.merging.recipe.places import chat_template, renumbered, vocabulary
+from blr_analysis.merging.recipe.places import renumbered, vocabulary
 from blr_analysis.posterior import write_precision
 
 WORDS = ["the", "a", "cat"]
@@ -167,26 +166,6 @@ def test_the_base_lends_its_row_to_models_that_lack_a_token(three: Path) -> None
     torch.testing.assert_close(tensors["embed.weight"][1], expected)
 
 
-def test_rows_are_padded_and_chosen(three: Path) -> None:
-    text = RECIPE + (
-        "tokenizer:\n  source: union\n  pad_to_multiple_of: 4\n  tokens:\n"
-        "    <y>: {source: {kind: zero}}\n"
-        "    <x>: {source: {kind: model_token, model: two, token: cat}, force: true}\n"
-    )
-    tensors, out = merged(three, text)
-    embed = tensors["embed.weight"]
-    assert len(embed) == json.loads((out / "config.json").read_text())["vocab_size"] == 8
-    torch.testing.assert_close(embed[3], row(three, "two", "cat", "embed.weight"))
-    torch.testing.assert_close(embed[4], row(three, "two", "<y>", "embed.weight") / 2)
-    assert not embed[5:].any()
-
-
-def test_a_chosen_token_must_be_there(three: Path) -> None:
-    text = RECIPE + "tokenizer: {source: union, tokens: {<z>: {source: one}}}"
-    with pytest.raises(InputError, match=r"line 3.*<z>"):
-        merged(three, text)
-
-
 @pytest.mark.parametrize("source", ["base", "union"])
 def test_tables_that_are_padded_differently_give_one_without_padding(
     three: Path, source: str
@@ -253,13 +232,6 @@ def test_numbers_that_the_library_would_not_give_are_refused(three: Path) -> Non
         merged(three, text)
 
 
-def test_a_chosen_row_must_be_there(three: Path) -> None:
-    source = "{kind: model_token, model: two, token_id: 99}"
-    text = f"tokenizer: {{source: union, tokens: {{<y>: {{source: {source}}}}}}}"
-    with pytest.raises(InputError, match=r"line 3.*99"):
-        merged(three, RECIPE + text)
-
-
 def test_other_lengths_without_a_word_on_tokens(three: Path) -> None:
     with pytest.raises(BLRError, match="tokenizer_source"):
         merged(three, "merge_method: linear\nmodels: [{model: base}, {model: one}]")
@@ -273,29 +245,3 @@ def test_tied_and_untied_models_give_an_untied_one(tmp_path: Path) -> None:
     expected = (tied["embed.weight"] + free["lm_head.weight"]) / 2
     torch.testing.assert_close(tensors["lm_head.weight"], expected)
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
-        ("alpaca", "### Instruction:\nhi\n\n### Response:\n"),
-        ("mistral", "<s>[INST] be brief\n\nhi [/INST]"),
-        (
-            "llama3",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-    ],
-)
-def test_named_chat_templates(tmp_path: Path, name: str, expected: str) -> None:
-    template = chat_template(name, tmp_path, [])
-    assert template is not None
-    turns = [{"role": "user", "content": "hi"}]
-    if name == "mistral":
-        turns.insert(0, {"role": "system", "content": "be brief"})
-    said = Environment().from_string(template).render(
-        messages=turns,
-        add_generation_prompt=True, bos_token="<s>", eos_token="</s>",
-    )  # fmt: skip
-    assert said == expected

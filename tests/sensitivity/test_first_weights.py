@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blr_analysis.sensitivity.groups.first_weights import (
+    first_weights,
+    may_be_tuned,
+    redrawn,
+    undrawn,
+)
+from blr_analysis.sensitivity.groups.solving import GroupSolver, checked_plan
 from peft import LoraConfig, get_peft_model
 from snapshots import untouched
 from torch import Tensor, nn
@@ -13,13 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET
 from blr_analysis.errors import InputError
-from blr_analysis.sensitivity.groups.first_weights import (
-    first_weights,
-    may_be_tuned,
-    redrawn,
-    undrawn,
-)
-from blr_analysis.sensitivity.groups.solving import GroupSolver, checked_plan
 
 WIDTH = 16
 TOKENS = torch.randint(30, (32, 6), generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ q(β_k) = Dir(λ_k), the factors of a document are found by turning two updates 
 
     φ_dwk ∝ exp( E[log θ_dk] + E[log β_kw] ),      γ_dk = α + Σ_w n_dw φ_dwk
 
-Documents turn together, in blocks of similar length that are padded to one length; those that
-stand still leave.
+Documents turn in blocks of similar length that are padded to one length; those that stand still
+leave.
 
 Given its responsibilities, the words of a document are conjugate to the topics, so that β can be
 integrated out exactly, as in every conjugate model:
@@ -21,9 +21,9 @@ topics have hardly seen. Leave-one-out asks for it at λ^{\\d} = λ − n_d φ_d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,6 @@ WASTE = 1 << 14
 """Entries of a block's table of words by topics that may be padding."""
 MOST = 1 << 20
 """Entries of a block's table."""
-TOGETHER = 1 << 21
-"""Entries of the tables of words by topics that turn together."""
-ROUND = 10
-"""Turns before documents that stand still are sorted out, at first."""
 WITHHELD = 0.01
 """The share of all words from which on a warning says that they could not be taken out."""
 
@@ -232,6 +228,11 @@ class PaddedDocuments:
     table: Tensor
     shift: Tensor
 
+    def only(self, chosen: Tensor) -> PaddedDocuments:
+        """Some of them."""
+        parts = (self.at, self.words, self.counts, self.table, self.shift)
+        return PaddedDocuments(*(part[chosen] for part in parts))
+
     def norm(self, theta: Tensor) -> Tensor:
         """Σ_k θ_dk t_dwk ``[D, L]``, above 0; θ = exp ψ(γ) ``[D, K]``."""
         norm = torch.bmm(theta.unsqueeze(1), self.table.mT).squeeze(1)
@@ -260,11 +261,6 @@ class SameTopics:
         logs = self.topics.expectation["log"]
         shift = logs.amax(0)
         return (logs - shift).exp_().T.contiguous(), shift
-
-    @property
-    def sizes(self) -> Tensor:
-        """Entries of each document's table, ``[D]``."""
-        return self.counts.lengths[self.rows] * len(self.topics.concentration)
 
     def blocks(self, chosen: Tensor) -> Iterator[PaddedDocuments]:
         """These documents, by their positions."""
@@ -302,23 +298,24 @@ def local_step(
     if start is None:
         start = topics.concentration.new_ones(len(rows), len(prior.concentration))
     gamma = settle(documents, start, prior, tol=tol, max_iter=max_iter)
-    bound, parts = _proportions_bound(gamma, counts.totals[rows], prior), []
+    bound = _proportions_bound(gamma, counts.totals[rows], prior)
+    each, (n_topics, n_words) = expected == "each", topics.concentration.shape
+    told = gamma.new_zeros((len(gamma) if each else 1) * n_words, n_topics)
     for block in documents.blocks(torch.arange(len(gamma))):
-        norm = block.norm(exp_digamma(gamma[block.at]))
+        theta = exp_digamma(gamma[block.at])
+        norm = block.norm(theta)
         bound[block.at] += block.loglik(norm)
-        owner = block.at.unsqueeze(1).expand_as(block.words)
-        parts.append([t.flatten() for t in (owner, block.words, block.counts / norm)])
+        if expected is not None:
+            place = block.words + n_words * block.at.unsqueeze(1) if each else block.words
+            told.index_add_(0, place.flatten(), block.sites(theta, norm).flatten(0, 1))
     if expected is None:
         return Local(gamma, bound, None)
-    # Σ_d n_dw φ_dwk, or its terms: n_dw / Σ_k exp(…) as a sparse matrix, times θ and the table
-    owners, words, ratios = (torch.cat(part) for part in zip(*parts, strict=True))
-    each, (n_topics, n_words) = expected == "each", topics.concentration.shape
-    copies = len(gamma) if each else 1
-    place = torch.stack([words + owners * n_words if each else words, owners])
-    shape = (copies * n_words, len(gamma))
-    spread = torch.sparse_coo_tensor(place, ratios, shape, check_invariants=False)
-    told = (spread @ exp_digamma(gamma)).view(copies, n_words, n_topics) * documents.seen[0]
-    return Local(gamma, bound, (told if each else told[0]).mT)
+    return Local(gamma, bound, told.view(-1, n_words, n_topics).mT if each else told.mT)
+
+
+def exp_digamma(x: Tensor) -> Tensor:
+    """exp ψ(x)."""
+    return x.digamma().exp_()
 
 
 def _proportions_bound(gamma: Tensor, totals: Tensor, prior: Dirichlet) -> Tensor:
@@ -329,89 +326,21 @@ def _proportions_bound(gamma: Tensor, totals: Tensor, prior: Dirichlet) -> Tenso
 def settle(
     documents: SameTopics, gamma: Tensor, prior: Dirichlet, *, tol: float, max_iter: int
 ) -> Tensor:
-    """γ ``[D, K]`` at its fixed point; each document stops by itself.
-
-    Documents that have not stopped after a round of turns go on in blocks of their own, so that
-    the slowest of a block does not keep the others.
-    """
+    """γ ``[D, K]`` at its fixed point; each document stops by itself."""
     gamma = gamma.clone()
-    for group in _together(documents.sizes):
-        left, done = group, 0
-        while len(left) and done < max_iter:
-            turns = min(-(-max(ROUND, done) // 2) if done else ROUND, max_iter - done)
-            blocks = list(documents.blocks(left))
-            left = torch.cat([block.at for block in blocks])
-            gamma[left], stopped = _turned(gamma[left], blocks, prior.concentration, tol, turns)
-            left, done = left[~stopped], done + turns
+    for block in documents.blocks(torch.arange(len(gamma))):
+        for _ in range(max_iter):
+            before = gamma[block.at]
+            theta = exp_digamma(before)
+            told = torch.bmm((block.counts / block.norm(theta)).unsqueeze(1), block.table)
+            after = prior.concentration + theta * told.squeeze(1)
+            gamma[block.at] = after
+            moving = (after - before).abs().mean(1) >= tol
+            if not bool(moving.any()):
+                break
+            if not bool(moving.all()):
+                block = block.only(moving)
     return gamma
-
-
-def _together(sizes: Tensor) -> Iterable[Tensor]:
-    """Documents by size, in groups of at most TOGETHER entries (or of one document)."""
-    sizes, order = sizes.sort(stable=True)
-    group = sizes.cumsum(0).sub_(sizes).div_(TOGETHER, rounding_mode="floor")
-    return order.split(group.unique_consecutive(return_counts=True)[1].tolist())
-
-
-def _turned(
-    gamma: Tensor, blocks: list[PaddedDocuments], alpha: Tensor, tol: float, turns: int
-) -> tuple[Tensor, Tensor]:
-    """γ ``[D, K]`` where each document first stood still, or after all turns; and which did.
-
-    Args:
-        gamma: where to begin; documents in the order of the blocks.
-        blocks: of these documents.
-        alpha: ``[K]``.
-        tol: see :func:`local_step`.
-        turns: how many.
-    """
-    sizes = [len(block.at) for block in blocks]
-    theta, pull = torch.empty_like(gamma), torch.empty_like(gamma)
-    views = [
-        (own.unsqueeze(1), b.table, b.table.mT, b.counts.unsqueeze(1), told.unsqueeze(1))
-        for b, own, told in zip(blocks, theta.split(sizes), pull.split(sizes), strict=True)
-    ]
-    ratios = [torch.empty_like(number) for *_, number, _ in views]
-    tiny = gamma.new_tensor(torch.finfo(gamma.dtype).tiny)
-    path = [gamma]
-    for _ in range(turns):
-        exp_digamma(path[-1], out=theta)
-        for (own, table, across, number, told), ratio in zip(views, ratios, strict=True):
-            torch.baddbmm(tiny, own, across, out=ratio)
-            torch.bmm(torch.div(number, ratio, out=ratio), table, out=told)
-        path.append(torch.addcmul(alpha, theta, pull))
-    walk = torch.stack(path, 1)
-    moved = torch.linalg.vector_norm(walk.diff(dim=1), ord=1, dim=2)
-    still = moved < tol * gamma.shape[1]  # [D, turns]
-    stopped = still.any(1)
-    first = torch.where(stopped, still.int().argmax(1), turns - 1)
-    return walk[torch.arange(len(walk)), first + 1], stopped
-
-
-_SERIES = (0.022897181972846164, -0.015158839645639192, 0.007039124803594481)
-_SERIES += (-0.003942176645161984, 0.003552258776664932, -0.006423608894659648)
-_SERIES += (0.041666666658187725, 1.0000000000000053)
-_SMALL = 4096
-_numbers = cache(lambda dtype: tuple(torch.tensor((-1.25, -1.0, *_SERIES), dtype=dtype)))
-
-
-def exp_digamma(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """exp ψ(x) for x > 0, to 12 digits; faster than the two functions for many x.
-
-    ψ(x) = ψ(x + 4) − Σ_{i<4} 1/(x + i), and exp ψ(z + ½) = z·(1 + 1/24z² + …), here by the
-    polynomial in 1/z² through its values at the Chebyshev nodes of z ≥ 3½.
-    """
-    if x.numel() < _SMALL:
-        return torch.exp(x.digamma(), out=out)
-    shift, minus_one, series, *coefficients = _numbers(x.dtype)
-    middle = x + 1.5
-    v = torch.addcmul(shift, middle, middle)
-    z = middle + 2
-    poles = middle.mul_(v).div_(torch.addcmul(minus_one, v, v)).mul_(-4).exp_()
-    w = torch.mul(z, z, out=v).reciprocal_()
-    for c in coefficients:
-        series = torch.addcmul(c, series, w)
-    return torch.mul(series.mul_(z), poles, out=out)
 
 
 # How well topics foretell a document

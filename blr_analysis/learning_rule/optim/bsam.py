@@ -125,7 +125,7 @@ class BSAM(RowOptimizer):
             hess = held["hess"] if held else group["hess_init"]
             return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
 
-        return Draw(True, adoptable, noisy=False, look=look, given=sizes)
+        return Draw(True, look=look, adoptable=adoptable, given=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:
@@ -138,10 +138,10 @@ class BSAM(RowOptimizer):
             return
         sampled = {
             p: p.grad.detach().to(state_dtype(p), copy=True)
-            for p in draw.params
+            for p in draw.groups
             if p.grad is not None
         }
-        self._drop(draw)
+        self._gathered.drop(draw)
         if not sampled:
             raise NoGradient(NO_GRADIENT)
         self._sampled = sampled

@@ -20,7 +20,6 @@ from blr_analysis.learning_rule.optim.draws import Gathered, state_dtype
 KEPT = ("hess", "momentum", "moved")
 """Tensors that the state of a parameter may hold."""
 
-REQUIRED = ("lr", "ess", "weight_decay", "hess_init", "hess_approx")
 HINT = "load a state_dict() of this class, made with the same parameters in the same order"
 
 
@@ -59,10 +58,12 @@ def restore(
     param_groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
     gathered: Gathered,
+    methods: Mapping[Tensor, str],
     generator: torch.Generator | None,
 ) -> None:
     """Copy what torch would alias or round to the parameter's dtype, and the gathered draws."""
-    methods = {p: group["hess_approx"] for group in param_groups for p in group["params"]}
+    sampling = state_dict.get("sampling", {})
+    gathered.count = sampling.get("count", 0)
     for key, param in _pairs(state_dict, param_groups):
         saved = state_dict["state"].get(key, {})
         for name in KEPT:
@@ -71,8 +72,8 @@ def restore(
                     device=param.device, dtype=state_dtype(param), copy=True
                 )
         gathered.unpack(param, methods[param], saved)
-    sampling = state_dict.get("sampling", {})
-    gathered.count = sampling.get("count", 0) if gathered.estimates else 0
+    if not gathered.estimates:
+        gathered.count = 0
     if generator is not None and "generator" in sampling:
         generator.set_state(sampling["generator"].cpu())
 
@@ -101,31 +102,25 @@ def _what_differs(
 ) -> str | None:
     try:
         groups, state = state_dict["param_groups"], state_dict["state"]
-        ids = [list(group["params"]) for group in groups]
+        sizes = [len(group["params"]) for group in groups]
     except (KeyError, TypeError) as error:
         return f"this is no optimizer state ({error!r} is missing)"
-    rows = {str(group.get("algorithm", "IVON")) for group in groups}  # IVON's once had no name
-    own_rows = {str(group["algorithm"]) for group in param_groups}
-    if rows - own_rows:
-        return f"this is the state of {', '.join(rows)}, not of {', '.join(own_rows)}"
-    sizes, own_sizes = map(len, ids), [len(group["params"]) for group in param_groups]
-    if (sizes := [*sizes]) != own_sizes:
+    own, own_sizes = param_groups[0]["algorithm"], [len(group["params"]) for group in param_groups]
+    if others := {group.get("algorithm", "another optimizer") for group in groups} - {own}:
+        return f"this is the state of {', '.join(others)}, not of {own}"
+    if sizes != own_sizes:
         return f"the state has groups of {sizes} parameters, this optimizer of {own_sizes}"
-    if missing := [name for name in REQUIRED if any(name not in group for group in groups)]:
-        return f"the state's groups have no {', '.join(missing)}"
-    if foreign := [key for key in state if key not in {*chain.from_iterable(ids)}]:
-        return f"the state has entries of no parameter: {foreign}"
-    decays = {key: group["weight_decay"] for group in groups for key in group["params"]}
-    for key, param in _pairs(state_dict, param_groups):
+    decays = [group["weight_decay"] for group in groups for _ in group["params"]]
+    for (key, param), decay in zip(_pairs(state_dict, param_groups), decays, strict=True):
         entry = state.get(key, {})
         if entry and not kept <= {*entry} and "sample_grad" not in entry:
             return f"the state of parameter {key} holds {sorted(entry)}"
         for name, value in entry.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
-            if name != "step" and shape != (own := tuple(param.shape)):
-                return f"{name} of parameter {key} has shape {shape}, the parameter {own}"
+            if name != "step" and shape != (own_shape := tuple(param.shape)):
+                return f"{name} of parameter {key} has shape {shape}, the parameter {own_shape}"
         if positive and "hess" in entry:
-            precision = entry["hess"] + decays[key]
+            precision = entry["hess"] + decay
             if not ((precision > 0) & precision.isfinite()).all():
                 return f"hess + weight_decay of parameter {key} is not positive and finite"
     return None

@@ -10,26 +10,63 @@ copy before the step is carried over: the gradient as it stands, the curvature b
 which the norm of that parameter's gradient changed, to the power in which the estimate depends on
 the gradient (:data:`DEGREES`). An estimate that the draw brings along (:data:`GIVEN`) has its own
 memory from the first draw on.
+
+On a CPU elementwise rules run block by block, all operations on one block, which stays in the
+cache, then the next (:func:`for_blocks`); an accelerator gets everything at once.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from blr_analysis import ranks
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim.blocks import PIECE, Buffers, for_blocks, group_by
+
+PIECE = 1 << 15
+"""Elements of a tensor that torch works on without splitting them over threads, where it would
+wait for the slowest one some thousand times a step."""
+
+BLOCK = 1 << 17
+"""Elements per block on a CPU."""
+
+THREADS = 8
+"""At most so many: beyond it they wait for Python's lock."""
 
 GIVEN = ("ggn", "abs", "hutchinson")
 """Methods whose curvature estimate is not made of gradient and noise, but comes with the draw."""
+
+DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2, "hutchinson": 1}
+"""By method: the power of the gradient's scale in the curvature estimate."""
+
+ROOM = 0.3
+"""A gradient's norm stays below the largest number to this power (4e11 in single precision), so
+that curvature estimates, which are squared and multiplied by ess, do not overflow."""
+
+NO_GRADIENT = (
+    "no parameter has a gradient after sampled_params(train=True): call loss.backward() inside "
+    "it, or evaluate inside sampled_params()"
+)
+
+Group = Mapping[str, Any]
+Look = Callable[[Tensor, Group, torch.Generator | None], tuple[Tensor, Tensor | None]]
+"""(θ, group, generator) → what the loss sees, and the factor of its gradient (None: 1)."""
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class NoGradient(OptimizerError):
+    """A draw without a backward pass."""
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
@@ -43,14 +80,126 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
-Group = Mapping[str, Any]
-Look = Callable[[Tensor, Group, torch.Generator | None], tuple[Tensor, Tensor | None]]
-"""(θ, group, generator) → what the loss sees, and the factor of its gradient (None: 1)."""
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """What is made inside has no graph and serves in training, also under inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+# Blocks ---------------------------------------------------------------------------------------
+
+
+def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]]) -> None:
+    """Call ``rule(*block)`` for every block of ``columns``, on torch's number of threads.
+
+    ``columns[j][i]`` is the ``j``-th quantity (weight, gradient, …) of the ``i``-th parameter; all
+    tensors of one parameter have its shape, all tensors one device. ``rule`` gets as many lists as
+    there are columns, and writes to their tensors elementwise and in place, without gradients.
+
+        >>> x = [torch.zeros(3), torch.ones(2)]
+        >>> for_blocks(lambda tensors: torch._foreach_add_(tensors, 1), [x])
+        >>> x
+        [tensor([1., 1., 1.]), tensor([2., 2.])]
+    """
+
+    def work(block: list[list[Tensor]]) -> None:
+        with torch.no_grad():  # which each thread has its own of
+            rule(*block)
+
+    waiting = list(blocks(columns))
+    threads = min(torch.get_num_threads(), THREADS, len(waiting))
+    if threads < 2:
+        for block in waiting:
+            work(block)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, waiting))
+
+
+def blocks(
+    columns: Sequence[Sequence[Tensor]], size: int = BLOCK, piece: int = PIECE
+) -> Iterator[list[list[Tensor]]]:
+    """Yield ``columns`` in blocks of about ``size`` elements.
+
+    On a CPU, contiguous tensors are cut into views of at most ``piece`` elements; elsewhere the
+    columns come back as one block. Writing to a view writes to the tensor.
+
+        >>> x = [torch.zeros(5), torch.zeros(2), torch.zeros(1)]
+        >>> [[view.numel() for view in block[0]] for block in blocks([x], size=4, piece=3)]
+        [[3], [2, 2], [1]]
+    """
+    if not columns or not columns[0]:
+        return
+    if columns[0][0].device.type != "cpu":
+        yield [list(column) for column in columns]
+        return
+    block: list[tuple[Tensor, ...]] = []
+    filled = 0
+    for row in zip(*columns, strict=True):
+        pieces: Iterable[tuple[Tensor, ...]] = [row]
+        if row[0].numel() > piece and all(tensor.is_contiguous() for tensor in row):
+            pieces = zip(*(tensor.detach().view(-1).split(piece) for tensor in row), strict=True)
+        for views in pieces:
+            count = views[0].numel()
+            if block and filled + count > size:
+                yield [list(column) for column in zip(*block, strict=True)]
+                block, filled = [], 0
+            block.append(views)
+            filled += count
+    yield [list(column) for column in zip(*block, strict=True)]
+
+
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items with equal ``key(item)`` together, in their order.
+
+    >>> group_by([1, 2, 3, 4], lambda number: number % 2)
+    {1: [1, 3], 0: [2, 4]}
+    """
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+class Buffers:
+    """Large scratch tensors that are used again at the next step.
+
+    A fresh 40 MB tensor costs the operating system ten thousand page faults, more than the
+    arithmetic done in it. Only CPU memory is kept; accelerators have an allocator that does this.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """One flat tensor, and its views shaped as ``like`` (one device).
+
+        >>> flat, views = Buffers().take([torch.zeros(2, 3), torch.zeros(4)], torch.float64)
+        >>> flat.shape, [tuple(view.shape) for view in views]
+        (torch.Size([10]), [(2, 3), (4,)])
+        """
+        counts, device = [tensor.numel() for tensor in like], like[0].device
+        free = self._free.get((sum(counts), dtype), []) if device.type == "cpu" else []
+        if not free:
+            self._free.clear()  # of other sizes: something was frozen or added
+        flat = free.pop() if free else torch.empty(sum(counts), dtype=dtype, device=device)
+        pieces = flat.split(counts)
+        return flat, [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+    def give(self, flats: Iterable[Tensor]) -> None:
+        """Take ``flats`` back. Nothing else may use them from here on."""
+        for flat in flats:
+            if flat.device.type == "cpu":
+                self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
+
+
+# One draw -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Draw:
-    """The weights that the loss sees, and what undoes them.
+    """The weights that the loss sees, and what undoes them; all by parameter.
 
     With ``noisy`` they are θ = m + ε, ε ~ N(0, 1/S), S = ess·(hess + weight_decay); ``look`` makes
     other weights of these; with neither they are the mean itself.
@@ -58,25 +207,22 @@ class Draw:
     ``train`` says whether the gradients there belong to the next step. ``adoptable`` marks the draw
     that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
     that draw instead of making its own. The loss was divided by ``divided_by``. ``given`` holds
-    curvature estimates that are not made of gradient and noise. ``taken``: a parameter has left it.
+    curvature estimates that are not made of gradient and noise.
     """
 
     train: bool
-    adoptable: bool = False
-    noisy: bool = True
+    noisy: bool = False
     look: Look | None = None
-    given: dict[Tensor, Tensor] = field(default_factory=dict)
+    adoptable: bool = False
     divided_by: float = 1.0
     closed: bool = False
-    taken: bool = False
-    generator: torch.Generator | None = None
-    params: list[Tensor] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    noises: list[Tensor] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
+    given: dict[Tensor, Tensor] = field(default_factory=dict)
+    groups: dict[Tensor, Group] = field(default_factory=dict)
+    noises: dict[Tensor, Tensor] = field(default_factory=dict)
+    means: dict[Tensor, Tensor] = field(default_factory=dict)
     factors: dict[Tensor, Tensor] = field(default_factory=dict)
-    noise_buffers: list[Tensor] = field(default_factory=list)
-    mean_buffers: list[Tensor] = field(default_factory=list)
+    noise_flats: list[Tensor] = field(default_factory=list)
+    mean_flats: list[Tensor] = field(default_factory=list)
 
     def fill(
         self,
@@ -86,81 +232,37 @@ class Draw:
         generator: torch.Generator | None,
     ) -> None:
         """Draw the noise and remember the means; nothing is perturbed yet."""
-        self.generator = generator
         for group in groups:
             params = [p for p in group["params"] if p.requires_grad]
-            if self.noisy:
-                alike = group_by(params, lambda p: (p.device, state_dtype(p))).values()
-                for some in alike:
-                    flats, noises = buffers.take(some, state_dtype(some[0]))
-                    self.noise_buffers += flats
-                    _fill_normal(flats[0], noises, some, group, state, generator)
-                    self.noises += noises
-                params = [p for some in alike for p in some]
-            self.params += params
-            self.groups += [group] * len(params)
+            for alike in group_by(params, lambda p: (p.device, state_dtype(p))).values():
+                self.groups.update(dict.fromkeys(alike, group))
+                if self.noisy:
+                    flat, noises = buffers.take(alike, state_dtype(alike[0]))
+                    self.noise_flats.append(flat)
+                    _fill_normal(flat, noises, alike, group, state, generator)
+                    self.noises.update(zip(alike, noises, strict=True))
         if self.noisy or self.look is not None:
-            self._remember(buffers)
+            for params in group_by(self.groups, lambda p: (p.device, p.dtype)).values():
+                flat, means = buffers.take(params, params[0].dtype)
+                self.mean_flats.append(flat)
+                for_blocks(torch._foreach_copy_, [means, params])
+                self.means.update(zip(params, means, strict=True))
 
-    def _remember(self, buffers: Buffers) -> None:
-        means: dict[Tensor, Tensor] = {}
-        for params in group_by(self.params, lambda p: (p.device, p.dtype)).values():
-            flats, views = buffers.take(params, params[0].dtype)
-            self.mean_buffers += flats
-            for_blocks(torch._foreach_copy_, [views, params])
-            means.update(zip(params, views, strict=True))
-        self.means = [means[p] for p in self.params]
-
-    def evidence(self) -> list[tuple[Tensor, str, Tensor | None]]:
-        """Parameter, method, and what the curvature estimate needs beside the gradient."""
-        noises = dict(zip(self.params, self.noises, strict=False))
-        evidence = []
-        for param, group in zip(self.params, self.groups, strict=True):
-            method = group["hess_approx"]
-            source = self.given.get(param) if method in GIVEN else None
-            evidence.append((param, method, noises[param] if method == "price" else source))
-        return evidence
-
-    def take(self, param: Tensor) -> Draw:
-        """The draw of one parameter, which is at its mean again and belongs to this one no more."""
-        place = next(k for k, p in enumerate(self.params) if p is param)
-        own = Draw(True, noisy=self.noisy, look=self.look, divided_by=self.divided_by)
-        for name in ("params", "groups", "noises", "means"):
-            if held := getattr(self, name):
-                setattr(own, name, [held.pop(place)])
-        if param in self.factors:
-            own.factors[param] = self.factors.pop(param)
-        if own.means:
-            param.copy_(own.means[0])
-        own.carry_gradients()
-        self.taken = True
-        return own
-
-    @property
-    def numel(self) -> int:
-        """Weights drawn."""
-        return sum(noise.numel() for noise in self.noise_buffers)
-
-    def perturb(self) -> None:
+    def perturb(self, generator: torch.Generator | None) -> None:
         """m → m + ε, in place, rounded once to the dtype of the weights; then what a look makes."""
-        if self.noisy:
-            _on_each_device(torch._foreach_add_, self.params, self.noises)
+        _on_each_device(torch._foreach_add_, self.noises)
         if self.look is None:
             return
-        for param, group in zip(self.params, self.groups, strict=True):
-            seen, factor = self.look(param, group, self.generator)
+        for param, group in self.groups.items():
+            seen, factor = self.look(param, group, generator)
             param.copy_(seen)
             if factor is not None:
                 self.factors[param] = factor
 
     def restore(self, buffers: Buffers) -> None:
         """Put the means back; once more does no harm, when an interrupt came in between."""
-        if self.closed:
-            return
-        if self.means:
-            _on_each_device(torch._foreach_copy_, self.params, self.means)
-        self.closed = True
-        freed, self.mean_buffers, self.means = self.mean_buffers, [], []
+        _on_each_device(torch._foreach_copy_, self.means)
+        freed, self.mean_flats, self.means = self.mean_flats, [], {}
         buffers.give(freed)
 
     def carry_gradients(self) -> None:
@@ -171,16 +273,37 @@ class Draw:
             if param in self.given:
                 self.given[param] = self.given[param] * factor
         if self.divided_by != 1:
-            for param in self.params:
+            for param in self.groups:
                 if param.grad is not None:
                     param.grad.mul_(self.divided_by)
 
+    def take(self, param: Tensor) -> Draw:
+        """The draw of one parameter, which is at its mean again and belongs to this one no more."""
+        own = Draw(True, self.noisy, self.look, divided_by=self.divided_by)
+        for name in ("groups", "noises", "means", "factors"):
+            if param in (held := getattr(self, name)):
+                getattr(own, name)[param] = held.pop(param)
+        own.restore(Buffers())
+        own.carry_gradients()
+        return own
 
-def _on_each_device(
-    rule: Callable[..., object], targets: list[Tensor], sources: list[Tensor]
-) -> None:
-    pairs = zip(targets, sources, strict=True)
-    for alike in group_by(pairs, lambda pair: pair[0].device).values():
+    def evidence(self, param: Tensor) -> tuple[str, Tensor | None]:
+        """The method, and what its curvature estimate needs beside the gradient."""
+        method = method_of(self.groups[param], self.noisy)
+        if method in GIVEN:
+            return method, self.given.get(param)
+        return method, self.noises[param] if method == "price" else None
+
+
+def method_of(group: Group, noisy: bool) -> str:
+    """What is averaged over draws; of draws at the mean no squares, for these are the parts of one
+    larger minibatch, whose gradient is squared."""
+    method = group["hess_approx"]
+    return "none" if method == "gradsq" and not noisy else method
+
+
+def _on_each_device(rule: Callable[..., object], pairs: Mapping[Tensor, Tensor]) -> None:
+    for alike in group_by(pairs.items(), lambda pair: pair[0].device).values():
         for_blocks(rule, [*zip(*alike, strict=True)])
 
 
@@ -224,35 +347,23 @@ def _fill_normal(
     for_blocks(scale, [noises, hess])
 
 
-DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2, "hutchinson": 1}
-"""By method: the power of the gradient's scale in the curvature estimate."""
-
-NO_GRADIENT = (
-    "no parameter has a gradient after sampled_params(train=True): call loss.backward() inside "
-    "it, or evaluate inside sampled_params()"
-)
-
-
-class NoGradient(OptimizerError):
-    """A draw without a backward pass."""
-
-
-ROOM = 0.3
-"""A gradient's norm stays below the largest number to this power (4e11 in single precision), so
-that curvature estimates, which are squared and multiplied by ess, do not overflow."""
+# Draws gathered -------------------------------------------------------------------------------
 
 
 @dataclass
 class GradientEstimate:
-    """Of one parameter. ``curvature`` is the mean of noise·gradient, of gradient², or of what came
-    along with the draws."""
+    """Of one parameter: its mean gradient, and what its curvature is made from.
+
+    Before it is ``settled`` ``source`` is the noise of the one draw, after it the mean of
+    noise·gradient, of gradient², or of what came along with the draws; None where there is none.
+    """
 
     method: str
     grad: Tensor
     shown: Tensor
     """What ``p.grad`` was at the end of the last context; after one draw the same as ``grad``."""
-    noise: Tensor | None = None
-    curvature: Tensor | None = None
+    source: Tensor | None = None
+    settled: bool = False
     version: int = -1
 
     @property
@@ -260,21 +371,16 @@ class GradientEstimate:
         """Whether someone wrote to ``shown`` since."""
         return self.shown._version != self.version
 
-    def source(self, noisy: bool) -> list[Tensor]:
-        """What the curvature is made from beside the mean gradient: noise, or a mean of estimates.
-
-        Nothing for squared gradients of one draw, and of draws at the mean (not ``noisy``), which
-        are parts of one larger minibatch.
-        """
-        if not noisy and self.method not in GIVEN:
-            return []
-        source = self.noise if self.curvature is None else self.curvature
-        return [] if source is None else [source]
+    def settle(self, dtype: torch.dtype) -> None:
+        """Let the mean own its memory."""
+        self.grad, self.settled = self.shown.to(dtype, copy=True), True
+        if self.method not in GIVEN and self.method != "none":
+            (self.source,) = _products(self.method, [self.grad], [self.source])
 
     def scale_by(self, factor: float) -> None:
         """Multiply the curvature as it depends on a gradient that is ``factor`` times as long."""
-        assert self.curvature is not None
-        self.curvature.mul_(factor ** DEGREES[self.method])
+        if self.source is not None:
+            self.source.mul_(factor ** DEGREES[self.method])
 
 
 class Gathered:
@@ -293,7 +399,8 @@ class Gathered:
 
     def begin(self) -> None:
         """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
-        if self.count == 1 and _all_were_zeroed(self.estimates.values()):
+        held = self.estimates.values()
+        if self.count == 1 and all(e.is_changed and not e.shown.any() for e in held):
             self.clear()
             raise OptimizerError(
                 "the first sample's gradients were zeroed in place: zero_grad(set_to_none=True)"
@@ -303,84 +410,89 @@ class Gathered:
             if param.grad is estimate.shown:
                 param.grad = None
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the means own their memory."""
-        return any(e.curvature is not None for e in self.estimates.values())
-
-    def adopt(self) -> None:
-        """Gradients that someone put in the place of the shown ones, zeros excepted, hold."""
+    def collect(self, own_memory: bool) -> None:
+        """Before a step: gradients that someone put in the place of the shown ones, zeros excepted,
+        hold, and so does what was done to these."""
         for param, estimate in self.estimates.items():
             given = param.grad
             if given is not None and given is not estimate.shown and bool(given.any()):
                 estimate.shown, estimate.version = given, -1
-                if estimate.curvature is None:
+                if not estimate.settled:
                     estimate.grad = given
+        if own_memory or self.count > 1 or any(e.settled for e in self.estimates.values()):
+            self.settle()
 
     def settle(self) -> None:
-        """Let the means own their memory, and carry over what was done to ``p.grad``."""
-        settled = [e for e in self.estimates.values() if e.curvature is not None]
-        for estimate, ratio in zip(settled, _ratios(settled), strict=True):
-            _carry_over(estimate, ratio)
+        """Let the means own their memory, and carry over what was done to ``p.grad``.
+
+        Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
+        """
+        settled = [e for e in self.estimates.values() if e.settled]
+        for alike in group_by(settled, lambda e: (e.shown.device, e.shown.dtype)).values():
+            dtype = state_dtype(alike[0].shown)
+            before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
+            now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
+            changes = (torch.stack(now) / torch.stack(before)).tolist()
+            for estimate, ratio in zip(alike, changes, strict=True):
+                if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
+                    ratio = 1.0
+                if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed):
+                    estimate.grad.copy_(estimate.shown)
+                    estimate.scale_by(ratio)
         for param, estimate in self.estimates.items():
-            if estimate.curvature is None:
-                estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
-                estimate.curvature = _first(estimate)
-                estimate.noise = None
+            if not estimate.settled:
+                estimate.settle(state_dtype(param))
             estimate.version = estimate.shown._version
 
     def add(self, draw: Draw) -> None:
         """The gradients now in ``p.grad`` are those at ``draw``."""
-        got = [
-            (p, p.grad.detach(), method, source)
-            for p, method, source in draw.evidence()
-            if p.grad is not None
-        ]
-        _check_gradients(got)
-        if self.count == 0:
-            for param, _, method, source in got:
-                assert param.grad is not None
-                estimate = GradientEstimate(
-                    method, param.grad, param.grad, version=param.grad._version
-                )
-                estimate.noise = source
-                self.estimates[param] = estimate
-            self._held, draw.noise_buffers = draw.noise_buffers, []
-            if any(method in GIVEN for _, _, method, _ in got):
-                self.settle()
-        else:
+        got = {p: draw.evidence(p) for p in draw.groups if p.grad is not None}
+        if not got:
+            raise NoGradient(NO_GRADIENT)
+        if sparse := [p for p in got if p.grad is not None and p.grad.layout is not torch.strided]:
+            raise OptimizerError(
+                f"a gradient of shape {tuple(sparse[0].shape)} is sparse: build with sparse=False"
+            )
+        if self.count:
             self._average(got)
-            self._buffers.give(draw.noise_buffers)
+            self._buffers.give(draw.noise_flats)
+        else:
+            for param, (method, source) in got.items():
+                assert param.grad is not None
+                self.estimates[param] = GradientEstimate(
+                    method, param.grad, param.grad, source, version=param.grad._version
+                )
+            self._held, draw.noise_flats = draw.noise_flats, []
+            if any(method in GIVEN for method, _ in got.values()):
+                self.settle()
         self.count += 1
 
-    def _average(self, got: list[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
+    def _average(self, got: Mapping[Tensor, tuple[str, Tensor | None]]) -> None:
         """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
-        weight = 1.0 / (self.count + 1)
-        for param, _, method, _ in got:
-            if param not in self.estimates:
-                self.add_zeros(param, method)
-        for rows in group_by(got, lambda row: (row[0].device, row[0].dtype, row[2])).values():
-            params, grads, methods, sources = zip(*rows, strict=True)
-            means = [self.estimates[p].grad for p in params]
-            curvatures = [c for p in params if (c := self.estimates[p].curvature) is not None]
-            rule = partial(_move_means, weight=weight, method=methods[0])
-            if sources[0] is None:
-                sources = grads
-            for_blocks(rule, [grads, sources, means, curvatures])
-        seen = {param for param, *_ in got}
-        for param, estimate in self.estimates.items():
-            if param not in seen:
-                estimate.grad.mul_(1 - weight)
-                assert estimate.curvature is not None
-                estimate.curvature.mul_(1 - weight)
+        rows = []
+        for param in [*got, *(p for p in self.estimates if p not in got)]:
+            estimate = self.estimates.get(param) or self.add_zeros(param, got[param][0])
+            grad, source = torch.zeros_like(estimate.grad), None
+            if param in got:
+                assert param.grad is not None
+                grad, source = param.grad.detach(), got[param][1]
+            rows.append((estimate, grad, grad if source is None else source))
+        for alike in group_by(
+            rows, lambda row: (row[1].device, row[1].dtype, row[0].method)
+        ).values():
+            estimates, grads, sources = zip(*alike, strict=True)
+            rule = partial(_move_means, weight=1 / (self.count + 1), method=estimates[0].method)
+            held = [e.source for e in estimates if e.source is not None]
+            columns = [grads, [e.grad for e in estimates]]
+            for_blocks(rule, [*columns, sources, held] if held else columns)
         self.show()
 
     def add_zeros(self, param: Tensor, method: str) -> GradientEstimate:
         """A settled estimate of zero, for a parameter that had no gradient so far."""
         zeros = torch.zeros_like(param, dtype=state_dtype(param))
-        estimate = GradientEstimate(method, zeros, zeros, curvature=torch.zeros_like(zeros))
-        self.estimates[param] = estimate
-        return estimate
+        source = None if method == "none" else torch.zeros_like(zeros)
+        self.estimates[param] = GradientEstimate(method, zeros, zeros, source, settled=True)
+        return self.estimates[param]
 
     def show(self) -> None:
         """Let ``p.grad`` hold the mean gradient, for ``unscale_`` and ``clip_grad_norm_``."""
@@ -393,18 +505,14 @@ class Gathered:
             estimate.shown, estimate.version = param.grad, param.grad._version
 
     def drop(self, draw: Draw) -> None:
-        """The body of ``draw`` failed: the gradients go back to those of the earlier draws."""
-        for param in draw.params:
-            param.grad = None
-        self._buffers.give(draw.noise_buffers)
-        draw.noise_buffers = []
-        self.show()
-
-    def keep_zeros_apart(self) -> None:
-        """Before ``zero_grad(set_to_none=False)``: let it not write into an estimate."""
-        for param, estimate in self.estimates.items():
-            if param.grad is estimate.shown:
-                param.grad = torch.zeros_like(estimate.shown)
+        """The body of ``draw`` failed, or was none of training: the gradients of training go back
+        to those of the earlier draws."""
+        freed, draw.noise_flats = draw.noise_flats, []
+        self._buffers.give(freed)
+        if draw.train:
+            for param in draw.groups:
+                param.grad = None
+            self.show()
 
     def scale_by(self, factor: float) -> None:
         """Multiply the settled gradients, and the curvature as it depends on them."""
@@ -419,139 +527,73 @@ class Gathered:
             dtype = state_dtype(alike[0][0])
             most = torch.finfo(dtype).max ** ROOM
             norms = torch.stack(torch._foreach_norm([g for _, g in alike], 2, dtype))
-            if not bool((norms * inverse_scale < most).all()):
-                for (param, _), norm in zip(alike, norms.tolist(), strict=True):
-                    if not norm * inverse_scale < most:
-                        return param
+            usable = norms * inverse_scale < most
+            if not bool(usable.all()):
+                return alike[usable.tolist().index(False)][0]
         return None
 
     def average_over_ranks(self, methods: Mapping[Tensor, str]) -> None:
-        """Mean gradient and curvature over the processes of ``torch.distributed``, once settled.
+        """Mean gradient and curvature over the processes, once settled.
 
         ``methods`` holds the same parameters on every process. One that has a gradient on some
         processes only counts as zero on the others.
         """
-        params = list(methods)
         reduced: list[Tensor] = []
-        flags = true_on_any_rank([p in self.estimates for p in params], params[0].device)
-        for param, needed in zip(params, flags, strict=True):
-            if needed:
-                estimate = self.estimates.get(param) or self.add_zeros(param, methods[param])
-                assert estimate.curvature is not None
-                reduced += [estimate.grad, estimate.curvature]
-        for handle in [dist.all_reduce(tensor, async_op=True) for tensor in reduced]:
-            handle.wait()  # type: ignore[union-attr]
-        torch._foreach_div_(reduced, dist.get_world_size())
+        shares = mean_over_ranks([p in self.estimates for p in methods], next(iter(methods)).device)
+        for (param, method), share in zip(methods.items(), shares, strict=True):
+            if share > 0:
+                estimate = self.estimates.get(param) or self.add_zeros(param, method)
+                reduced += [t for t in (estimate.grad, estimate.source) if t is not None]
+        ranks.total(reduced)
+        torch._foreach_div_(reduced, ranks.count())
 
     def pack(self, param: Tensor) -> dict[str, Tensor]:
         """What a checkpoint needs of ``param`` to go on from here."""
-        estimate = self.estimates.get(param)
-        if estimate is None:
+        if (estimate := self.estimates.get(param)) is None:
             return {}
-        packed = {"sample_grad": estimate.grad.detach().clone()}
-        if estimate.noise is not None:
-            packed["sample_noise"] = estimate.noise.clone()
-        if estimate.curvature is not None:
-            packed["sample_curvature"] = estimate.curvature.clone()
-        return packed
+        source = "sample_curvature" if estimate.settled else "sample_noise"
+        packed = {"sample_grad": estimate.grad, source: estimate.source}
+        return {name: t.detach().clone() for name, t in packed.items() if t is not None}
 
-    def unpack(self, param: Tensor, method: str, packed: dict[str, Any]) -> None:
-        """The reverse of :meth:`pack`; :attr:`count` is set by the caller."""
+    def unpack(self, param: Tensor, method: str, packed: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`pack`, once :attr:`count` is set."""
         if "sample_grad" not in packed:
             return
+        settled = self.count > 1 or "sample_curvature" in packed
+        source = packed.get("sample_curvature", packed.get("sample_noise"))
         wide = {"device": param.device, "dtype": state_dtype(param), "copy": True}
-        curvature, noise = packed.get("sample_curvature"), packed.get("sample_noise")
-        if curvature is None:
-            grad = packed["sample_grad"].to(device=param.device, dtype=param.dtype, copy=True)
-            estimate = GradientEstimate(method, grad, grad)
-            estimate.noise = None if noise is None else noise.to(**wide)
-        else:
-            grad = packed["sample_grad"].to(**wide)
-            shown = grad.to(param.dtype, copy=True)
-            estimate = GradientEstimate(method, grad, shown, curvature=curvature.to(**wide))
-        param.grad = estimate.shown
-        estimate.version = estimate.shown._version
-        self.estimates[param] = estimate
+        grad = packed["sample_grad"].to(**(wide if settled else {**wide, "dtype": param.dtype}))
+        shown = param.grad = grad.to(param.dtype, copy=True) if settled else grad
+        source = None if source is None else source.to(**wide)
+        self.estimates[param] = GradientEstimate(
+            method, grad, shown, source, settled, shown._version
+        )
 
 
-def _first(estimate: GradientEstimate) -> Tensor:
-    """The curvature estimate of a first draw, in memory of its own."""
-    if estimate.noise is None:
-        return estimate.grad.square()
-    return estimate.noise if estimate.method in GIVEN else estimate.noise.mul_(estimate.grad)
+def _products(method: str, grads: list[Tensor], sources: Sequence[Any]) -> Any:
+    """The curvature estimates of one draw."""
+    if method in GIVEN:
+        return sources
+    return torch._foreach_mul(grads, grads if method == "gradsq" else list(sources))
 
 
 def _move_means(
-    grad: list[Tensor],
-    source: list[Tensor],
-    mean: list[Tensor],
-    curvature: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    sources: Sequence[Tensor] = (),
+    curvatures: Sequence[Tensor] = (),
     *,
     weight: float,
     method: str,
 ) -> None:
-    new = [g.to(m.dtype) for g, m in zip(grad, mean, strict=True)]
-    torch._foreach_lerp_(mean, new, weight)
-    if method in GIVEN:
-        estimate = source
-    else:
-        estimate = torch._foreach_mul(new, source if method == "price" else new)
-    torch._foreach_lerp_(curvature, estimate, weight)
-
-
-def _ratios(estimates: Sequence[GradientEstimate]) -> list[float]:
-    """By which factor the norm of each shown mean has changed.
-
-    Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
-    """
-    ratios: dict[int, float] = {}
-    for alike in group_by(estimates, lambda e: (e.shown.device, e.shown.dtype)).values():
-        dtype = state_dtype(alike[0].shown)
-        before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
-        now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
-        changes = torch.stack(now) / torch.stack(before)
-        ratios.update(zip(map(id, alike), changes.tolist(), strict=True))
-    return [ratios[id(estimate)] for estimate in estimates]
-
-
-def _carry_over(estimate: GradientEstimate, ratio: float) -> None:
-    """A change of the shown mean reaches the means; zeros in place of gradients do not."""
-    if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
-        ratio = 1.0
-    if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed):
-        estimate.grad.copy_(estimate.shown)
-        estimate.scale_by(ratio)
-
-
-def _all_were_zeroed(estimates: Any) -> bool:
-    estimates = list(estimates)
-    return all(e.is_changed for e in estimates) and not any(e.shown.any() for e in estimates)
-
-
-def _check_gradients(got: Sequence[tuple[Tensor, Tensor, str, Tensor | None]]) -> None:
-    if not got:
-        raise NoGradient(NO_GRADIENT)
-    for param, grad, _, _ in got:
-        if grad.layout is not torch.strided:
-            raise OptimizerError(
-                f"a gradient of shape {tuple(param.shape)} is sparse: build with sparse=False"
-            )
-
-
-def is_distributed() -> bool:
-    """Whether there is anyone to average with."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def true_on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Elementwise "or" over the processes."""
-    ours = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(ours, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in ours.tolist()]
+    new = [g.to(m.dtype) for g, m in zip(grads, means, strict=True)]
+    torch._foreach_lerp_(means, new, weight)
+    if curvatures:
+        torch._foreach_lerp_(list(curvatures), _products(method, new, sources), weight)
 
 
 def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[float]:
     """The processes' mean of each number."""
     sums = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return (sums / dist.get_world_size()).tolist()
+    ranks.total([sums])
+    return (sums / ranks.count()).tolist()

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis import ranks
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import Draw, Group, is_distributed, mean_over_ranks
+from blr_analysis.learning_rule.optim.draws import Draw, Group, mean_over_ranks
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.optim.settings import tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
@@ -188,9 +189,9 @@ class Dropout(RowOptimizer):
             if not group.get("keep_lr") or group["keep"] == 1:
                 continue
             slope = 0.0
-            for i, p in enumerate(draw.params):
-                if draw.groups[i] is group and p.grad is not None:
-                    seen = p.detach() + draw.noises[i] if draw.noises else p.detach()
+            for p, own in draw.groups.items():
+                if own is group and p.grad is not None:
+                    seen = p.detach() + draw.noises[p] if draw.noises else p.detach()
                     hidden = 1 - draw.factors[p] * group["keep"]
                     slope += float((seen * p.grad * hidden).double().sum())
             units = sum(p.shape[group["dim"]] for p in tensors_of(group))
@@ -215,7 +216,7 @@ class Dropout(RowOptimizer):
             slope * factor * (self._length(k) / was if (was := self._lengths[k]) else 0.0)
             for k, slope in self._slopes.items()
         ]
-        if slopes and self.sync and is_distributed():
+        if slopes and self.sync and ranks.count() > 1:
             slopes = mean_over_ranks(slopes, self.param_groups[0]["params"][0].device)
         for k, slope in zip(self._slopes, slopes, strict=True):
             group = self.param_groups[k]

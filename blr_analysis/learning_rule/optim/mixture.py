@@ -101,7 +101,7 @@ def _params(optimizer: IVON) -> list[Tensor]:
 def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     """Mean and precision of every parameter, also while a draw stands in the mean's place."""
     draw = optimizer._open
-    means = {} if draw is None else dict(zip(draw.params, draw.means, strict=True))
+    means = {} if draw is None else draw.means
     gaussians = []
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -18,8 +18,7 @@ gradients that come back to them. Hooks stand from :meth:`Listener.start` to :me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,8 +189,8 @@ class PerExampleSquares:
         leaves = [x for x in tree_flatten(output)[0] if carries_gradient(x)]
         rows = [x for x in leaves if x.shape[:1] == (passed.batch,)]
         if rows:
-            with self._listener.deaf():
-                names = mixed(passed, rows)
+            names = mixed(passed, rows)
+            passed.forget_gradients()
             if names:
                 raise self._unreadable(names, "the model mixes the examples of a batch there")
         elif not self._warned:
@@ -316,13 +315,11 @@ class Pass:
     seen: list[Seen] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
-
-@dataclass
-class Ears:
-    """Whether hooks listen. They hold this and a list of gradients, nothing that leads back to the
-    graph: a graph whose hooks know it is never freed."""
-
-    deaf: bool = False
+    def forget_gradients(self) -> None:
+        """Those that came back to no backward pass of the user's."""
+        self.tasks.clear()
+        for seen in self.seen:
+            seen.grads[:] = [None] * len(seen.grads)
 
 
 class Listener:
@@ -345,7 +342,6 @@ class Listener:
         self._before, self._after = before, after
         self._handles: list[Any] = []
         self._current: Pass | None = None
-        self._ears = Ears()
 
     def start(self, wanted: Mapping[int, str]) -> None:
         """Put hooks on every layer with a parameter whose id is a key of ``wanted``."""
@@ -361,15 +357,6 @@ class Listener:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    @contextmanager
-    def deaf(self) -> Iterator[None]:
-        """What runs inside is not listened to."""
-        self._ears.deaf = True
-        try:
-            yield
-        finally:
-            self._ears.deaf = False
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.model or not torch.is_grad_enabled():
@@ -391,7 +378,7 @@ class Listener:
     def _hook(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             ours = module is unit.module  # a copy of the model has copies of its hooks
-            if ours and torch.is_grad_enabled() and not self._ears.deaf and not _in_backward():
+            if ours and torch.is_grad_enabled() and not _in_backward():
                 self._catch(unit, args, kwargs, output)
 
         return hook
@@ -412,18 +399,18 @@ class Listener:
         values = [leaf.detach() for leaf in leaves]
         seen = Seen(Visit(unit, occurrence, args, kwargs, values, edges), [None] * len(leaves))
         for position, leaf in enumerate(leaves):
-            leaf.register_hook(_receiver(seen.grads, position, self._ears, passed.tasks))
+            leaf.register_hook(_receiver(seen.grads, position, passed.tasks))
         passed.seen.append(seen)
 
 
-def _receiver(grads: list[Tensor | None], position: int, ears: Ears, tasks: set[int]) -> Any:
-    """A hook that adds up what comes back to an output."""
+def _receiver(grads: list[Tensor | None], position: int, tasks: set[int]) -> Any:
+    """A hook that adds up what comes back to an output. It holds nothing that leads back to the
+    graph: a graph whose hooks know it is never freed."""
 
     def receive(grad: Tensor) -> None:
-        if not ears.deaf:
-            tasks.add(torch._C._current_graph_task_id())
-            before = grads[position]
-            grads[position] = grad.detach() if before is None else before + grad.detach()
+        tasks.add(torch._C._current_graph_task_id())
+        before = grads[position]
+        grads[position] = grad.detach() if before is None else before + grad.detach()
 
     return receive
 

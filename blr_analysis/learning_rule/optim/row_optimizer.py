@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from blr_analysis import ranks
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.expectations import (
@@ -27,7 +28,6 @@ from blr_analysis.learning_rule.expectations import (
     HessianEstimate,
 )
 from blr_analysis.learning_rule.moves import Block, Move, step
-from blr_analysis.learning_rule.optim.blocks import Buffers, for_blocks, group_by
 from blr_analysis.learning_rule.optim.checkpoint import (
     HINT,
     KEPT,
@@ -38,14 +38,18 @@ from blr_analysis.learning_rule.optim.checkpoint import (
 )
 from blr_analysis.learning_rule.optim.draws import (
     DEGREES,
+    Buffers,
     Draw,
     Gathered,
     Group,
     Look,
     NoGradient,
-    is_distributed,
+    for_blocks,
+    group_by,
+    mean_over_ranks,
+    method_of,
+    plain_tensors,
     state_dtype,
-    true_on_any_rank,
 )
 from blr_analysis.learning_rule.optim.per_example import HessianDiagonal, PerExampleSquares
 from blr_analysis.learning_rule.optim.settings import (
@@ -183,7 +187,6 @@ class RowOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers()
         self._gathered = Gathered(self._buffers)
         self._open: Draw | None = None
-        self._drawn = 0
         self._fused = False  # parameters were moved by step_param since the last step
         self._cleared = False  # zero_grad was called since the draw
 
@@ -230,7 +233,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """As in torch, with every setting and parameter checked (:class:`InputError`)."""
         group = read_group(param_group, self.row.algorithm)
         self._check_group({**self.defaults, **group})
-        self._buffers.clear()
         super().add_param_group(group)
 
     # Drawing ---------------------------------------------------------------------------------
@@ -272,11 +274,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{self.row.algorithm} learns no posterior to draw from; fit_laplace makes one"
             )
         look = self._look if train else self._sample
-        return Draw(train, adoptable, noisy=self._is_noisy(train), look=look)
+        return Draw(train, self._is_noisy(train), look, adoptable)
 
     def _shown(self, look: Look) -> AbstractContextManager[None]:
         """The model with the weights that ``look`` makes of the parameters."""
-        return self._at(Draw(False, noisy=False, look=look))
+        return self._at(Draw(False, look=look))
 
     @contextmanager
     def _at(self, draw: Draw) -> Iterator[None]:
@@ -293,66 +295,55 @@ class RowOptimizer(torch.optim.Optimizer):
     def _begin(self, draw: Draw) -> None:
         self._refuse_inside("another context")
         self._check_groups()
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             if draw.train:
                 self._gathered.begin()
             draw.fill(self.param_groups, self.state, self._buffers, self.generator)
-            if draw.numel != self._drawn:  # something was frozen or added: other sizes from now on
-                self._buffers.clear()
-                self._drawn = draw.numel
             self._open = draw
             try:
-                draw.perturb()
+                draw.perturb(self.generator)
                 if draw.train and self.examples is not None:
-                    self.examples.start(draw.params)
+                    self.examples.start([*draw.groups])
             except BaseException:
                 self._abandon(draw)
                 raise
 
     def _finish(self, draw: Draw) -> None:
-        if draw.closed:
+        if draw.closed:  # by a context inside the closure
             return
-        if draw.taken and all(p.grad is None for p in draw.params):
-            with torch.inference_mode(False), torch.no_grad():
-                self._restore(draw)
-            return
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
+            moved = self._fused and all(p.grad is None for p in draw.groups)
             if draw.train and self.examples is not None:
                 draw.given = self.examples.finish()
                 if draw.divided_by != 1:
                     scale = draw.divided_by ** DEGREES[self.row.curvature.method]
                     draw.given = {p: s * scale for p, s in draw.given.items()}
-            self._restore(draw)
-            if not draw.train:
-                self._drop(draw)
+            draw.restore(self._buffers)
+            self._close(draw)
+            if moved or not draw.train:
+                self._gathered.drop(draw)
                 return
             try:
                 draw.carry_gradients()
                 self._gather(draw)
             except BaseException:
-                self._drop(draw)
+                self._gathered.drop(draw)
                 raise
 
     def _gather(self, draw: Draw) -> None:
         self._gathered.add(draw)
 
-    def _restore(self, draw: Draw) -> None:
-        draw.restore(self._buffers)
-        self._open = None
+    def _close(self, draw: Draw) -> None:
+        self._open, draw.closed = None, True
 
     def _abandon(self, draw: Draw) -> None:
         if self.examples is not None:
             self.examples.stop()
-        if self._open is draw or not draw.closed:
-            with torch.inference_mode(False), torch.no_grad():
-                self._restore(draw)
-                self._drop(draw)
-
-    def _drop(self, draw: Draw) -> None:
-        if draw.train:
-            self._gathered.drop(draw)
-        else:
-            self._buffers.give(draw.noise_buffers)
+        if not draw.closed:
+            with plain_tensors():
+                draw.restore(self._buffers)
+                self._gathered.drop(draw)
+                self._close(draw)
 
     def drop_draws(self) -> None:
         """Forget the draws since the last step: of a minibatch that is to be skipped, say."""
@@ -381,7 +372,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         self._refuse_inside("step()")
         check_closure(closure)
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             try:
                 losses = [] if closure is None else self._losses(closure)
                 if self._fused and not self._gathered.count:
@@ -426,7 +417,7 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         if group is None:
             group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             self._gathered.add(draw.take(param))
             try:
                 if self._gathered.find_unusable(1.0) is not None:
@@ -453,7 +444,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         with self._at(draw), torch.enable_grad():
-            held = [(p, p.grad, p.grad._version) for p in draw.params if p.grad is not None]
+            held = [(p, p.grad, p.grad._version) for p in draw.groups if p.grad is not None]
             self._cleared = not self._needs_draw
             loss = closure()
             if not self._cleared and any(p.grad is g and g._version != v for p, g, v in held):
@@ -471,7 +462,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise OptimizerError(
                 "step() without a draw: use sampled_params(train=True), or pass a closure"
             )
-        draw = Draw(True, noisy=False)  # a plain backward pass was one look at the mean
+        draw = Draw(True)  # a plain backward pass was one look at the mean
         draw.fill(self.param_groups, self.state, self._buffers, self.generator)
         self._gathered.add(draw)
 
@@ -485,23 +476,27 @@ class RowOptimizer(torch.optim.Optimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
         skip = found_inf is not None and bool(found_inf > 0)
-        methods = {p: group["hess_approx"] for group in self.param_groups for p in group["params"]}
-        together = self.sync and is_distributed()
-        if true_on_any_rank([skip], next(iter(methods)).device)[0] if together else skip:
+        together = self.sync and ranks.count() > 1
+        if together:
+            skip = mean_over_ranks([skip], self.param_groups[0]["params"][0].device)[0] > 0
+        if skip:
             return None
-        gathered.adopt()
-        if together or gathered.count > 1 or gathered.is_settled:
-            gathered.settle()
+        gathered.collect(own_memory=together)
         if together:
             gathered.scale_by(inverse_scale)
             inverse_scale = 1.0
-            gathered.average_over_ranks(methods)
+            gathered.average_over_ranks(self._methods())
         if found_inf is None and (bad := gathered.find_unusable(inverse_scale)) is not None:
             raise OptimizerError(
                 f"the gradient of {self._describe(bad)} holds NaN or inf, or its square might "
                 "overflow: nothing was changed; lower lr, or clip"
             )
         return inverse_scale
+
+    def _methods(self) -> dict[Tensor, str]:
+        """What is averaged over the draws, by parameter."""
+        noisy = self._is_noisy(train=True)
+        return {p: method_of(group, noisy) for group in self.param_groups for p in group["params"]}
 
     def _describe(self, param: Tensor) -> str:
         for number, group in enumerate(self.param_groups):
@@ -516,21 +511,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
         ``inverse_scale`` undoes a loss scale that still multiplies the gradients.
         """
-        estimates, noisy = self._gathered.estimates, self.row.look.noisy
+        estimates = self._gathered.estimates
         for group in self.param_groups:
             params = [p for p in group["params"] if p in estimates]
             for param in params:
                 self.state[param] = self.state.get(param) or self._start(param, group)
                 self.state[param]["step"] += 1
-            alike = group_by(
-                params,
-                lambda p: (
-                    p.device,
-                    p.dtype,
-                    self.state[p]["step"],
-                    bool(estimates[p].source(noisy)),
-                ),
-            )
+            alike = group_by(params, lambda p: (p.device, p.dtype, self.state[p]["step"]))
             for batch in alike.values():
                 self._move(batch, self._law(group), inverse_scale)
 
@@ -551,9 +538,9 @@ class RowOptimizer(torch.optim.Optimizer):
             "grad": [e.grad.detach() for e in estimates],
             **{name: [self.state[p][name] for p in params] for name in self._kept},
         }
-        if sources := [s for e in estimates for s in e.source(self.row.look.noisy)]:
+        if sources := [e.source for e in estimates if e.source is not None]:
             columns["source"] = sources
-        settled = estimates[0].curvature is not None
+        settled = estimates[0].settled
         factor = inverse_scale ** DEGREES[estimates[0].method]
 
         def work(*block: list[Tensor]) -> None:
@@ -578,8 +565,10 @@ class RowOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. The draws gathered for the next step stay; see :meth:`drop_draws`."""
         self._cleared = True
-        if not set_to_none:
-            self._gathered.keep_zeros_apart()
+        if not set_to_none:  # no zeros are written into an estimate
+            for param, estimate in self._gathered.estimates.items():
+                if param.grad is estimate.shown:
+                    param.grad = torch.zeros_like(estimate.shown)
         super().zero_grad(set_to_none)
 
     # Saving ----------------------------------------------------------------------------------
@@ -592,7 +581,7 @@ class RowOptimizer(torch.optim.Optimizer):
             OptimizerError: inside ``sampled_params``, where the weights are not the mean.
         """
         self._refuse_inside("state_dict()")
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             if self._gathered.count > 1:
                 self._gathered.settle()
             return add_gathered(
@@ -621,9 +610,16 @@ class RowOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors():
             self._forget()
-            restore(hooked, self.param_groups, self.state, self._gathered, self.generator)
+            restore(
+                hooked,
+                self.param_groups,
+                self.state,
+                self._gathered,
+                self._methods(),
+                self.generator,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._open is not None or self._gathered.count:

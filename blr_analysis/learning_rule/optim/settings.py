@@ -93,7 +93,7 @@ def check_group(
             setting.check(name, group[name])
     if samples and group["hess_init"] + group["weight_decay"] <= 0:
         raise InputError(f"{algorithm}'s precision starts at 0: give weight_decay or hess_init")
-    if group.get("algorithm", algorithm) != algorithm:  # IVON's groups once had no name
+    if group.get("algorithm", algorithm) != algorithm:
         raise InputError(f"algorithm is {algorithm!r} for all groups, not {group['algorithm']!r}")
 
 

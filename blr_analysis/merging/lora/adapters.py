@@ -163,8 +163,8 @@ def plan_adapters(
             decomposition, once for every thread.
 
     Raises:
-        InputError: a rank above every matrix, no base, members that are no adapters, slices or a
-            union of vocabularies.
+        InputError: a rank above every matrix, no base, members that are no adapters, a union of
+            vocabularies.
         ModelError: adapters with more than the matrices of plain LoRA.
         Others as :func:`blr_analysis.merging.plan.make_plan`.
     """
@@ -172,8 +172,8 @@ def plan_adapters(
         raise InputError(f"rank must be a whole number, or a share between 0 and 1, got {rank!r}")
     if job.base is None:
         raise InputError("adapters are merged on a base: name base_model")
-    if job.slices or job.vocabulary is not None:
-        raise InputError("an adapter has its base's layers and tokens: no slices, no union")
+    if job.vocabulary is not None:
+        raise InputError("an adapter has its base's tokens: no union")
     plain = [str(m.model) for m in job.members if not is_adapter(m.model)]
     if plain:
         raise InputError(f"a rank is for adapters alone: {some(plain)} is none")

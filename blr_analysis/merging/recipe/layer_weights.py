@@ -1,5 +1,4 @@
-"""How a model's weight changes over its layers: α_t as a function of the tensor's name; and slices
-of layers put together.
+"""How a model's weight changes over its layers: α_t as a function of the tensor's name.
 
 A recipe gives a weight as
 
@@ -18,17 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
-from blr_analysis.errors import InputError, ModelError
-from blr_analysis.files import Source
-from blr_analysis.merging.job import LayerSlice, Weight
-from blr_analysis.merging.vocabularies import Arranged, Place
-
-# Modules that stand before the layers, beside those called embed…
-FIRST = {"wte", "wpe", "shared", "tok_embeddings", "word_embeddings", "patch_embedding"}
+from blr_analysis.errors import InputError
+from blr_analysis.merging.job import Weight
 
 
 @dataclass(frozen=True)
@@ -130,89 +123,9 @@ def varies(rules: Sequence[Rule]) -> bool:
     return bool(rules) and (bool(rules[0].part) or len(set(rules[0].values)) > 1)
 
 
-@dataclass(frozen=True)
-class SliceWeights:
-    """α by tensor name of a result that is put together from slices of layers.
-
-    A gradient runs over the layers of its slice; what stands before the layers belongs to the
-    first slice, what stands after them to the last.
-
-    >>> head, tail = LayerWeights((Rule((0.0, 1.0)),), {"h": 2}), 0.5
-    >>> weight = SliceWeights((2, 3), (head, tail))
-    >>> [weight(name) for name in ("wte.w", "h.0.w", "h.1.w", "h.2.w", "ln_f.w")]
-    [0.0, 0.0, 1.0, 0.5, 0.5]
-    """
-
-    counts: tuple[int, ...]
-    weights: tuple[Weight, ...]
-
-    def __call__(self, name: str) -> float:
-        """α of one tensor of the result."""
-        prefix, index = layer_of(name)
-        if index is None:
-            return _at(self.weights[0 if before_layers(name) else -1], name)
-        for count, weight in zip(self.counts, self.weights, strict=True):
-            if index < count:
-                return _at(
-                    weight, f"{prefix}.{index}{name[len(prefix) + 1 :].lstrip('0123456789')}"
-                )
-            index -= count
-        return _at(self.weights[-1], name)
-
-    def unused(self, names: Iterable[str]) -> list[Rule]:
-        """The rules whose filter no tensor's name holds."""
-        names = list(names)
-        own = [w.unused(names) for w in self.weights if isinstance(w, LayerWeights)]
-        return [rule for rules in own for rule in rules]
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.weights))
-
-
 def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """1 minus what the rules say."""
     return tuple(replace(rule, values=tuple(1 - v for v in rule.values)) for rule in rules)
-
-
-def _at(weight: Weight, name: str) -> float:
-    return weight(name) if callable(weight) else weight
-
-
-def in_slices(
-    slices: tuple[LayerSlice, ...], sources: Mapping[Path, Source], model: Path, *, base: bool
-) -> Source:
-    """A model as the slices arrange it. Slices that lack the model hold their first model's layers
-    (its weight there is 0), those that lack the base hold its layers of the same numbers. What
-    stands before the layers is of the first slice, what stands after them of the last.
-
-    Raises:
-        ModelError: the layers do not lie in one stack.
-    """
-    places: dict[str, Place] = {}
-    offset = 0
-    for k, part in enumerate(slices):
-        first = next(iter(part.starts))
-        owner = model if base or model in part.starts else first
-        low = part.starts.get(owner, part.starts[first])
-        source = sources[owner]
-        stacks = {prefix for prefix, at in map(layer_of, source.specs) if at is not None}
-        if len(stacks) != 1:
-            raise ModelError(
-                f"{source.name!r} has layers in {sorted(stacks)}: slices need one stack"
-            )
-        for name in source.specs:
-            prefix, at = layer_of(name)
-            if at is None:
-                if k == (0 if before_layers(name) else len(slices) - 1):
-                    places[name] = Place(source, name)
-            elif low <= at < low + part.count:
-                tail = name[len(f"{prefix}.{at}") :]
-                places[f"{prefix}.{offset + at - low}{tail}"] = Place(source, name)
-        has = 1 + max(at for _, at in map(layer_of, source.specs) if at is not None)
-        if low + part.count > has:
-            raise ModelError(f"{source.name!r} has fewer layers than the slices take")
-        offset += part.count
-    return Arranged(sources[model].name, places, sources[model].notes)
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
@@ -243,15 +156,6 @@ def depth_of(name: str, depths: Mapping[str, int]) -> float:
     if index is not None and layers is not None:
         return min(index / (layers - 1), 1.0) if layers > 1 else 1.0
     return 0.0
-
-
-def before_layers(name: str) -> bool:
-    """Whether a tensor outside of the layers is of what stands before them.
-
-    >>> before_layers("model.embed_tokens.weight"), before_layers("lm_head.weight")
-    (True, False)
-    """
-    return any(p.startswith("embed") or p in FIRST for p in name.split(".")[:-1])
 
 
 def layer_of(name: str) -> tuple[str, int | None]:

@@ -9,44 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from blr_analysis.checks import install
-from blr_analysis.errors import InputError, StorageError, told_as
+from blr_analysis.errors import InputError, StorageError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
-TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
-
-NAMED = {
-    "chatml": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + "
-        "'<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "alpaca": (
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] + '\\n\\n' }}"
-        "{% elif m['role'] == 'user' %}{{ '### Instruction:\\n' + m['content'] + '\\n\\n' }}"
-        "{% else %}{{ '### Response:\\n' + m['content'] + eos_token + '\\n\\n' }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
-        "'<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-    ),
-    "mistral": (  # which has no system role: its text begins the first turn
-        "{{ bos_token }}{% set ns = namespace(first='') %}{% for m in messages %}"
-        "{% if m['role'] == 'system' %}{% set ns.first = m['content'] + '\\n\\n' %}"
-        "{% elif m['role'] == 'user' %}{{ '[INST] ' + ns.first + m['content'] + ' [/INST]' }}"
-        "{% set ns.first = '' %}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}"
-        "{% endfor %}"
-    ),
-}
 
 
 def locate(text: str, folder: Path) -> Path:
@@ -107,42 +77,6 @@ def _snapshot(name: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-
-
-def chat_template(text: str, folder: Path, models: Iterable[Path]) -> str | None:
-    """What ``chat_template`` of a recipe means; None leaves the tokenizer's own.
-
-    ``auto`` is the template that most of the models have (the first of them where several are as
-    frequent); ``chatml``, ``alpaca``, ``llama3`` and ``mistral`` are known; text with ``{`` is a
-    Jinja template itself; anything else is a file with one.
-
-    Raises:
-        InputError: no such file, or a model's tokenizer files cannot be read.
-    """
-    if text == "auto":
-        counted = Counter(t for t in map(_own_template, models) if t is not None)
-        return counted.most_common(1)[0][0] if counted else None
-    if "{" in text:
-        return text
-    if text in NAMED:
-        return NAMED[text]
-    try:
-        return (folder / Path(text).expanduser()).read_text("utf-8")
-    except (OSError, RuntimeError, ValueError) as fault:
-        raise InputError(
-            f"chat_template {text!r}: expected auto, a Jinja template, or its file"
-        ) from fault
-
-
-def _own_template(model: Path) -> str | None:
-    if not any((model / name).is_file() for name in TEMPLATES):
-        return None
-    failed = f"chat_template: auto: the tokenizer of {str(model)!r} cannot be read"
-    with told_as(InputError, failed):
-        from transformers import AutoTokenizer
-
-        template = AutoTokenizer.from_pretrained(model, local_files_only=True).chat_template
-    return template.get("default") if isinstance(template, dict) else template
 
 
 def renumbered(one: Path, other: Path) -> dict[str, tuple[int, int]]:

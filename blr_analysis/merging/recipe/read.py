@@ -21,20 +21,18 @@ import torch
 from blr_analysis.checks import path_of
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
-from blr_analysis.merging.job import Job, LayerSlice, Member, Weight
+from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import CURVED, METHODS, Method, widest
 from blr_analysis.merging.propagation import PropagatedJob, check_propagates
 from blr_analysis.merging.recipe.layer_weights import (
     Rule,
-    SliceWeights,
     depths,
     rest,
     varies,
     weight_by_layer,
 )
 from blr_analysis.merging.recipe.places import (
-    chat_template,
     existing,
     locate,
     renumbered,
@@ -47,12 +45,10 @@ from blr_analysis.merging.recipe.schema import (
     Page,
     Parameters,
     RecipeText,
-    Token,
-    TokenOf,
     Way,
     WrittenWeight,
 )
-from blr_analysis.merging.vocabularies import Chosen, Tokens, Vocabulary, table_lengths, union
+from blr_analysis.merging.vocabularies import Vocabulary, table_lengths, union
 from blr_analysis.merging.weighting import default_weights
 
 AUTO = "auto"
@@ -66,7 +62,6 @@ class Recipe:
         path: its file.
         text: what the file says.
         job: what it means.
-        chat_template: what the result gets as ``chat_template.jinja``; None: the tokenizer's own.
         notes: what the user should know and is no error, with line numbers.
         adapter_rank: of the adapter that is written instead of a model.
         auto: whether the method is still to be chosen (:mod:`blr_analysis.merging.auto`).
@@ -75,7 +70,6 @@ class Recipe:
     path: Path
     text: str
     job: Job
-    chat_template: str | None
     notes: tuple[str, ...]
     auto: bool = False
     adapter_rank: float | None = None
@@ -124,15 +118,8 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     page = Page.open(place)
     reader = _RecipeReader(page, page.check())
     job = reader.job()
-    template = None
-    if reader.text.chat_template is not None:
-        models = list(dict.fromkeys(m for m in (job.base, *(m.model for m in job.members)) if m))
-        with page.naming(("chat_template",)):
-            template = chat_template(reader.text.chat_template, page.folder, models)
     auto = reader.text.merge_method == AUTO
-    return Recipe(
-        place, page.text, job, template, tuple(page.notes), auto, reader.text.adapter_rank
-    )
+    return Recipe(place, page.text, job, tuple(page.notes), auto, reader.text.adapter_rank)
 
 
 @dataclass(frozen=True)
@@ -142,7 +129,6 @@ class _Listed:
     way: Way
     entry: Entry
     model: Path
-    part: int
 
 
 class _RecipeReader:
@@ -153,15 +139,12 @@ class _RecipeReader:
         self.text = text
         # the parameters that hold for all models, what decides first
         self.levels: list[tuple[Way, Parameters]] = [(("parameters",), text.parameters)]
-        self.root, self.slices = ("slices",), text.slices or []
-        for name, module in (text.modules or {}).items():
-            self.root, self.slices = ("modules", name, "slices"), module.slices
-        if len(self.slices) == 1:
-            self.levels.insert(0, ((*self.root, 0, "parameters"), self.slices[0].parameters))
+        for key in ("slices", "modules", "chat_template"):
+            if getattr(text, key) is not None:
+                raise page.wrong((key,), f"{key} are not of this package: mergekit does this")
         self.method = self._method()
         self.base = self._base()
         self.listed = self._models()
-        self.layers = self._layers()
 
     def job(self) -> Job:
         """The merge that the recipe describes."""
@@ -208,7 +191,6 @@ class _RecipeReader:
             scale=self._by_layer("lambda_", None, 1.0) if method.takes("scale") else 1.0,
             seed=self._first("seed", 0),
             rescale=self._first("rescale", True),
-            slices=self.layers,
         )  # fmt: skip
 
     def _first(self, name: str, default: Any = None) -> Any:
@@ -216,12 +198,11 @@ class _RecipeReader:
         values = (getattr(part, name) for _, part in self.levels)
         return next((value for value in values if value is not None), default)
 
-    def _rules(self, name: str, part: int, one: _Listed | None = None) -> tuple[Rule, ...]:
-        """The rules of a parameter for one model of one slice, what decides first."""
+    def _rules(self, name: str, one: _Listed | None = None) -> tuple[Rule, ...]:
+        """The rules of a parameter for one model, what decides first."""
         parts: list[tuple[Way, ModelParameters]] = [] if one is None else [
             (one.way, one.entry.parameters)
         ]  # fmt: skip
-        parts += [((*self.root, part), p.parameters) for p in self.slices[part : part + 1]]
         parts.append(((), self.text.parameters))
         return tuple(
             rule for way, own in parts
@@ -247,32 +228,16 @@ class _RecipeReader:
         ]
 
     def _by_layer(self, name: str, model: Path | None, usual: float) -> Weight:
-        """A parameter as a function of the tensor's name; 0 in slices that lack the model. Of no
-        model: what is said of all."""
-        ones = {one.part: one for one in self.listed if one.model == model}
-        count = max(1, len(self.layers))
-        rules = {
-            k: self._rules(name, k, ones.get(k)) for k in range(count) if model is None or k in ones
-        }
+        """A parameter as a function of the tensor's name; of no model: what is said of all."""
+        rules = self._rules(name, next((o for o in self.listed if o.model == model), None))
         if name == "t" and self.base is not None and model == self.base:
-            rules = {k: rest(of_slice) for k, of_slice in rules.items()}
+            rules = rest(rules)
         around: Mapping[str, int] = {}
-        if any(map(varies, rules.values())):
+        if varies(rules):
             way: Way = ("base_model",) if self.base else ("models",)
             around = self._depths(self.base or self.listed[0].model, way)
         for_all = name in ("weight", "t") and not self.method.uses_precisions
-        if not self.layers:
-            return weight_by_layer(rules[0], around, usual, for_all=for_all)
-        counts = tuple(layers.count for layers in self.layers)
-        return SliceWeights(
-            counts,
-            tuple(
-                weight_by_layer(rules[k], dict.fromkeys(around, n), usual, for_all=for_all)
-                if k in rules
-                else 0.0
-                for k, n in enumerate(counts)
-            ),
-        )
+        return weight_by_layer(rules, around, usual, for_all=for_all)
 
     def _place(self, way: Way, text: str) -> Path:
         """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
@@ -298,66 +263,49 @@ class _RecipeReader:
         )
 
     def _base(self) -> Path | None:
-        """θ_0, as the recipe or its only slice names it."""
+        """θ_0."""
         self.base = None
-        way: Way = ("base_model",)
-        name = self.text.base_model
-        for at, part in enumerate(self.slices):
-            if part.base_model is None:
-                continue
-            way = (*self.root, at, "base_model")
-            if name not in (None, part.base_model):
-                raise self.page.wrong(way, f"another base_model than {name!r}")
-            name = part.base_model
-        if name is not None:
-            return self._place(way, name)
+        if self.text.base_model is not None:
+            return self._place(("base_model",), self.text.base_model)
         if self.method.needs_base:
             raise self.page.wrong(("merge_method",), f"{self.method.name} needs base_model")
         return None
 
     def _models(self) -> list[_Listed]:
         """The models that take part, each once; the base only where it is averaged like them."""
-        text, above = self.text, self._rules("weight", 0)
-        if (text.models is not None) + (text.slices is not None) + (text.modules is not None) != 1:
-            raise self.page.wrong(
-                self.root[:1], "expected models, slices or modules: exactly one of them"
-            )
-        lists: list[tuple[Way, Sequence[Entry]]] = [
-            ((*self.root, k, "sources"), part.sources) for k, part in enumerate(self.slices)
-        ] or [(("models",), text.models or [])]
-        listed: list[_Listed] = []
-        for part, (root, entries) in enumerate(lists):
-            seen: dict[str, _Listed] = {}
-            for at, entry in enumerate(entries):
-                way = (*root, at)
-                model = self._place((*way, "model"), entry.model)
-                one = _Listed(way, entry, model, part)
-                twin = seen.setdefault(os.path.realpath(model), one)
-                if twin is not one:
-                    first = self.page.find((*twin.way, "model"))[1]
-                    raise self.page.wrong(
-                        (*way, "model"), f"the same model as on line {first}: add up the weights"
-                    )
-            own = None if self.base is None else os.path.realpath(self.base)
-            if self.method.uses_base and own in seen:
-                self._note_base(seen.pop(own))
-            elif own is not None and own not in seen:
-                self._base_unlisted(seen, own, above)
-            elif self.method.name == "slerp" and own in seen:
-                seen = {own: seen.pop(own), **seen}
-            listed += seen.values()
+        if self.text.models is None:
+            raise self.page.wrong(("merge_method",), "the key 'models' is missing")
+        seen: dict[str, _Listed] = {}
+        for at, entry in enumerate(self.text.models):
+            way = ("models", at)
+            model = self._place((*way, "model"), entry.model)
+            one = _Listed(way, entry, model)
+            twin = seen.setdefault(os.path.realpath(model), one)
+            if twin is not one:
+                first = self.page.find((*twin.way, "model"))[1]
+                raise self.page.wrong(
+                    (*way, "model"), f"the same model as on line {first}: add up the weights"
+                )
+        own = None if self.base is None else os.path.realpath(self.base)
+        if self.method.uses_base and own in seen:
+            self._note_base(seen.pop(own))
+        elif own is not None and own not in seen:
+            self._base_unlisted(seen, own, self._rules("weight"))
+        elif self.method.name == "slerp" and own in seen:
+            seen = {own: seen.pop(own), **seen}
+        listed = list(seen.values())
         if not listed:
             raise self.page.wrong(("models",), "there is no model beside the base to merge")
         return listed
 
     def _base_unlisted(self, listed: dict[str, _Listed], own: str, above: tuple[Rule, ...]) -> None:
         """What becomes of a base that is not one of the models where the method has no base."""
-        if self.method.name != "linear" or not self.text.models:
+        if self.method.name != "linear":
             return
         way = ("base_model",)
         if above:  # as mergekit's `linear` does
             self.page.note(way, "base_model is averaged in with the weight of all")
-            listed[own] = _Listed(way, Entry(model=self.text.base_model or ""), Path(own), 0)
+            listed[own] = _Listed(way, Entry(model=self.text.base_model or ""), Path(own))
         else:
             self.page.note(way, "base_model gives config and tokenizer, and is not averaged in")
 
@@ -375,41 +323,6 @@ class _RecipeReader:
     def _depths(self, model: Path, way: Way) -> Mapping[str, int]:
         with self.page.naming(way):
             return depths(Folder.open(model).specs)
-
-    def _layers(self) -> tuple[LayerSlice, ...]:
-        """The layers of the result; empty where they are those of whole models."""
-        slices: list[LayerSlice] = []
-        whole = len(self.slices) == 1
-        for k, part in enumerate(self.slices):
-            starts: dict[Path, int] = {}
-            count = part.sources[0].layer_range[1] - part.sources[0].layer_range[0]
-            for at, source in enumerate(part.sources):
-                way = (*self.root, k, "sources", at, "layer_range")
-                model = self._place((*way[:-1], "model"), source.model)
-                layers = max(self._depths(model, way).values(), default=0)
-                low, high = source.layer_range
-                if not 0 <= low < high <= layers:
-                    raise self.page.wrong(
-                        way, f"layer_range: expected a part of [0, {layers}], got [{low}, {high}]"
-                    )
-                if high - low != count:
-                    raise self.page.wrong(way, "layer_range: as many layers as the first source")
-                whole = whole and (low, high) == (0, layers)
-                starts[model] = low
-            slices.append(LayerSlice(count, starts))
-        if whole or not slices:
-            return ()
-        way = self.root
-        if self.method.uses_precisions:
-            raise self.page.wrong(
-                way, f"precisions are of whole models: {self.method.name} takes no slices"
-            )
-        absent = {
-            one.model for one in self.listed if any(one.model not in s.starts for s in slices)
-        }
-        if self.method.span is not None and absent:
-            raise self.page.wrong(way, f"{self.method.name} needs the same models in all slices")
-        return tuple(slices)
 
     def _check_vocabularies(self) -> None:
         """Raise where models number their tokens differently: their rows are other words."""
@@ -434,8 +347,7 @@ class _RecipeReader:
         idle = {
             "lambda": not method.takes("scale"),
             "t": method.name != "slerp",
-            "scale": method.name != "passthrough",
-            "weight": method.name in ("slerp", "passthrough", "model_stock"),
+            "weight": method.name in ("slerp", "model_stock"),
             "embed_slerp": True,
         }
         taken = ("delta", "density", "seed", "rescale", *CURVED)
@@ -443,10 +355,6 @@ class _RecipeReader:
         if self.text.merge_method != AUTO and any(one.entry.data for one in self.listed):
             idle |= {"power": True, "damping": True}  # of moments of inputs
         parts: list[tuple[Way, ModelParameters]] = [*self.levels]
-        if len(self.slices) > 1:
-            parts += [
-                ((*self.root, k, "parameters"), p.parameters) for k, p in enumerate(self.slices)
-            ]
         parts += [((*one.way, "parameters"), one.entry.parameters) for one in self.listed]
         for way, part in parts:
             for name in sorted(part.model_fields_set - {"int8_mask"}):
@@ -462,7 +370,7 @@ class _RecipeReader:
                     ):
                         raise self.page.wrong((*way, key), f"{said}: take it out")
                     self.page.note((*way, key), said)
-                elif not isinstance(part, Parameters) and key not in ("weight", "density", "scale"):
+                elif not isinstance(part, Parameters) and key not in ("weight", "density"):
                     self.page.note((*way, key), f"{key} has an effect only on all models together")
         said = [(*o.way, "precision") for o in self.listed if o.entry.precision is not None]
         if said and not method.uses_precisions:
@@ -471,8 +379,8 @@ class _RecipeReader:
     def _weights(self, models: Sequence[Path]) -> tuple[Sequence[Weight], bool | None]:
         """α_t, and whether they are still to be normalized; None where the method decides."""
         method = self.method
-        key = {"slerp": "t", "passthrough": "scale"}.get(method.name, "weight")
-        without = [o for o in self.listed if not self._rules(key, o.part, o)]
+        key = "t" if method.name == "slerp" else "weight"
+        without = [o for o in self.listed if not self._rules(key, o)]
         if key == "t" and without:
             raise self.page.wrong(("parameters",), "slerp needs t: 0 is base_model, 1 the other")
         some = key == "weight" and 0 < len(without) < len(self.listed)
@@ -584,51 +492,14 @@ class _RecipeReader:
             if source == "union" and any(t.keys() - tokens.keys() for t in own.values()):
                 folders = [m for m in models if not is_adapter(m)]
                 tokens, document = union(folders, own)
-        asked = said is not None and (said.tokens or said.pad_to_multiple_of)
         alike = all(known in (tokens, {}) for known in own.values())
         tables = [(n, rows) for table in lengths.values() for n, rows in table.items()]
         alike = alike and len(set(tables)) == len(dict(tables))  # padded alike
-        if alike and not asked:
+        if alike:
             return (place if named else "base"), None
         if not tokens or not all(own.values()):
             raise self.page.wrong(way, "every model needs a tokenizer.json to tell its tokens")
         if self.text.merge_method == AUTO:
             raise self.page.wrong(way, "auto needs models of one vocabulary")
-        if self.method.uses_precisions and said and said.tokens:
-            raise self.page.wrong((way[0], "tokens"), "rows that are named have no precision")
-        many = (said.pad_to_multiple_of if said else None) or 1
-        size = -(-(1 + max(tokens.values())) // many) * many
-        rows = {m: min(table.values(), default=0) for m, table in lengths.items()}
-        chosen = self._chosen(said.tokens if said else {}, tokens, own, rows)
-        found = Vocabulary(tokens, size, own, self.base, chosen, document)
+        found = Vocabulary(tokens, 1 + max(tokens.values()), own, self.base, document)
         return (place if named else "base"), found
-
-    def _chosen(
-        self,
-        written: Mapping[str, Token],
-        tokens: Tokens,
-        own: Mapping[Path, Tokens],
-        lengths: Mapping[Path, int],
-    ) -> dict[str, Chosen]:
-        """The rows that a recipe names for single tokens."""
-        chosen: dict[str, Chosen] = {}
-        for token, spec in written.items():
-            way: Way = ("tokenizer", "tokens", token)
-            if token not in tokens:
-                raise self.page.wrong(way, f"the tokenizer has no token {token!r}")
-            source = spec.source
-            if isinstance(source, TokenOf) and source.kind == "zero":
-                chosen[token] = Chosen(None, force=spec.force)
-                continue
-            text = source.model if isinstance(source, TokenOf) else source
-            if text is None:
-                raise self.page.wrong((*way, "source"), "model_token needs model")
-            place = self._place((*way, "source"), text)
-            word = (source.token or token) if isinstance(source, TokenOf) else token
-            row = source.token_id if isinstance(source, TokenOf) else None
-            row = own.get(place, {}).get(word) if row is None else row
-            if row is None or row >= lengths.get(place, 0):
-                what = repr(word) if row is None else f"row {row}"
-                raise self.page.wrong((*way, "source"), f"{text!r} is no model with {what}")
-            chosen[token] = Chosen(place, row, spec.force)
-        return chosen

@@ -103,7 +103,6 @@ class ModelParameters(Section):
     lambda_: WrittenWeight | None = Field(default=None, alias="lambda")
     normalize: bool | None = None
     density: WrittenWeight | None = None
-    scale: WrittenWeight | None = None
     t: WrittenWeight | None = None
     rescale: bool | None = None
     int8_mask: Any = None
@@ -139,51 +138,10 @@ class Entry(Section):
     parameters: Annotated[ModelParameters, BeforeValidator(_filled)] = ModelParameters()
 
 
-class SliceSource(Entry):
-    """One of the ``sources`` of a slice."""
-
-    layer_range: tuple[StrictInt, StrictInt]
-
-
-class Slice(Section):
-    """One of ``slices``: layers of the result, and the layers that are merged into them."""
-
-    sources: Annotated[list[SliceSource], Field(min_length=1)]
-    base_model: Text | None = None
-    parameters: Annotated[Parameters, BeforeValidator(_filled)] = Parameters()
-
-
-Slices = Annotated[list[Slice], Field(min_length=1)]
-
-
-class Module(Section):
-    """The only one of ``modules``."""
-
-    slices: Slices
-
-
-class TokenOf(Section):
-    """A token's row: zeros, or that of a token of a model."""
-
-    kind: Literal["zero", "model_token"]
-    model: Text | None = None
-    token: str | None = None
-    token_id: Annotated[StrictInt, Field(ge=0)] | None = None
-
-
-class Token(Section):
-    """What stands for one token in models that lack it; in all, with ``force``."""
-
-    source: TokenOf | Text
-    force: bool = False
-
-
 class Tokenizer(Section):
     """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
 
     source: Text = "base"
-    tokens: dict[str, Token] = {}
-    pad_to_multiple_of: Annotated[StrictInt, Field(gt=0)] | None = None
 
 
 class RecipeText(Section):
@@ -193,14 +151,14 @@ class RecipeText(Section):
     base_model: Text | None = None
     base_precision: Text | None = None
     models: Annotated[list[Entry], Field(min_length=1)] | None = None
-    slices: Slices | None = None
-    modules: Annotated[dict[str, Module], Field(min_length=1, max_length=1)] | None = None
+    slices: Any = None
+    modules: Any = None
     parameters: Annotated[Parameters, BeforeValidator(_filled)] = Parameters()
     dtype: Dtype | None = None
     out_dtype: Dtype | None = None
     tokenizer_source: Text | None = None
     tokenizer: Tokenizer | None = None
-    chat_template: Text | None = None
+    chat_template: Any = None
     adapter_rank: Annotated[Number, Field(gt=0)] | None = None
     name: Any = None
     model_name: Any = None
@@ -213,13 +171,6 @@ PLACES: dict[str, type[Section]] = {
     "models": Entry,
     "models.parameters": ModelParameters,
     "tokenizer": Tokenizer,
-    "tokenizer.tokens": Token,
-    "tokenizer.tokens.source": TokenOf,
-    "modules": Module,
-    "slices": Slice,
-    "slices.parameters": Parameters,
-    "slices.sources": SliceSource,
-    "slices.sources.parameters": ModelParameters,
 }
 
 
@@ -343,8 +294,6 @@ class Page:
                 return f"{key}: expected a list, each item beginning with '- '"
             case "too_short":
                 return f"{key}: the list is empty"
-            case "too_long" if key == "modules":
-                return f"{key}: only models of one module are merged"
             case "string_pattern_mismatch":
                 what = "expected text"
         what = re.sub("^Input should be|^Value error, expected", "expected", what)

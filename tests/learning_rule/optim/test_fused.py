@@ -190,6 +190,13 @@ SIGNATURES = {
 }
 
 
+def test_every_optimizer_has_its_name() -> None:
+    assert {kind.__name__ for kind in optim.BY_NAME.values()} | {"Mixture", "RowOptimizer"} == {
+        *optim.__all__
+    }
+    assert all(kind.__name__.lower() == name for name, kind in optim.BY_NAME.items())
+
+
 @pytest.mark.parametrize("name", optim.__all__)
 def test_signatures_stay(name: str) -> None:
     signature = inspect.signature(getattr(optim, name))
@@ -210,9 +217,9 @@ STATES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int]] = {
         entry(3, hess=1.5, momentum=0.2, sample_grad=0.3, sample_noise=0.1),
         1,
     ),
-    "IVON, before groups were named": (
+    "IVON, two draws later": (
         lambda p: optim.IVON(p, lr=1, ess=1),
-        IVONS,
+        {**IVONS, "algorithm": "IVON"},
         entry(3, hess=1.5, momentum=0.2, sample_grad=0.3, sample_curvature=0.1),
         2,
     ),

@@ -165,7 +165,10 @@ def broken(name: str, value: Any) -> dict[str, Any]:
     ("state", "message"),
     [
         (lambda: {"weights": 1}, "no optimizer state"),
-        (lambda: state_of(lambda groups: torch.optim.AdamW(groups)), "have no ess"),
+        (
+            lambda: state_of(lambda groups: torch.optim.AdamW(groups)),
+            "state of another optimizer",
+        ),
         (lambda: state_of(lambda groups: IVON(groups[:1], lr=0.1, ess=10)), "groups of"),
         (
             lambda: state_of(lambda groups: IVON(groups, lr=0.1, ess=10), (4, 6)),

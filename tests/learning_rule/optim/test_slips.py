@@ -202,7 +202,7 @@ def test_bsam_drops_a_sample_without_its_adversary() -> None:
 
 
 @pytest.mark.parametrize("kind", [blr.IVON, blr.BSAM, blr.STE])
-@pytest.mark.parametrize("where", ["restore", "_restore"])
+@pytest.mark.parametrize("where", ["restore", "_close"])
 def test_an_interrupt_while_the_means_are_put_back(
     kind: type, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
