@@ -220,7 +220,7 @@ def index(task: Any, questions: Any, rank: int) -> dict[str, float]:
             _joined(_stored(kept, each, torch.float16), order, False)
 
         row = measured(files, 1)
-        exact = blr.top_influence(task, q, questions, k=10, **quiet).helpful
+        exact = blr.influence(task, q, questions, k=10, **quiet).helpful
         found = built.top(questions, 30, **quiet).helpful
         for name, best in {"recall": found[:, :10], "of_30": found}.items():
             pairs = zip(best.tolist(), exact.tolist(), strict=True)

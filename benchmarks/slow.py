@@ -55,7 +55,7 @@ def timed(name: str, call: Callable[[], Any]) -> Any:
 Question = Callable[[blr.Task, blr.Posterior], Any]
 # Rows, features, hidden units, classes, steps of training, structure of the posterior, question.
 CASES: dict[str, tuple[int, int, int, int, int, str, Question]] = {
-    "top_influence": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.top_influence(
+    "top_influence": (100_000, 20, 32, 3, 300, "kron", lambda t, q: blr.influence(
         t, q, t.subset(range(1000)), k=5, progress=False)),
     "suspicious": (20_000, 20, 32, 3, 300, "kron", lambda t, q: blr.suspicious(
         t, q)),

@@ -27,7 +27,7 @@ from blr_analysis.errors import InputError, ModelError, OptimizerError
 from blr_analysis.files import storage
 from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.recording import Recorder
-from blr_analysis.posterior import write_captured
+from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
 from blr_analysis.sensitivity.influence import index as indexing
@@ -83,7 +83,7 @@ def answers(folder: Path) -> dict[str, Any]:
         "projected": {"projection": 8},
     }.items():
         found[name] = torch.as_tensor(blr.influence(task, q, test, **options, **REST))
-    best = blr.top_influence(task, q, test, k=9, **REST)
+    best = blr.influence(task, q, test, k=9, **REST)
     found["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
     found["several"] = torch.as_tensor(blr.influence(task, [qs["diag"], q], test, **REST))
     kept: dict[str, Any] = {"dtype": "float64", "rank": 43, "memory_budget": 1000}  # small chunks
@@ -155,7 +155,7 @@ def refusals() -> list[str]:
     optimizer = torch.optim.AdamW(model.parameters())
     for begin in (
         lambda: Recorder(4, "sqrt", None, False).begin(optimizer, model, **run),
-        lambda: blr.KroneckerRecorder(model),
+        lambda: KroneckerRecorder(model),
     ):
         try:
             begin()

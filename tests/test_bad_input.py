@@ -583,7 +583,7 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
 def test_bad_arguments_of_fit_laplace(options: dict[str, Any], message: str) -> None:
     task = task_of()
     with untouched(task.model), pytest.raises(InputError, match=message):
-        blr.fit_laplace(task, **{"prior_precision": 1.0, "progress": False, **options})
+        blr.fit_laplace(task, **{"prior_precision": 1.0, **options})
 
 
 def test_a_posterior_of_another_model_lists_names_and_shapes() -> None:
@@ -853,7 +853,7 @@ def test_bad_sizes(name: str, value: Any) -> None:
     task = task_of()
     for analysis in (blr.sensitivity, blr.leave_one_out):
         with pytest.raises(InputError, match=f"{name} must be a positive integer, got {value!r}"):
-            analysis(task, fitted(task), progress=False, **{name: value})
+            analysis(task, fitted(task), **{name: value})
 
 
 def test_variance_is_asked_for_or_not() -> None:

@@ -411,7 +411,7 @@ def test_query(here: Path, capsys: pytest.CaptureFixture[str], refine: bool) -> 
     code, out, _ = run(capsys, *argv, *more, "--no-normalize")
     assert code == 0
     task, test, q = inputs()
-    exact = blr.top_influence(task, q, test, k=3).table.query("effect == 'helpful'")
+    exact = blr.influence(task, q, test, k=3).table.query("effect == 'helpful'")
     found = pd.read_parquet("found/sources.parquet")
     close = {"rel": 1e-4} if refine else {"rel": 2e-3, "abs": 1e-6}  # float16 in the index
     assert found["influence"].tolist() == pytest.approx(exact["influence"].tolist(), **close)

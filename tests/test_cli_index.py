@@ -208,7 +208,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     task = language_task(loaded, model / "data.jsonl")
     test = language_task(loaded, model / "asked.jsonl")
     how = {"structure": "kron", "curvature": "mc_fisher", "prior_precision": 1.0}
-    exact = blr.top_influence(task, blr.fit_laplace(task, **how), test, k=3, progress=False)
+    exact = blr.influence(task, blr.fit_laplace(task, **how), test, k=3, progress=False)
     assert table["example"].tolist() == exact.helpful.flatten().tolist()
     assert table["influence"].tolist() == pytest.approx(
         exact.helpful_values.flatten().tolist(), rel=1e-4
@@ -219,7 +219,7 @@ def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 0 and "normalized influence" in err, err
     by_length = pd.read_parquet(tmp_path / "by length" / "sources.parquet")
     q = blr.fit_laplace(task, **how)
-    exact = blr.top_influence(task, q, test, k=3, normalize=True, progress=False)
+    exact = blr.influence(task, q, test, k=3, normalize=True, progress=False)
     assert by_length["example"].tolist() == exact.helpful.flatten().tolist()
     assert by_length["normalized_influence"].tolist() == pytest.approx(
         exact.helpful_values.flatten().tolist(), rel=1e-3

@@ -134,7 +134,7 @@ ANALYSES: dict[str, Callable[[blr.Task, blr.Posterior], Any]] = {
     "influence normalised": lambda t, q: blr.influence(
         t, q, t, normalize=True
     ).as_subclass(Tensor),
-    "top_influence": lambda t, q: blr.top_influence(t, q, t, k=3, progress=False).helpful_values,
+    "top_influence": lambda t, q: blr.influence(t, q, t, k=3, progress=False).helpful_values,
     "suspicious": lambda t, q: blr.suspicious(t, q).unfamiliarity,
     "calibrate": lambda t, q: blr.calibrate(t, q).variance("0.weight"),
     "select_prior_precision": lambda t, q: blr.select_prior_precision(

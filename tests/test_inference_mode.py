@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "token_sensitivity": lambda c: blr.token_sensitivity(c.text, c.p, sequences=[1], **QUIET),
     "influence": lambda c: blr.influence(c.task, c.q, c.task, **QUIET),
     "influence, projected": lambda c: blr.influence(c.task, c.q, c.task, projection=4, **QUIET),
-    "top_influence": lambda c: blr.top_influence(c.task, c.q, c.task, k=2, **QUIET),
+    "top_influence": lambda c: blr.influence(c.task, c.q, c.task, k=2, **QUIET),
     "group": lambda c: blr.influence(c.task, c.q, c.task, **QUIET).group(),
     "suspicious": lambda c: blr.suspicious(c.task, c.q, samples=2, **QUIET),
     "Monitor": monitored,

@@ -70,7 +70,7 @@ TABLES = {
     "leave-one-out": lambda t, v, q: blr.leave_one_out(t, q),
     "memory map": lambda t, v, q: blr.memory_map(blr.sensitivity(t, q)),
     "suspicions": lambda t, v, q: blr.suspicious(t, q),
-    "top influence": lambda t, v, q: blr.top_influence(t, q, v, k=2),
+    "top influence": lambda t, v, q: blr.influence(t, q, v, k=2),
     "group influence": lambda t, v, q: blr.influence(t, q, v).group(),
     "groups": lambda t, v, q: blr.what_if_each(t, q, by="target", evaluate=v),
     "findings": lambda t, v, q: investigate(t, q, test=v, progress=False),

@@ -82,7 +82,7 @@ def test_against_brute_force(name: str, curvature: str, structure: str) -> None:
     jacobian = dense_jacobian(task, task.parameters())
     g = gradients_of(task, jacobian)
     truth = dense_ggn(task, jacobian) if curvature == "ggn" else g.mT @ g
-    settings = dict(prior_precision=0.3, curvature=curvature, chunk_size=2, progress=False)
+    settings = dict(prior_precision=0.3, curvature=curvature)
     q = fit_laplace(task, structure=structure, **settings)
     truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
     assert relative(dense_precision(q), truth) < EXACT
@@ -492,7 +492,7 @@ def test_outputs_that_no_parameter_reaches_are_refused(structure: str) -> None:
 
 
 N, T, LOUD, QUIET = 40, 8, 4, 24
-SILENT = {"progress": False}
+SILENT = {}
 
 
 def texts(telling: str, part: int = 0) -> tuple[Tensor, Tensor]:
@@ -526,7 +526,7 @@ def found(task: blr.Task, delta: float | str | None, structure: str = "kron") ->
 
 def first(task: blr.Task, q: blr.Posterior, asked: blr.Task) -> float:
     """How many texts are the best source of their own other tokens."""
-    top = blr.top_influence(task, q, asked, k=1, normalize=True, **SILENT).helpful[:, 0]
+    top = blr.influence(task, q, asked, k=1, normalize=True, **SILENT).helpful[:, 0]
     return float((top == torch.arange(N)).double().mean())
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.posterior import KroneckerRecorder
 
 N = 24
 
@@ -75,7 +76,7 @@ def passed(model: nn.Module, x: Tensor, y: Tensor, size: int, lr: float = 0.0, *
 )
 def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) -> None:
     model, x, y = example(name)
-    recorder = blr.KroneckerRecorder(
+    recorder = KroneckerRecorder(
         model, every=1, reduction=loss.get("reduction", "mean"), scale=loss.get("times", 1.0)
     )
     with warnings.catch_warnings():
@@ -97,9 +98,9 @@ def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) 
 
 @pytest.mark.parametrize("every", [1, 100])
 def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: int) -> None:
-    def recorded(**scale: float) -> blr.KroneckerRecorder:
+    def recorded(**scale: float) -> KroneckerRecorder:
         model, x, y = example("mlp")
-        recorder = blr.KroneckerRecorder(model, every=every, **scale)
+        recorder = KroneckerRecorder(model, every=every, **scale)
         for chosen in torch.arange(N).split(N // 2):
             (cross_entropy(model(x[chosen]), y[chosen]) / 2).backward()
         return recorder
@@ -117,7 +118,7 @@ def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: 
 
 def test_a_linear_layers_precision_is_the_kronecker_product() -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=1)
+    recorder = KroneckerRecorder(model, every=1)
     passed(model, x, y, 8)
     q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=2.0)
     hidden = model[1](model[0](x))
@@ -131,11 +132,11 @@ def test_a_linear_layers_precision_is_the_kronecker_product() -> None:
 @pytest.mark.parametrize("beta2", [None, 0.9])
 def test_what_is_kept_is_the_mean_over_the_recorded_passes(beta2: float | None) -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=3, beta2=beta2)
+    recorder = KroneckerRecorder(model, every=3, beta2=beta2)
     seen = []
     for k in range(7):
         if k % 3 == 0:
-            alone = blr.KroneckerRecorder(copy.deepcopy(model), every=1)
+            alone = KroneckerRecorder(copy.deepcopy(model), every=1)
             passed(alone._model, x, y, N)
             seen.append(alone.factors["0.weight"][1])
         passed(model, x, y, N, lr=0.5)
@@ -147,7 +148,7 @@ def test_what_is_kept_is_the_mean_over_the_recorded_passes(beta2: float | None) 
 
 def test_evaluation_copies_and_removed_hooks_record_nothing() -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=1)
+    recorder = KroneckerRecorder(model, every=1)
     passed(model.eval(), x, y, N)
     with torch.no_grad():
         model.train()(x)
@@ -162,12 +163,12 @@ def test_evaluation_copies_and_removed_hooks_record_nothing() -> None:
 
 def test_a_recording_is_saved_and_goes_on(tmp_path: Path) -> None:
     model, x, y = example("words")
-    whole = blr.KroneckerRecorder(model, every=1)
-    first = blr.KroneckerRecorder(model, every=1)
+    whole = KroneckerRecorder(model, every=1)
+    first = KroneckerRecorder(model, every=1)
     passed(model, x, y, 6)
     torch.save({"recorder": first.state_dict()}, tmp_path / "run.pt")
     first.remove()
-    back = blr.KroneckerRecorder(model, every=1)
+    back = KroneckerRecorder(model, every=1)
     back.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["recorder"])
     passed(model, x, y, 6, lr=0.1)
     one, two = (
@@ -182,7 +183,7 @@ def test_a_recording_is_saved_and_goes_on(tmp_path: Path) -> None:
 
 def test_the_prior_is_found_and_the_posterior_serves() -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=2)
+    recorder = KroneckerRecorder(model, every=2)
     for _ in range(10):
         passed(model, x, y, 6, lr=0.3)
     start = {n: torch.zeros_like(p) for n, p in model.state_dict().items()}
@@ -198,7 +199,7 @@ def test_the_prior_is_found_and_the_posterior_serves() -> None:
 
 def test_a_model_that_changed_is_refused() -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=1)
+    recorder = KroneckerRecorder(model, every=1)
     passed(model, x, y, N)
     state = recorder.state_dict()
     get = dict(n_data=N, prior_precision=1.0)
@@ -206,7 +207,7 @@ def test_a_model_that_changed_is_refused() -> None:
     with pytest.raises(ModelError, match="changed"):
         blr.Posterior.from_recorder(recorder, other, **get)
     with pytest.raises(ModelError, match="another model"):
-        blr.KroneckerRecorder(other).load_state_dict(state)
+        KroneckerRecorder(other).load_state_dict(state)
     model[2].bias.requires_grad_(False)
     with pytest.raises(ModelError, match="changed"):
         blr.Posterior.from_recorder(recorder, model, **get)
@@ -224,16 +225,16 @@ def test_bad_input_is_named() -> None:
         ({"scale": 0}, "scale"),
     ):
         with pytest.raises(InputError, match=word):
-            blr.KroneckerRecorder(model, **settings)
+            KroneckerRecorder(model, **settings)
     with pytest.raises(InputError, match="Module"):
-        blr.KroneckerRecorder(3)  # type: ignore[arg-type]
+        KroneckerRecorder(3)  # type: ignore[arg-type]
     bare = nn.Sequential(nn.Linear(4, 3))
     bare.register_parameter("token", nn.Parameter(torch.zeros(3)))
     with pytest.raises(ModelError, match="token"):
-        blr.KroneckerRecorder(bare)
+        KroneckerRecorder(bare)
     with pytest.raises(ModelError, match="trainable"):
-        blr.KroneckerRecorder(nn.ReLU())
-    recorder = blr.KroneckerRecorder(model, every=1)
+        KroneckerRecorder(nn.ReLU())
+    recorder = KroneckerRecorder(model, every=1)
     get = dict(n_data=N, prior_precision=1.0)
     with pytest.raises(PosteriorError, match="nothing was recorded"):
         blr.Posterior.from_recorder(recorder, model, **get)
@@ -248,7 +249,7 @@ def test_bad_input_is_named() -> None:
 
 def test_clipping_is_no_penalty() -> None:
     model, x, y = example("mlp")
-    recorder = blr.KroneckerRecorder(model, every=1)
+    recorder = KroneckerRecorder(model, every=1)
     cross_entropy(model(x), y).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with warnings.catch_warnings():
@@ -260,11 +261,11 @@ def test_layers_that_take_no_part_and_weights_used_elsewhere_are_named() -> None
     model, x, y = example("mlp")
     unused = nn.ModuleDict({"used": model, "spare": nn.Linear(4, 3).double()})
     unused.forward = lambda x: model(x)  # type: ignore[method-assign]
-    recorder = blr.KroneckerRecorder(unused, every=1)
+    recorder = KroneckerRecorder(unused, every=1)
     passed(unused, x, y, N)
     with pytest.raises(PosteriorError, match=r"spare\.weight"):
         blr.Posterior.from_recorder(recorder, unused, n_data=N, prior_precision=1.0)
-    recorder = blr.KroneckerRecorder(model, every=1)
+    recorder = KroneckerRecorder(model, every=1)
     penalty = 5.0 * model[0].weight.square().sum()
     (cross_entropy(model(x), y) + penalty).backward()
     with pytest.warns(UserWarning, match=r"0\.weight"):
@@ -287,7 +288,7 @@ def test_an_input_that_is_overwritten_is_refused() -> None:
 
     model = Overwrites()
     model.layer.weight.requires_grad_(False)
-    blr.KroneckerRecorder(model, every=1)
+    KroneckerRecorder(model, every=1)
     with pytest.raises(ModelError, match="in place"):
         cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
 
@@ -297,7 +298,7 @@ def test_moments_of_inputs_as_they_are_fitted() -> None:
     model = mlp()
     x = torch.randn(N, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(N) % 3
-    recorder = blr.KroneckerRecorder(model.train(), every=1)
+    recorder = KroneckerRecorder(model.train(), every=1)
     for k in range(0, N, 8):
         cross_entropy(model(x[k : k + 8]), y[k : k + 8]).backward()
     q = blr.Posterior.from_recorder(

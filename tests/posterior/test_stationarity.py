@@ -198,7 +198,7 @@ def test_a_captured_posterior_knows_what_it_met_first() -> None:
 def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
     task, q = fitted()
     x, y = classes(0, torch.float32)
-    step = {"solver": "posterior", "progress": False}
+    step = {"solver": "posterior"}
     blr.what_if(task, q, remove=[0, 3], relabel={1: 0}, **step)
     blr.what_if(task, q, remove=y == 0, evaluate=blr.Task(task.model, (x[:9], y[:9])), **step)
     blr.influence(task, q, blr.Task(task.model, (-x, y)))

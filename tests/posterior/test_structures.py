@@ -203,7 +203,7 @@ def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) 
     wrapped = Wrapped(name, inside) if name == "module" else inside
     tasks = [task_for(bare), task_for(wrapped)]
     assert list(tasks[0].parameters()) != list(tasks[1].parameters())
-    how = dict(structure=structure, progress=False, prior_precision=0.7)
+    how = dict(structure=structure, prior_precision=0.7)
     for one, other in (tasks, tasks[::-1]):
         q = fit_laplace(one, initial={n: p + 0.1 for n, p in one.parameters().items()}, **how)
         own = sensitivity(one, q).self_influence

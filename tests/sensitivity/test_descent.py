@@ -206,7 +206,7 @@ def test_the_objective_never_rises_and_passes_are_counted(options, monkeypatch) 
 
 def test_auto_does_not_descend_from_a_model_that_is_not_at_its_minimum() -> None:
     task, q = rough()
-    settings = dict(remove=range(100), evaluate=task.subset([0]), progress=False)
+    settings = dict(remove=range(100), evaluate=task.subset([0]))
     assert blr.what_if(task, q, **settings).solver == "replay"
     assert blr.what_if(task, q, passes=9, **settings).solver == "replay"
     assert blr.what_if(task, q, solver="cg", passes=9, **settings).solver == "cg"
@@ -218,7 +218,7 @@ def test_auto_says_what_it_picked() -> None:
     x, y = task.dataset.tensors
     retrain(task.model, x, y, DELTA)
     q = blr.fit_laplace(task, structure="kron", prior_precision=DELTA)
-    settings = dict(evaluate=task.subset([0, 1]), progress=False)
+    settings = dict(evaluate=task.subset([0, 1]))
     small = blr.what_if(task, q, remove=[3], **settings)
     assert (small.solver, small.passes, small.error) == ("posterior", 0.0, None)
     large = blr.what_if(task, q, remove=range(100), passes=12, **settings)
@@ -240,7 +240,7 @@ def test_auto_says_what_it_picked() -> None:
 
 def test_error_shrinks_with_the_passes_and_tells_the_size_of_what_is_missing() -> None:
     task, q = rough(steps=150)
-    settings = dict(remove=task.dataset.tensors[1] == 3, solver="cg", progress=False)
+    settings = dict(remove=task.dataset.tensors[1] == 3, solver="cg")
     whole = blr.what_if(task, q, passes=400, **settings)
     errors, missing = [], []
     for passes in (4, 12, 40):
@@ -506,7 +506,7 @@ def test_a_network_of_a_gaussian_is_refined_unasked() -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     model = retrained_network(model, x, y, delta).eval()
     task = blr.Task(model, (x, y), likelihood=nn.MSELoss())
-    fitted = dict(structure="full", prior_precision=delta, progress=False)
+    fitted = dict(structure="full", prior_precision=delta)
     q = blr.fit_laplace(task, **fitted)
     rough, loo = (blr.leave_one_out(task, q, refine=k) for k in (0, None))
     high = [i for i, word in enumerate(loo.correction) if word == "descent"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import mlp
-from oracles import relative
+from oracles import fit_at_rest, relative
 from safetensors.torch import load_file, save_file
 from tiny_lm import sequences, task_of, tiny_lm
 
@@ -24,7 +24,7 @@ from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.sensitivity.influence import compressed, search
 from blr_analysis.sensitivity.influence import index as module
 
-QUIET: dict[str, Any] = {"progress": False}
+QUIET: dict[str, Any] = {}
 N = 12
 
 
@@ -35,7 +35,7 @@ def language(seed: int = 0) -> blr.Task:
 def posterior(task: blr.Task, structure: str = "diag") -> blr.Posterior:
     how: dict[str, Any] = {"prior_precision": 1.0, **QUIET}
     how |= {} if structure == "gram" else {"curvature": "empirical_fisher"}
-    return blr.fit_laplace(task, structure=structure, **how)
+    return fit_at_rest(task, structure=structure, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_with_room_for_everything_it_is_exact(
     assert relative(index.influence(test, **asked), exact) < 1e-10
     assert relative(index.self_influence, blr.sensitivity(task, q, **QUIET).self_influence) < 1e-10
     assert index.examples["source"] == task.metadata["source"]
-    top, truth = index.top(test, 3, **asked), blr.top_influence(task, q, test, k=3, **asked)
+    top, truth = index.top(test, 3, **asked), blr.influence(task, q, test, k=3, **asked)
     assert torch.equal(top.helpful, truth.helpful)
     assert torch.equal(top.harmful, truth.harmful)
     assert list(top.table) == list(truth.table)

@@ -18,7 +18,7 @@ import scipy.linalg
 import torch
 from backprop.test_memory import MB, peak_bytes
 from models import example_models, mlp
-from oracles import dense_jacobian, dense_precision, relative
+from oracles import dense_jacobian, dense_precision, fit_at_rest, relative
 from oracles_retraining import trained
 from snapshots import untouched
 from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
@@ -36,7 +36,7 @@ from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
 EXACT = 1e-10
-QUIET = dict(progress=False)
+QUIET = dict()
 MODELS = sorted(example_models())
 
 
@@ -79,7 +79,7 @@ class World:
 
 @functools.cache
 def fitted(task: blr.Task, structure: str) -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=0.7, **QUIET)
+    return fit_at_rest(task, structure=structure, prior_precision=0.7, **QUIET)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def test_influence_is_the_dense_product(
 def test_the_diagonal_is_the_self_influence(structure: str, dtype: torch.dtype) -> None:
     x, y = normal(40, 4).to(dtype), labels(40)
     task = blr.Task(mlp().to(dtype), (x, y))
-    q = blr.fit_laplace(task, structure=structure, prior_precision=0.7, **QUIET)
+    q = fit_at_rest(task, structure=structure, prior_precision=0.7, **QUIET)
     found = blr.influence(task, q, task, **QUIET)
     scores = blr.sensitivity(task, q, **QUIET)
     assert relative(found.diagonal(), scores.self_influence) < 200 * torch.finfo(dtype).eps
@@ -148,7 +148,7 @@ def test_normalized_influence(world: World, structure: str, memory_budget: int |
     assert relative(found, relative_influence) < EXACT
     cosine = blr.influence(world.task, q, world.test, normalize="cosine", **options)
     assert relative(cosine, relative_influence / theirs) < EXACT and float(cosine.abs().max()) <= 1
-    top = blr.top_influence(world.task, q, world.test, k=3, normalize=True, **options)
+    top = blr.influence(world.task, q, world.test, k=3, normalize=True, **options)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
     assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
     assert "normalized_influence" in repr(top) and len(repr(top)) < 300
@@ -162,7 +162,7 @@ def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -
     x, model = normal(6, 4), nn.Linear(4, 3, bias=False).double()
     x[2] = 0
     task = blr.Task(model, (x, labels(6)))
-    q = blr.fit_laplace(task, prior_precision=1.0, **QUIET)
+    q = fit_at_rest(task, prior_precision=1.0, **QUIET)
     found = blr.influence(task, q, task, normalize=normalize, **QUIET)
     assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
 
@@ -185,7 +185,7 @@ def test_expected_errors(world: World, structure: str) -> None:
     first = world.posterior(structure)
     jacobian = dense_jacobian(world.task, world.task.parameters())
     if structure == "full":
-        q = blr.fit_laplace(
+        q = fit_at_rest(
             world.task, structure=structure, prior_precision=0.7, expected=first, **QUIET
         )
         inner = (jacobian.mT @ averaged(world, first)[1] @ jacobian).sum(0)
@@ -206,8 +206,8 @@ def test_expected_errors(world: World, structure: str) -> None:
 
 def test_expected_errors_of_squares_are_those_at_the_mean() -> None:
     task = blr.Task(mlp(), (normal(30, 4), normal(30, 3)), likelihood="gaussian")
-    q = blr.fit_laplace(task, prior_precision=1.0, **QUIET)
-    again = blr.fit_laplace(task, prior_precision=1.0, expected=q, **QUIET)
+    q = fit_at_rest(task, prior_precision=1.0, **QUIET)
+    again = fit_at_rest(task, prior_precision=1.0, expected=q, **QUIET)
     assert again.record["expected"]
     mean = blr.influence(task, q, task, **QUIET)
     assert relative(blr.influence(task, again, task, **QUIET), mean) < EXACT
@@ -234,7 +234,7 @@ def test_several_checkpoints_are_averaged(
     mean = torch.stack(each).mean(0)
     found = blr.influence(world.task, qs, world.test, **options)
     assert relative(found, mean) < 1e-13 and "3 checkpoints" in repr(found)
-    top = blr.top_influence(world.task, qs, world.test, k=40, **options)
+    top = blr.influence(world.task, qs, world.test, k=40, **options)
     torch.testing.assert_close(top.helpful_values, mean.mT.sort(descending=True).values)
 
 
@@ -304,7 +304,7 @@ def test_a_file_read_some_rows_at_a_time_gives_what_memory_gives(
     model = tiny_lm(tied=tied).to(dtype)
     task, test = task_of(model, sequences(7)), task_of(model, sequences(5, low=2))
     how = {"structure": structure, "curvature": "mc_fisher", "prior_precision": 0.7}
-    q = blr.fit_laplace(task, **how, **QUIET)
+    q = fit_at_rest(task, **how, **QUIET)
     want = blr.influence(task, q, test, **QUIET).matrix
     monkeypatch.setattr(blocks, "TOGETHER", 60)
     found = blr.influence(task, q, test, **QUIET).matrix
@@ -341,7 +341,7 @@ def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
         model = trained(kind, many, targets, 0.7, classes)
         task = blr.Task(model, (many, targets), likelihood=kind)
         test = blr.Task(model, (x_test, y_test), likelihood=kind)
-        q = blr.fit_laplace(task, structure="full", prior_precision=0.7, **QUIET)
+        q = fit_at_rest(task, structure="full", prior_precision=0.7, **QUIET)
         found = blr.influence(task, q, test, **QUIET)[:12]
         truth = torch.stack(
             [loss(_without(kind, many, targets, i, classes)) - loss(model) for i in range(12)]
@@ -365,7 +365,7 @@ def test_a_group_is_what_if_to_first_order() -> None:
         many, targets = x.repeat(copies, 1), y.repeat(copies)
         model = trained("categorical", many, targets, 0.7, 3)
         task, test = blr.Task(model, (many, targets)), blr.Task(model, (x_test, y_test))
-        q = blr.fit_laplace(task, structure="full", prior_precision=0.7, **QUIET)
+        q = fit_at_rest(task, structure="full", prior_precision=0.7, **QUIET)
         leaving = torch.cat([group, torch.zeros(20 * (copies - 1), dtype=torch.bool)])
         found = blr.influence(task, q, test, **QUIET).group(leaving)
         result = blr.what_if(task, q, remove=leaving, evaluate=test, **QUIET)
@@ -446,7 +446,7 @@ def test_the_top_is_that_of_the_matrix(
     truth = world.truth(posterior)
     order = truth.argsort(0, descending=True).mT
     matrix = blr.influence(world.task, posterior, world.test, **QUIET)
-    streamed = blr.top_influence(
+    streamed = blr.influence(
         world.task, posterior, world.test, k=k, memory_budget=memory_budget, **QUIET
     )
     for top in (matrix.top(k), streamed):
@@ -530,7 +530,7 @@ def test_sequences(structure: str) -> None:
     task = task_of(model, ids, with_prompts(ids))
     rows = [token_gradients(model, x, y)[1] for x, y in zip(ids, with_prompts(ids), strict=True)]
     gradients = torch.stack([row.sum(0) for row in rows])
-    q = blr.fit_laplace(
+    q = fit_at_rest(
         task, structure=structure, prior_precision=0.7, curvature="empirical_fisher", **QUIET
     )
     found = blr.influence(task, q, task.subset([5, 2]), **QUIET)
@@ -607,7 +607,7 @@ def test_a_projection_is_the_same_every_time(world: World, posterior: blr.Poster
     assert torch.equal(projected(None), projected(None))
     assert torch.equal(projected(5), projected(5))
     assert not torch.equal(projected(5), projected(6))
-    top = blr.top_influence(world.task, posterior, world.test, k=4, projection=32, **QUIET)
+    top = blr.influence(world.task, posterior, world.test, k=4, projection=32, **QUIET)
     assert torch.equal(top.helpful, projected(None).top(4).helpful)
     assert top.error == projected(None).error
 
@@ -619,14 +619,12 @@ def test_the_top_stays_within_the_budget(structure: str, projection: int | None)
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     x, y = normal(n, 30).float(), labels(n)
     task, test = blr.Task(model, (x, y)), blr.Task(model, (x[:m], y[:m]))
-    some = blr.fit_laplace(
-        task.subset(range(50)), structure=structure, prior_precision=1.0, **QUIET
-    )
+    some = fit_at_rest(task.subset(range(50)), structure=structure, prior_precision=1.0, **QUIET)
     q = blr.Posterior(some.mean, some.form, prior_precision=1.0, n_data=n)
     blr.influence(task, q, test.subset([0]), **QUIET)
 
     def run() -> None:
-        blr.top_influence(task, q, test, k=3, memory_budget=budget, projection=projection, **QUIET)
+        blr.influence(task, q, test, k=3, memory_budget=budget, projection=projection, **QUIET)
 
     answers = 2 * m * 3 * (4 + 8) * 3
     vectors = (4 * 40 * (30 + 3 + 2) + 12 * (8 * (40 + 31 + 43))) * 4
@@ -720,7 +718,7 @@ def test_bad_k(world: World, posterior: blr.Posterior, k) -> None:
     with pytest.raises(InputError, match="k"):
         found.top(k)
     with pytest.raises(InputError, match="k"):
-        blr.top_influence(world.task, posterior, world.test, k=k, **QUIET)
+        blr.influence(world.task, posterior, world.test, k=k, **QUIET)
 
 
 def test_bad_groups_and_pictures(world: World, posterior: blr.Posterior) -> None:

@@ -563,12 +563,12 @@ def test_examples_that_do_not_count(most: int, monkeypatch: pytest.MonkeyPatch) 
     model = torch.nn.Linear(3, 3).double()
     some = blr.Task(model, (x, torch.where(kept, y, -100)), likelihood=torch.nn.CrossEntropyLoss())
     alone = blr.Task(model, (x[kept], y[kept]))
-    fit: dict[str, Any] = {"structure": "full", "prior_precision": 1.0, "progress": False}
+    fit: dict[str, Any] = {"structure": "full", "prior_precision": 1.0}
     q, p = blr.fit_laplace(some, **fit), blr.fit_laplace(alone, **fit)
     ours, theirs = blr.leave_one_out(some, q), blr.leave_one_out(alone, p)
     assert ours.nll == pytest.approx(theirs.nll) and ours.accuracy == theirs.accuracy
     rows = int(kept.nonzero()[0]), 0
-    how: dict[str, Any] = {"solver": "posterior", "progress": False}
+    how: dict[str, Any] = {"solver": "posterior"}
     one = blr.what_if(some, q, remove=[rows[0]], evaluate=some, **how)
     two = blr.what_if(alone, p, remove=[rows[1]], evaluate=alone, **how)
     assert (one.before.nll, one.nll) == pytest.approx((two.before.nll, two.nll))

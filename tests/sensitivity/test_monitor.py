@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from models import mlp
+from oracles import fit_at_rest
 from snapshots import untouched
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ def task_of(**options) -> blr.Task:
 
 
 def fitted(task: blr.Task, structure: str = "diag", delta: float = 1.0) -> blr.Posterior:
-    return blr.fit_laplace(task, structure=structure, prior_precision=delta)
+    return fit_at_rest(task, structure=structure, prior_precision=delta)
 
 
 @cache

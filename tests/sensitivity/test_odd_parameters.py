@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import relative
+from oracles import fit_at_rest, relative
 from oracles_retraining import flat, trained
 from parts import normal
 from sklearn.datasets import load_digits
@@ -15,7 +15,7 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity.curvature import Precision, cg
 
-QUIET = {"progress": False}
+QUIET = {}
 
 
 class Tempered(nn.Module):
@@ -38,7 +38,7 @@ def tempered() -> blr.Task:
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
 def test_a_parameter_without_dimensions(tempered: blr.Task, structure: str) -> None:
-    q = blr.fit_laplace(tempered, structure=structure, prior_precision=1.0, **QUIET)
+    q = fit_at_rest(tempered, structure=structure, prior_precision=1.0, **QUIET)
     influence = blr.influence(tempered, q, tempered, **QUIET)
     scores = blr.sensitivity(tempered, q, **QUIET)
     assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
@@ -54,7 +54,7 @@ def test_the_hessian_of_a_parameter_without_dimensions(structure: str) -> None:
     with torch.no_grad():
         outputs, features = model(x), model.layer(x)
     task = blr.Task(model, (x, outputs), likelihood="gaussian")
-    q = blr.fit_laplace(task, structure=structure, curvature="exact", prior_precision=2.0, **QUIET)
+    q = fit_at_rest(task, structure=structure, curvature="exact", prior_precision=2.0, **QUIET)
     assert relative(q.precision("scale"), 2 + features.square().sum()) < 1e-9
 
 
@@ -67,7 +67,7 @@ def test_a_weight_that_lies_in_memory_by_columns() -> None:
     for m in (model, nn.Linear(5, 3).double()):
         m.load_state_dict(model.state_dict())
         task = blr.Task(m, (x, y))
-        q = blr.fit_laplace(task, structure="lowrank", prior_precision=1.0, **QUIET)
+        q = fit_at_rest(task, structure="lowrank", prior_precision=1.0, **QUIET)
         found.append((q.variance("weight"), q.precision("weight")))
     for one, two in zip(*found, strict=True):
         assert relative(one, two) < 1e-9
@@ -86,7 +86,7 @@ def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torc
         model.weight.copy_(theta[None, :-1])
         model.bias.copy_(theta[-1:])
     task = blr.Task(model.to(dtype), (x.to(dtype), y.to(dtype)), likelihood=likelihood)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0, **QUIET)
+    q = fit_at_rest(task, structure="diag", prior_precision=1.0, **QUIET)
     result = blr.what_if(task, q, remove=range(40), solver="cg", steps="converge", **QUIET)
     kept = z[40:]
     truth = torch.linalg.solve(
@@ -94,7 +94,7 @@ def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torc
     )
     change = relative(flat(result.parameters)[0].double() - theta, truth - theta)
     assert change < (1e-5 if dtype == torch.float64 else 2e-2)
-    full = blr.fit_laplace(task, structure="full", prior_precision=1.0, **QUIET)
+    full = fit_at_rest(task, structure="full", prior_precision=1.0, **QUIET)
     exact = blr.leave_one_out(task, full, **QUIET)
     fine = blr.leave_one_out(task, full, refine=5, **QUIET)
     torch.testing.assert_close(
@@ -107,8 +107,7 @@ def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torc
 
 def test_scores_of_another_posterior_are_refused(tempered: blr.Task) -> None:
     one, two = (
-        blr.fit_laplace(tempered, structure=s, prior_precision=1.0, **QUIET)
-        for s in ("diag", "full")
+        fit_at_rest(tempered, structure=s, prior_precision=1.0, **QUIET) for s in ("diag", "full")
     )
     scores = blr.sensitivity(tempered, one, **QUIET)
     assert blr.leave_one_out(tempered, one, scores=scores, **QUIET).nll > 0
@@ -173,7 +172,7 @@ def test_several_systems_are_those_of_separate_runs() -> None:
 
 def test_the_exact_inverse_as_preconditioner_takes_one_iteration() -> None:
     task = digits_task()
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    q = fit_at_rest(task, structure="full", prior_precision=1.0)
     exact = Precision(task, q.mean, 1.0)
     b = {n: normal(*m.shape, seed=i) for i, (n, m) in enumerate(q.mean.items())}
     found = cg(exact.times, b, preconditioner=q, tolerance=1e-8, progress=False)
@@ -188,7 +187,7 @@ def test_the_posterior_saves_iterations(structure: str, tolerance: float) -> Non
     """Kronecker factors are good for a rough answer, an exact sketch for an exact one."""
     task = digits_task()
     diag, learned = (
-        blr.fit_laplace(task, structure=s, prior_precision=1.0) for s in ("diag", structure)
+        fit_at_rest(task, structure=s, prior_precision=1.0) for s in ("diag", structure)
     )
     exact = Precision(task, diag.mean, 1.0)
     b = {n: normal(4, *m.shape, seed=i) for i, (n, m) in enumerate(diag.mean.items())}

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from models import mlp
-from oracles import dense_jacobian, dense_precision
+from oracles import dense_jacobian, dense_precision, fit_at_rest
 from snapshots import untouched
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def dense_covariance(posterior: blr.Posterior) -> Tensor:
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: torch.dtype) -> None:
     exact_task = task_for(kind)
-    exact = blr.fit_laplace(exact_task, structure=structure, prior_precision=0.7)
+    exact = fit_at_rest(exact_task, structure=structure, prior_precision=0.7)
     task = task_for(kind, dtype)
     scores = blr.sensitivity(task, exact)
 
@@ -106,7 +106,7 @@ def test_scores_equal_the_dense_computation(kind: str, structure: str, dtype: to
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
     task = task_for(kind)
-    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7)
+    q = fit_at_rest(task, structure="kron", prior_precision=0.7)
     whole = blr.sensitivity(task, q)
     light = blr.sensitivity(task, q, variance=False)
     assert light.variance is None and light.deviation is None and light.leverage is None
@@ -116,7 +116,7 @@ def test_one_backward_pass_gives_the_same_self_influence(kind: str) -> None:
 
 def test_variances_are_left_out_where_they_would_be_too_many(monkeypatch) -> None:
     task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="diag", prior_precision=0.7)
+    q = fit_at_rest(task, structure="diag", prior_precision=0.7)
     monkeypatch.setattr(scores_module, "MOST_OUTPUTS", 2)
     assert blr.sensitivity(task, q).variance is None
     assert blr.sensitivity(task, q, variance=True).variance.shape == (N, 3, 3)
@@ -128,7 +128,7 @@ def test_variances_are_left_out_where_they_would_be_too_many(monkeypatch) -> Non
 
 def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None:
     task = task_for("categorical")
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
+    q = fit_at_rest(task, structure="full", prior_precision=0.7)
     expected = blr.sensitivity(task, q)
     task.model(task.dataset.tensors[0]).sum().backward()  # gradients that must survive
     task.model.train()
@@ -144,7 +144,7 @@ def test_scores_are_taken_at_the_posterior_and_the_model_is_left_alone() -> None
 def test_frozen_parameters_carry_no_variance() -> None:
     task = task_for("gaussian")
     task.model[0].requires_grad_(False)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
+    q = fit_at_rest(task, structure="full", prior_precision=0.7)
     assert set(q.mean) == {"2.weight", "2.bias"}
     scores = blr.sensitivity(task, q)
     hidden = torch.tanh(task.model[0](task.dataset.tensors[0])).detach()
@@ -157,7 +157,7 @@ def test_frozen_parameters_carry_no_variance() -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_outside_do_not_matter(context) -> None:
     task = task_for("poisson")
-    q = blr.fit_laplace(task, structure="kron", prior_precision=0.7)
+    q = fit_at_rest(task, structure="kron", prior_precision=0.7)
     expected = blr.sensitivity(task, q)
     with context():
         found = blr.sensitivity(task, q)
@@ -167,7 +167,7 @@ def test_gradients_switched_off_outside_do_not_matter(context) -> None:
 def test_several_posteriors_are_averaged() -> None:
     task = task_for("categorical")
     qs = [
-        blr.fit_laplace(
+        fit_at_rest(
             task_for("categorical").with_model(blr.Task(mlp(seed=seed), task.dataset)),
             structure=structure,
             prior_precision=0.7,
@@ -189,7 +189,7 @@ def run_of_checkpoints(**settings: object) -> tuple[blr.Task, list[blr.Posterior
     """Posteriors of two networks on the same data, as checkpoints of one run are."""
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tasks = [blr.Task(mlp(seed=seed), (x, torch.arange(30) % 3)) for seed in (3, 4)]
-    return tasks[1], [blr.fit_laplace(t, **settings) for t in tasks]
+    return tasks[1], [fit_at_rest(t, **settings) for t in tasks]
 
 
 ANALYSES = {
@@ -207,7 +207,7 @@ def test_checkpoints_take_the_last_ones_found_prior(analysis: str) -> None:
     asked = ANALYSES[analysis]
     task, (first, last) = run_of_checkpoints()
     assert first.prior_precision != last.prior_precision
-    there = blr.fit_laplace(
+    there = fit_at_rest(
         blr.Task(mlp(seed=3), (task.fetch(torch.arange(30))[0], torch.arange(30) % 3)),
         prior_precision=last.prior_precision,
     )

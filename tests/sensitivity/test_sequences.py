@@ -11,7 +11,7 @@ import pytest
 import tiny_transformers
 import torch
 from allocations import peak_bytes
-from oracles import dense_precision, flatten, relative, unflatten
+from oracles import dense_precision, fit_at_rest, flatten, relative, unflatten
 from tiny_lm import (
     IGNORED,
     TinyLM,
@@ -47,7 +47,7 @@ MODELS = {
     "library_attention": dict(library=True),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
-FIT = dict(prior_precision=PRIOR, progress=False)
+FIT = dict(prior_precision=PRIOR)
 
 
 class World:
@@ -79,7 +79,7 @@ def world_of(name: str) -> World:
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
     world = world_of(name)
-    q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     truth = torch.einsum(
         "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
     )
@@ -95,7 +95,7 @@ def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
 @each_model
 def test_empirical_fisher_is_the_sum_of_squared_sequence_gradients(name: str) -> None:
     world = world_of(name)
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = world.gradients.square().sum(0) + PRIOR
     assert relative(flatten({n: q.precision(n) for n in q.mean}), truth) < EXACT
 
@@ -107,7 +107,7 @@ def test_kronecker_of_all_but_the_vocabulary(
 ) -> None:
     monkeypatch.setattr(laplace, "SAMPLE", sample)
     world = world_of(name)
-    q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="empirical_fisher", **FIT)
     assert isinstance(q.form, Kronecker)
     like = {n: p.detach() for n, p in world.model.named_parameters()}
     gradients = unflatten(world.gradients, like)
@@ -159,7 +159,7 @@ class Dense:
 
 def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     truth = torch.stack([v.trace() for v in dense.variances])
     monkeypatch.setattr(sequences_module, "DRAWS", 300)
@@ -179,7 +179,7 @@ def test_prediction_variance_by_random_cotangents(monkeypatch: pytest.MonkeyPatc
 def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(influence_module, "TOLERANCE", 1e-10)
     world = world_of("tied")
-    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     whole = sum(j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True))
     exact = whole + PRIOR * torch.eye(len(whole), dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) ->
     found = blr.influence(world.task, q, test, solver="cg")
     truth = world.gradients @ torch.linalg.solve(exact, world.gradients[[1, 4]].T)
     assert relative(found, truth) < 1e-7
-    top = blr.top_influence(world.task, q, test, k=1, solver="cg", progress=False)
+    top = blr.influence(world.task, q, test, k=1, solver="cg", progress=False)
     assert top.helpful.flatten().tolist() == truth.argmax(0).tolist()
     monkeypatch.setattr(influence_module, "ITERATIONS", 1)
     with pytest.warns(RuntimeWarning, match="rough"):
@@ -199,7 +199,7 @@ def test_influence_under_the_exact_curvature(monkeypatch: pytest.MonkeyPatch) ->
 def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of("plain")
     monkeypatch.setattr(sequences_module, "DRAWS", 300)
-    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
     wrong = blr.suspicious(world.task, q, samples=8)
     pairs = zip(dense.heights, dense.variances, strict=True)
@@ -211,7 +211,7 @@ def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [*world.ids, world.ids[2]]
     labels = [*world.labels, world.labels[2]]
     again = task_of(world.model, ids, labels)
-    q = blr.fit_laplace(again, structure="kron", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(again, structure="kron", curvature="mc_fisher", **FIT)
     found = blr.suspicious(again, q, samples=8)
     assert found.twin[2] == N and found.twin[N] == 2
     assert float(found.closeness[2]) == pytest.approx(1, abs=1e-6)
@@ -219,7 +219,7 @@ def test_suspicious_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_monitored_sequences() -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="diag", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="mc_fisher", **FIT)
     monitor = blr.Monitor(world.task, examples=[1, 3], test=world.task, progress=False)
     row = monitor(q, 1)
     loo = blr.leave_one_out(world.task, q)
@@ -230,9 +230,9 @@ def test_monitored_sequences() -> None:
 
 def test_calibrated_on_sequences_left_out() -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="kron", curvature="mc_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="mc_fisher", **FIT)
     dense = Dense(world, q)
-    fixed = dict(kind="ggn", indices=[0, 3, 5], tolerance=1e-10, progress=False)
+    fixed = dict(kind="ggn", indices=[0, 3, 5], tolerance=1e-10)
     better = blr.calibrate(world.task, q, **fixed)
     shares = [j.T @ h @ j for j, h in zip(dense.jacobians, dense.heights, strict=True)]
     whole = sum(shares) + PRIOR * torch.eye(len(shares[0]), dtype=torch.float64)
@@ -252,7 +252,7 @@ def test_calibrated_on_sequences_left_out() -> None:
 
 def test_taggers_without_a_shift() -> None:
     world = World(tiny_lm(causal=False, classes=3), likelihood="tokens")
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = torch.einsum(
         "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
     )
@@ -265,7 +265,7 @@ def test_taggers_without_a_shift() -> None:
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 def test_single_tokens(name: str, structure: str) -> None:
     world = world_of(name)
-    q = blr.fit_laplace(world.task, structure=structure, curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure=structure, curvature="empirical_fisher", **FIT)
     sigma = torch.linalg.inv(dense_precision(q))
     found = blr.token_sensitivity(world.task, q, sequences=[1, 4, 6])
     scores = blr.sensitivity(world.task, q)
@@ -285,7 +285,7 @@ def test_single_tokens(name: str, structure: str) -> None:
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padding_changes_nothing(left: bool) -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="kron", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="kron", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(world.task, q)
     wider = task_of(world.model, world.ids, world.labels, more=3, left=left)
     for settings in ({}, {"chunk_size": 1}, {"chunk_size": 3}, {"memory_budget": 1}):
@@ -293,7 +293,7 @@ def test_padding_changes_nothing(left: bool) -> None:
         assert relative(found.losses, truth.losses) < EXACT
         assert relative(found.self_influence, truth.self_influence) < EXACT
         assert found.tokens.tolist() == truth.tokens.tolist()
-    again = blr.fit_laplace(wider, structure="kron", curvature="empirical_fisher", **FIT)
+    again = fit_at_rest(wider, structure="kron", curvature="empirical_fisher", **FIT)
     assert relative(flatten(again.form.diagonal()), flatten(q.form.diagonal())) < EXACT
     tokens = blr.token_sensitivity(wider, q, sequences=[2])
     narrow = blr.token_sensitivity(world.task, q, sequences=[2])
@@ -310,7 +310,7 @@ def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) ->
     ids = sequences(6, vocabulary=model.config.vocab_size)
     alone = [cross_entropy(model(x[None]).logits[0, :-1], x[1:]).item() for x in ids]
     task, truth = (task_of(model, ids, left=left, batch_size=batch_size) for left in (True, False))
-    q = blr.fit_laplace(truth, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(truth, structure="diag", curvature="empirical_fisher", **FIT)
     scores = blr.sensitivity(task, q)
     assert scores.tokens.tolist() == [len(x) - 1 for x in ids]
     losses = torch.tensor(alone) * scores.tokens
@@ -318,7 +318,7 @@ def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) ->
     tokens = blr.token_sensitivity(task, q, sequences=range(6))
     assert relative(tokens.losses.sum(), losses.sum()) < 1e-6
     for how in (dict(structure="diag", curvature="empirical_fisher"), dict(structure="gram")):
-        own, right = (blr.fit_laplace(t, **how, **FIT).precision for t in (task, truth))
+        own, right = (fit_at_rest(t, **how, **FIT).precision for t in (task, truth))
         assert all(relative(own(n), right(n)) < EXACT for n in q.mean)
     own, right = (blr.influence(t, q, t.subset([1, 4])) for t in (task, truth))
     assert relative(own, right) < EXACT
@@ -328,7 +328,7 @@ def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
     """The plan is made on three of them; longer ones come later."""
     ids = [torch.arange(k) % 7 for k in (3, 3, 3, 12, 3, 11, 3, 3)]
     task = task_of(tiny_lm(), ids)
-    q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(task, q)
     found = blr.sensitivity(task, q)
     assert relative(found.self_influence, truth.self_influence) < EXACT
@@ -347,7 +347,7 @@ def test_plain_models_and_pairs_of_tensors() -> None:
         if likelihood == "tokens":
             y[:, -1] = IGNORED
         task = Task(model, (ids, y), likelihood=likelihood)
-        q = q or blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+        q = q or fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
         scores = blr.sensitivity(task, q)
         assert scores.tokens.tolist() == [2] * N
         if likelihood == "causal_lm":
@@ -378,7 +378,7 @@ def test_mc_fisher_tends_to_the_fisher(structure: str) -> None:
     ids = [x[:4] for x in sequences(3, low=4)]
     model, labels = tiny_lm(width=2), with_prompts(ids)
     truth = dense_fisher(model, ids, labels).diagonal()
-    q = blr.fit_laplace(
+    q = fit_at_rest(
         task_of(model, ids, labels),
         structure=structure,
         curvature="mc_fisher",
@@ -406,7 +406,7 @@ def test_curvature_products_are_those_of_the_tokens_that_count() -> None:
 
 def test_what_if_takes_sequences_out() -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     held = sequences(5)
     test = task_of(world.model, held, batch_size=2)
     out = [0, 3]
@@ -436,7 +436,7 @@ def test_what_if_takes_sequences_out() -> None:
 
 def test_adding_a_sequence_is_taking_it_out_backwards() -> None:
     world = World(tiny_lm(), labelled=False)
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     new = task_of(world.model, sequences(2))
     result = blr.what_if(world.task, q, add=new, evaluate=world.task, solver="posterior")
     grads = torch.stack([token_gradients(world.model, x, x)[1].sum(0) for x in sequences(2)])
@@ -448,7 +448,7 @@ def test_tables_and_groups() -> None:
     world = world_of("plain")
     speaker = list("aabbccdd")
     task = task_of(world.model, world.ids, world.labels, metadata={"speaker": speaker})
-    q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
     scores = blr.sensitivity(task, q)
     table = scores.table
     names = ["index", "tokens", "loss", "loss_per_token", "error", "self_influence", "speaker"]
@@ -474,7 +474,7 @@ def test_tables_and_groups() -> None:
 
 def test_units() -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     scores = blr.sensitivity(world.task, q)
     loo = blr.leave_one_out(world.task, q)
     per_token = float(torch.cat(world.token_losses).mean())
@@ -517,11 +517,11 @@ class TestRefused:
 
     @pytest.fixture
     def q(self, world: World) -> Posterior:
-        return blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+        return fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
 
     def test_ggn(self, world: World) -> None:
         with pytest.raises(InputError, match=r"empirical_fisher.*mc_fisher"):
-            blr.fit_laplace(world.task, structure="diag", **FIT)
+            fit_at_rest(world.task, structure="diag", **FIT)
 
     def test_cavity(self, world: World, q: Posterior) -> None:
         with pytest.raises(InputError, match="first_order"):
@@ -550,7 +550,7 @@ class TestRefused:
 
     def test_single_tokens_of_other_likelihoods(self) -> None:
         task = Task(nn.Linear(2, 3), (torch.randn(4, 2), torch.arange(4) % 3))
-        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+        q = fit_at_rest(task, structure="diag", prior_precision=1.0)
         with pytest.raises(InputError, match=r'"tokens" or "causal_lm"'):
             blr.token_sensitivity(task, q)
 
@@ -575,7 +575,7 @@ class TestRefused:
 
         ids = torch.arange(12).view(4, 3) % 7
         task = Task(Model(), (ids, ids), likelihood="causal_lm")
-        q = blr.fit_laplace(task, structure="diag", curvature="empirical_fisher", **FIT)
+        q = fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
         with pytest.raises(ModelError, match="eager"):
             blr.token_sensitivity(task, q)
 
@@ -623,9 +623,9 @@ def test_fitting_and_evaluating_hold_no_outputs() -> None:
     def peaks(n: int) -> tuple[int, int]:
         task = large(n)
         plan_for(task, task.parameters())
-        fit = dict(structure="diag", prior_precision=1.0, memory_budget=6 * MB, progress=False)
+        fit = dict(structure="diag", prior_precision=1.0, memory_budget=6 * MB)
         return (
-            peak_bytes(lambda: blr.fit_laplace(task, curvature="mc_fisher", **fit)),
+            peak_bytes(lambda: fit_at_rest(task, curvature="mc_fisher", **fit)),
             peak_bytes(lambda: evaluated(task, task.parameters())),
         )
 
@@ -635,12 +635,12 @@ def test_fitting_and_evaluating_hold_no_outputs() -> None:
 
 def test_large_read_outs_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of("plain")
-    q = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
     truth = blr.sensitivity(world.task, q).self_influence
     for held in (1, 10, 40):
         monkeypatch.setattr(outer, "HELD", held)
         monkeypatch.setattr(outer, "_few_positions", lambda *_: False)
         found = blr.sensitivity(world.task, q).self_influence
         assert relative(found, truth) < EXACT
-        again = blr.fit_laplace(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+        again = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
         assert relative(flatten(again.form.values), flatten(q.form.values)) < EXACT

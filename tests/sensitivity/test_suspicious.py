@@ -127,7 +127,7 @@ def test_several_posteriors_are_averaged() -> None:
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
     task, q = laplace(trained(x, y, 3), x, y)
-    drawn = [responses(task, q, samples=128, seed=seed, progress=False)[0] for seed in range(25)]
+    drawn = [responses(task, q, samples=128, seed=seed)[0] for seed in range(25)]
     moves = torch.cat(drawn, 1)
     assert moves.shape == (12, 25 * 128 * 3)
     found = moves @ moves.T / (25 * 128)
@@ -167,7 +167,7 @@ def test_every_copy_is_found_though_there_are_many_outputs() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40))
     task = blr.Task(model, (x, torch.arange(80) % 40))
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-    assert responses(task, q, samples=32, progress=False)[0].shape == (80, 512)
+    assert responses(task, q, samples=32)[0].shape == (80, 512)
     found = blr.suspicious(task, q, share=1.0)
     copies = torch.zeros(80, dtype=torch.bool)
     copies[:10] = copies[69:] = True
@@ -204,7 +204,7 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     def suspected(x: Tensor) -> list[int]:
         task = blr.Task(model, (x, y))
         q = blr.fit_laplace(task, prior_precision=1.0)
-        closeness, _, told = twins(task, q, samples=32, progress=False)
+        closeness, _, told = twins(task, q, samples=32)
         return (told & (closeness > CLOSE)).nonzero().flatten().tolist()
 
     assert suspected(x) == []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import mlp
-from oracles import dense_jacobian, dense_precision, flatten, rows, unflatten
+from oracles import dense_jacobian, dense_precision, fit_at_rest, flatten, rows, unflatten
 from oracles_retraining import flat, linear, retrained, standardised, trained, with_ones, without
 from scipy.stats import spearmanr
 from sklearn.datasets import load_breast_cancer, load_iris
@@ -40,7 +40,7 @@ def fitted(
     """Linear regression trained to the optimum, and its exact posterior."""
     model = trained("gaussian", x, y, delta, y.shape[1])
     task = blr.Task(model, (x, y), likelihood="gaussian", **options)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=delta)
+    q = fit_at_rest(task, structure=structure, prior_precision=delta)
     return task, q
 
 
@@ -80,12 +80,12 @@ def test_the_posterior_left_is_the_one_fitted_to_what_is_left(noise: float) -> N
     gaussian = blr.Gaussian(variance=noise)
     model = linear(retrained("gaussian", x, y, torch.ones(1, 20), noise * 0.7, 2)[0])
     task = blr.Task(model, (x, y), likelihood=gaussian)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.7)
+    q = fit_at_rest(task, structure="full", prior_precision=0.7)
     result = blr.what_if(task, q, remove=range(5, 12))
     kept = [*range(5), *range(12, 20)]
     theta = retrained("gaussian", x[kept], y[kept], torch.ones(1, 13), noise * 0.7, 2)[0]
     again = blr.Task(linear(theta), (x[kept], y[kept]), likelihood=gaussian)
-    p = blr.fit_laplace(again, structure="full", prior_precision=0.7)
+    p = fit_at_rest(again, structure="full", prior_precision=0.7)
     close(flat(result.posterior.mean), flat(p.mean))
     close(dense_precision(result.posterior), dense_precision(p))
     close(result.posterior.variance("weight"), p.variance("weight"))
@@ -135,7 +135,7 @@ def test_a_single_example_with_another_like_it_counts_twice() -> None:
     one = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     model = nn.Linear(4, 1).double()
     task = blr.Task(model, one, likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    q = fit_at_rest(task, structure="full", prior_precision=1.0)
     result = blr.what_if(task, q, add=task)
     with torch.no_grad():  # off the minimum: one step along the second copy's gradient
         x, p = one[0].squeeze(), model(one[0]).sigmoid().item()
@@ -217,7 +217,7 @@ def test_the_step_equals_the_dense_formula(kind: str, structure: str, dtype: tor
         y = torch.randint(4, (n, c), generator=g)
     model = mlp(outputs=c)
     exact = blr.Task(model, (x, y), likelihood=kind)
-    q = blr.fit_laplace(exact, structure=structure, prior_precision=0.5)
+    q = fit_at_rest(exact, structure=structure, prior_precision=0.5)
     task = blr.Task(copy.deepcopy(model).to(dtype), (x.to(dtype), y), likelihood=kind)
     result = blr.what_if(task, q, remove=[1, 4, 5], solver="posterior")
 
@@ -268,7 +268,7 @@ def test_removed_groups_against_retraining(
     g = torch.Generator().manual_seed(0)
     groups = [torch.randperm(len(x), generator=g)[: len(x) // 20] for _ in range(30)]
     task = blr.Task(trained(kind, x, y, 1.0, outputs), (x, y), likelihood=kind)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    q = fit_at_rest(task, structure="full", prior_precision=1.0)
     truth = retrained(kind, x, y, without(len(x), *groups), 1.0, outputs)
     before, z = flat(q.mean), with_ones(x)
     predicted, true, gaps = [], [], []
@@ -293,7 +293,7 @@ def classification(seed: int = 0, **options) -> tuple[blr.Task, blr.Posterior]:
     x = torch.randn(60, 4, generator=g, dtype=torch.float64)
     y = (x[:, :3] + 0.5 * torch.randn(60, 3, generator=g)).argmax(1)
     task = blr.Task(trained("categorical", x, y, 1.0, 3), (x, y), **options)
-    return task, blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    return task, fit_at_rest(task, structure="full", prior_precision=1.0)
 
 
 def test_numbers_are_real_forward_passes_on_evaluate() -> None:
@@ -353,7 +353,7 @@ def test_evaluate_may_hold_another_model_object() -> None:
     model[1].running_mean.fill_(0.3)
     model[0].weight.data.mul_(2)
     task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    q = fit_at_rest(task, structure="full", prior_precision=1.0)
     fresh = build()
     test = blr.Task(fresh, (x[:20] + 1, y[:20]))
     with untouched(fresh), untouched(model):
@@ -439,7 +439,7 @@ def test_the_share_of_a_group_is_the_sum_of_its_parts(data) -> None:
     if kind == "gaussian":
         y = torch.randn(12, 2, generator=g, dtype=torch.float64)
     task = blr.Task(mlp(outputs=KINDS[kind]), (x, y), likelihood=kind, batch_size=5)
-    q = blr.fit_laplace(task, structure=structure, prior_precision=1.0)
+    q = fit_at_rest(task, structure=structure, prior_precision=1.0)
     whole, one, two = (
         share(task, q, torch.tensor(part), QUIET) for part in (group, group[:cut], group[cut:])
     )
@@ -457,7 +457,7 @@ def test_gradients_switched_off_outside_do_not_matter(context) -> None:
     expected = blr.what_if(task, q, remove=[1, 2], relabel={5: 0})
     with context():
         found = blr.what_if(task, q, remove=[1, 2], relabel={5: 0})
-        inside = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+        inside = fit_at_rest(task, structure="full", prior_precision=1.0)
     assert found.nll == expected.nll
     again = blr.what_if(task, inside, remove=[1, 2], relabel={5: 0})
     assert again.nll == expected.nll
@@ -470,8 +470,8 @@ def test_what_changes_is_the_mean_over_several_posteriors(kind: str) -> None:
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(30) % 3 if kind == "categorical" else x[:, :3]
     tasks = [blr.Task(mlp(seed=seed), (x, y), likelihood=kind) for seed in (3, 4)]
-    qs = [blr.fit_laplace(t, prior_precision=5.0) for t in tasks]
-    options = dict(remove=[1, 4], solver="posterior", progress=False)
+    qs = [fit_at_rest(t, prior_precision=5.0) for t in tasks]
+    options = dict(remove=[1, 4], solver="posterior")
     first, last = (blr.what_if(tasks[0], q, **options) for q in qs)
     found = blr.what_if(tasks[0], qs, **options)
     change = (first.nll - first.before.nll + last.nll - last.before.nll) / 2
